@@ -17,17 +17,17 @@ from tlt.run.about import about_folder, about_memory
         (
             {"save_every": 5, "keep": 3, "trackers": []},
             "writes to R: metrics.jsonl, completions.jsonl, report.html, summary.json; a checkpoint every 5 steps and "
-            "at the end (the newest 3 stay)",
+            "at the end (the newest 3 are kept)",
         ),
         (
             {"save_every": 0, "report": False, "completions_mb": 0, "mirror": "s3://b", "trackers": ["tensorboard"]},
-            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 stay), copied to s3://b; "
-            "metrics go to tensorboard",
+            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 are kept), copied to s3://b"
+            "; metrics go to tensorboard",
         ),
         (
             {"completions_format": "parquet", "trackers": []},
             "writes to R: metrics.jsonl, completions/, report.html, summary.json; a checkpoint every 20 steps and at "
-            "the end (the newest 2 stay)",
+            "the end (the newest 2 are kept)",
         ),
     ],
 )

@@ -158,7 +158,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a path of Windows": (
         lambda c: c.edit(Path(c.recipe()), lambda text: text.replace(b"/model", rb"\new model")),
-        r"the path '.*\\new model' has a control character: write a path with '\\' in single quotes$",
+        r"the path '.*\\new model' has a control character: write paths with '\\' in single quotes$",
     ),
     "a number in quotes": (lambda c: c.options.extend(["--train.steps", "'5'"]), r'train\.steps: .*integer.*"5"'),
     "a number in words": (lambda c: c.options.extend(["--train.steps", "1e3"]), r"train\.steps: .*integer.*1000\.0"),
@@ -187,7 +187,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: c.tree.update(reward={"terms": [{"name": "exact", "wieght": 1.0}]}),
         r"reward\.terms\.0\.wieght: did you mean weight\?",
     ),
-    "no pattern": (lambda c: c.set("reward", name="format"), r"'format' goes with reward\.pattern"),
+    "no pattern": (lambda c: c.set("reward", name="format"), r"'format' needs reward\.pattern"),
     "bad pattern": (lambda c: c.set("reward", name="format", pattern="(a"), r"'\(a' is not a regular expression"),
     "a pattern that repeats too often": (
         lambda c: c.set("reward", name="format", pattern="a{99999999999}"),
@@ -232,7 +232,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
             c.edit_json(c.model / "tokenizer_config.json", eos_token=None),
             (c.model / "generation_config.json").unlink(),
         ),
-        r"names an end token.*set eos_token_id there, or give rollout\.stop_strings",
+        r"names an end token.*set eos_token_id there, or set rollout\.stop_strings",
     ),
     "end tokens beyond the model": (
         lambda c: (
@@ -257,7 +257,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     },
     "a name on the hub": (
         lambda c: c.set("model", path="Qwen/Qwen3-0.6B"),
-        r"there is no Qwen/Qwen3-0\.6B on this machine.*HF_HUB_OFFLINE is set.* hf download Qwen/Qwen3-0\.6B where",
+        r"there is no Qwen/Qwen3-0\.6B on this machine.*HF_HUB_OFFLINE is set.* hf download Qwen/Qwen3-0\.6B on",
     ),
     "a model folder that is not there": (
         lambda c: c.set("model", path=str(c.home / "none")),
@@ -265,15 +265,15 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a generation_config.json that is a list": (
         lambda c: (c.model / "generation_config.json").write_text("[]"),
-        r"generation_config\.json.* holds a list where a JSON object is meant",
+        r"generation_config\.json.* must hold a JSON object, not a list",
     ),
     "a config.json that is a list": (
         lambda c: (c.model / "config.json").write_text("[]"),
-        r"config\.json holds a list where a JSON object is meant",
+        r"config\.json must hold a JSON object, not a list",
     ),
     "a tokenizer_config.json that is a list": (
         lambda c: (c.model / "tokenizer_config.json").write_text("[]"),
-        r"has no tokenizer that can be loaded .*tokenizer_config\.json holds a list",
+        r"has no tokenizer that can be loaded .*tokenizer_config\.json must hold a JSON object, not a list",
     ),
     "a tokenizer.json of nothing": (
         lambda c: (c.model / "tokenizer.json").write_text("{}"),
@@ -311,16 +311,16 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a file in a folder that is not there": (
         lambda c: c.set("data", path="data/none.jsonl"),
-        r"^tlt: there is no file data/none\.jsonl: name a \.jsonl",
+        r"^tlt: there is no file data/none\.jsonl: give a \.jsonl",
     ),
     "no file": (lambda c: c.prompts.unlink(), r"there is no file .*prompts\.jsonl"),
-    "an empty file": (lambda c: c.prompts.write_text(""), r"prompts\.jsonl holds no prompts"),
+    "an empty file": (lambda c: c.prompts.write_text(""), r"prompts\.jsonl contains no prompts"),
     "a row that is no JSON": (lambda c: c.prompts.write_text('{"question": "a"}\n{'), r"line 2 is not JSON"),
     "bytes that are no text": (lambda c: c.prompts.write_bytes(b'{"question": "\xff"}'), r"prompts\.jsonl, line 1"),
     "a row without a question": (lambda c: c.prompts.write_text('{"q": "a"}'), r"line 1 .*set data\.prompt_column"),
     "half of a surrogate pair": (
         lambda c: c.prompts.write_text('{"question": "a\\ud800"}'),
-        r"prompt 0 holds half of a surrogate pair, which is no text: 'a\\ud800'",
+        r"prompt 0 contains a lone surrogate, which is not text: 'a\\ud800'",
     ),
     "a row that is nested too deeply": (
         lambda c: c.prompts.write_text('{"question": ' + "[" * 100_000),
@@ -342,7 +342,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "an unknown task": (lambda c: tasks(c, name="chain_sums"), r"reasoning-gym refuses data\.tasks \(chain_sums\)"),
     "a bad parameter": (lambda c: tasks(c, name="gcd", params={"min": 1}), r"refuses data\.tasks \(gcd\).*min"),
-    "all of it seen": (lambda c: c.set("eval", every=1, path=str(c.prompts)), r"no prompt is held out"),
+    "all of it seen": (lambda c: c.set("eval", every=1, path=str(c.prompts)), r"there are no held-out prompts"),
     # -- rewards
     "no module": (lambda c: c.set("reward", name="no_such:f"), r"'no_such:f' cannot be imported .*'module:function'"),
     "no function": (lambda c: c.set("reward", name="tiny_rewards:f"), r"'tiny_rewards:f' cannot be imported"),
@@ -416,25 +416,28 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     # -- the folder of the run
     "a folder that cannot be": (
         lambda c: c.set("run", folder=str(c.prompts / "run")),
-        r"prompts\.jsonl/run cannot be made \(Not a directory\): give another --run\.folder",
+        r"prompts\.jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
     ),
-    "an occupied folder": (lambda c: c.saved(1).mkdir(parents=True), r"already holds a run: go on with --resume"),
-    "force without resume": (lambda c: c.options.extend(["--force", "train.steps"]), r"--force goes with --resume"),
-    "nothing to resume": (lambda c: c.options.append("--resume"), r"no whole checkpoint in .*--run\.overwrite true"),
+    "an occupied folder": (
+        lambda c: c.saved(1).mkdir(parents=True),
+        r"already contains a run: continue it with --resume",
+    ),
+    "force without resume": (lambda c: c.options.extend(["--force", "train.steps"]), r"--force needs --resume"),
+    "nothing to resume": (lambda c: c.options.append("--resume"), r"no complete checkpoint in .*--run\.overwrite true"),
 }
 
 RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
-    "no checkpoints folder": (lambda c: shutil.rmtree(c.run / "checkpoints"), r"there is no whole checkpoint"),
+    "no checkpoints folder": (lambda c: shutil.rmtree(c.run / "checkpoints"), r"there is no complete checkpoint"),
     "truncated": (lambda c: damage_all(c, half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
     "a flipped byte": (
         lambda c: damage_all(c, flip),
         r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001",
     ),
     "another recipe": (lambda c: c.set("train", learning_rate=0.5), r"train\.learning_rate = 0\.5, but .* has 0\.001"),
-    "fewer steps": (lambda c: c.set("train", steps=1), r"train\.steps = 1 is below the 2 that are done"),
+    "fewer steps": (lambda c: c.set("train", steps=1), r"train\.steps = 1 is below the 2 steps that are done"),
     "another model": (
         lambda c: c.edit(c.model / "config.json", lambda text: text + b" "),
-        r"the files in model\.path are not those .*--force model\.path",
+        r"the files in model\.path differ from those .*--force model\.path",
     ),
     "an unknown field to force": (
         lambda c: c.options.extend(["--force", "train.lr"]),
@@ -446,19 +449,22 @@ RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a manifest that is a list": (
         lambda c: [(c.saved(step) / "manifest.json").write_text("[]") for step in (1, 2)],
-        r"damaged: step_00000002 \(manifest\.json holds a list",
+        r"damaged: step_00000002 \(manifest\.json must hold a JSON object, not a list",
     ),
-    "other prompts": (lambda c: c.prompts.write_text('{"question": "new"}'), r"prompts\.jsonl are not those this run"),
+    "other prompts": (
+        lambda c: c.prompts.write_text('{"question": "new"}'),
+        r"prompts\.jsonl are not those of the run",
+    ),
     **{
         f"a line of metrics that is {line}": (
             lambda c, line=line: (c.run / "metrics.jsonl").write_text(line + "\n"),
-            r"metrics\.jsonl is damaged .*: mend or remove that line",
+            r"metrics\.jsonl is damaged .*: repair or remove that line",
         )
         for line in ("{}", "[]", "3", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
     },
     "a damaged record": (
         lambda c: c.edit(c.run / "metrics.jsonl", lambda text: b"\x00" + text),
-        r"metrics\.jsonl is damaged .*: mend or remove",
+        r"metrics\.jsonl is damaged .*: repair or remove",
     ),
 }
 
@@ -512,16 +518,16 @@ def test_a_run_that_cannot_go_on_says_why(
 @pytest.mark.parametrize(
     ("owner", "name", "expected"),
     [
-        ("tlt.rl.policy.save_file", None, r"step_00000001 cannot be saved .*No space left.*; .*nothing was saved yet$"),
+        ("tlt.rl.policy.save_file", None, r"step_00000001 cannot be saved .*No space left.*; .*nothing is saved yet$"),
         (
             "tlt.store.checkpoint.flush",
             None,
-            r"step_00000001 cannot be saved .*No space left.*; .*nothing was saved yet$",
+            r"step_00000001 cannot be saved .*No space left.*; .*nothing is saved yet$",
         ),
         (
             "pathlib.Path.open",
             "metrics.jsonl",
-            r"metrics\.jsonl cannot be written \(No space left.*; saved after step 1 in .*: go on with --resume$",
+            r"metrics\.jsonl cannot be written \(No space left.*; saved after step 1 in .*: continue with --resume$",
         ),
     ],
 )

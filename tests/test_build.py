@@ -51,8 +51,8 @@ def test_adaptive_in_vllm_is_what_there_is_time_for(
 
 def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Path) -> None:
     config = by_vllm(tmp_path, 2, path="folder")
-    assert "look-ahead, by vLLM, which leaves out folder" in about_model(config)
-    assert "leaves out" not in about_model(by_vllm(tmp_path, 2))
+    assert "look-ahead, with vLLM (folder is not used" in about_model(config)
+    assert "not used" not in about_model(by_vllm(tmp_path, 2))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_workers_that_share_one_cpu_are_told_of_one_with_all_cores(
 
 def test_a_family_that_was_never_tried_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path)
-    assert "not tried" not in about_model(config)
+    assert "not tested" not in about_model(config)
     monkeypatch.setattr("tlt.run.about.TRIED", frozenset())
-    assert "(qwen3: not tried with tlt yet, compared at each sync)" in about_model(config)
+    assert "(qwen3 is not tested with tlt yet: it is checked at each sync)" in about_model(config)
 
 
 @pytest.mark.parametrize(("workers", "cores", "steps"), [(2, 2, 4), (3, 2, 0), (1, 1, 4)])
@@ -79,7 +79,7 @@ def test_workers_that_share_cores_do_not_look_ahead(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
     assert steps_ahead(config.speculation) == steps
-    assert ("as workers share cores" in about_model(config)) == (steps == 0)
+    assert ("because workers share cores" in about_model(config)) == (steps == 0)
 
 
 VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model": {"dtype": "float32"}}

@@ -195,14 +195,14 @@ def test_generate_of_no_samples_is_refused(capsys: pytest.CaptureFixture[str], h
     assert "--samples" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--samples", "0")
 
 
-@pytest.mark.parametrize(("prompt", "says"), [("a\udcff", "no text in UTF-8: 'a\\udcff'"), ("", "is empty")])
+@pytest.mark.parametrize(("prompt", "says"), [("a\udcff", "is not UTF-8 text: 'a\\udcff'"), ("", "is empty")])
 def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str], home: Path, prompt: str, says: str) -> None:
     assert says in refusal(capsys, "generate", str(home / "model"), "--dtype", "float64", "--prompt", prompt)
 
 
 def test_an_occupied_folder(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert "already holds a run" in refusal(capsys, "train", recipe)
+    assert "already contains a run" in refusal(capsys, "train", recipe)
 
 
 def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], recipe
 
 
 def test_nothing_to_resume(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    assert "no whole checkpoint" in refusal(capsys, "train", recipe, "--resume")
+    assert "no complete checkpoint" in refusal(capsys, "train", recipe, "--resume")
 
 
 def test_a_prompt_that_is_too_long(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
@@ -256,7 +256,7 @@ def test_two_signals_end_a_run_at_once_and_it_says_what_was_saved(
 
     monkeypatch.setattr(Display, "phase", stop_twice)
     assert exit_code("train", recipe) == 130
-    assert capfd.readouterr().err.splitlines()[-1] == "tlt: interrupted; nothing was saved yet"
+    assert capfd.readouterr().err.splitlines()[-1] == "tlt: interrupted; nothing is saved yet"
 
 
 @pytest.mark.parametrize(("option", "first", "lines"), [("--quiet", "1 steps: mean reward", 1), ("--json", "{", 7)])
@@ -332,7 +332,7 @@ def test_generate_takes_a_runs_folder_and_a_checkpoints(
     assert said[0] == said[1] == said[2] != said[3]
     for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "state.json").unlink()
-    assert "no whole checkpoint" in refusal(capsys, "generate", str(run), *options)
+    assert "no complete checkpoint" in refusal(capsys, "generate", str(run), *options)
 
 
 def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) -> None:
@@ -406,14 +406,14 @@ def test_a_lack_of_memory_is_one_sentence(
         try:
             allocate()
         except Exception as error:
-            error.add_note("saved after step 3: go on with --resume")
+            error.add_note("saved after step 3: continue with --resume")
             raise
 
     monkeypatch.setattr("tlt.run.train.train", train)
     assert exit_code("train", recipe) == 75
     (said,) = capsys.readouterr().err.splitlines()
     assert re.match(
-        r"tlt: out of memory.*: lower engine\.kv_memory_mb, .*; saved after step 3: go on with --resume", said
+        r"tlt: out of memory.*: lower engine\.kv_memory_mb, .*; saved after step 3: continue with --resume", said
     )
 
 
@@ -425,7 +425,7 @@ def test_words_of_others_are_printed_as_they_are(
     folder.mkdir(parents=True)  # the slash makes two of it
     recipe = write_recipe(home, folder)
     assert exit_code("train", recipe, "--train.steps", "1", "--run.folder", str(folder / "run")) == 0
-    assert f"everything is in {folder / 'run'}:" in capsys.readouterr().out
+    assert f"all files are in {folder / 'run'}:" in capsys.readouterr().out
     said = "[/i] :warning: " + "word " * 40 + "end"
     monkeypatch.setattr("tlt.build.Detokenizer", lambda tokenizer: lambda ids: said)
     assert said in generated(capsys, home)
@@ -439,7 +439,7 @@ def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str], r
         ("draft", "train", recipe, "--out", str(model)),
         ("export", str(model), str(model), "--to", "hf"),
     ):
-        assert re.search(r"(prompts\.jsonl|model) is not empty: give another place", refusal(capsys, *command))
+        assert re.search(r"(prompts\.jsonl|model) is not empty: give another path", refusal(capsys, *command))
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -449,7 +449,7 @@ def test_generate_refuses_rows_whose_columns_it_would_overwrite(
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "a"}\n{"question": "b", "response": "mine", "index": 7}\n', encoding="utf-8")
     command = ("generate", str(home / "model"), "--data", str(data), "--out", str(tmp_path / "out.jsonl"))
-    assert "columns that --out writes of each response: rename index, response" in refusal(capsys, *command)
+    assert "columns that --out writes for each response: rename index, response" in refusal(capsys, *command)
 
 
 def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:

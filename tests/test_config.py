@@ -93,7 +93,7 @@ def test_the_responses_of_a_step_are_bounded(recipe: Path) -> None:
     for name, number in (("prompts_per_step", 250_001), ("group_size", 2**63 - 1)):
         message = refusal(recipe, "--rollout.prompts_per_step", "250000", f"--rollout.{name}", str(number))
         assert f"rollout.{name} = {number}" in message
-        assert "is more than 1,000,000 responses a step, which would not end: lower one of them" in message
+        assert "is more than 1,000,000 responses per step: lower one of them" in message
 
 
 def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
@@ -281,7 +281,7 @@ def test_plain_decoding_beside_a_vllm_that_always_drafts_is_refused(speculation:
 def test_arguments_for_vllm_are_refused_where_it_does_not_decode(recipe: Path) -> None:
     given = ["--engine.vllm.enforce_eager", "true", "--model.dtype", "float32"]
     assert load_config(recipe, [*given, "--engine.backend", "vllm"]).engine.vllm == {"enforce_eager": True}
-    with pytest.raises(ConfigError, match=r"engine\.vllm\.enforce_eager is for engine\.backend = 'vllm': set that, or"):
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.enforce_eager needs engine\.backend = 'vllm': set that, or"):
         load_config(recipe, given)
     assert not load_config(recipe, [*given, "--engine.vllm", "{}"]).engine.vllm
 

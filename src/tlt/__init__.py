@@ -1,8 +1,7 @@
-"""tlt: faster RL training of reasoning LLMs, with not one token changed.
+"""tlt: faster RL training of reasoning LLMs without changing a single token.
 
-The names below are the public interface; its versions are semantic. Each is what the command line uses too, and is
-imported when it is first asked for, so that `import tlt` costs nothing.
-"""
+The names below are the public interface and follow semantic versioning. The command line uses them too. Each is
+imported at its first use, so that `import tlt` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe to what it asks for: target, drafters, tuner, engine, tokenizer, prompts, sampling."""
+"""Builders of the parts of a recipe: target, drafters, tuner, engine, tokenizer, prompts, sampling parameters."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def make_engine(
     tracer: Tracer | None = None,
     store: AheadStore | None = None,
 ) -> Engine:
-    """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target
-    must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
+    """Return our own engine for a recipe. The target must hold weights. `layer` replaces the learned drafter that the
+    recipe names. If the drafter is `adaptive`, the first rollout profiles the machine."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
     return Engine(target, config, drafters, tuner, Detokenizer(tokenizer), layout, on_harvest, tracer, store)
@@ -64,10 +64,11 @@ def load_engine(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     longest: int | None = None,
 ) -> RolloutEngine:
-    """An engine for the model in a folder or on the Hugging Face hub, or for the newest policy in a run's folder.
-    `model` (if it is no path), `speculation` and `engine` have the fields of a recipe's sections. `longest`: tokens
-    that a prompt and its response may reach together, which vLLM alone wants to know; left out, what the model is good
-    for. Raises ConfigError, ModelError, DrafterError, CheckpointError or HubError."""
+    """Return an engine for a model folder, a model on the Hugging Face hub, or the newest policy in a run's folder.
+    Each argument is a section of a recipe or a mapping of its fields; `model` may be a path.
+
+    `longest` is the largest number of tokens of a prompt and its response together (default: the model's limit). Only
+    vLLM uses it. Raises ConfigError, ModelError, DrafterError, CheckpointError or HubError."""
     named = {"path": str(model)} if isinstance(model, str | Path) else model
     model = section_of(ModelConfig, named, "model")
     model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
@@ -84,9 +85,10 @@ def load_engine(
 
 
 def open_target(config: Config, folder: str | Path | None) -> Target:
-    """Return what the recipe's engine decodes with, with the weights of `folder`. Without a folder it is for training:
-    `take_weights` brings the policy's weights, and vLLM can give memory back for the update. Raises ModelError, or
-    VllmError."""
+    """Return the target of the recipe's engine with the weights in `folder`.
+
+    If `folder` is None, the target is for training: it gets its weights from `take_weights`, and vLLM can free memory
+    for the update. Raises ModelError or VllmError."""
     if config.engine.backend == "vllm":
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -99,19 +101,21 @@ def open_target(config: Config, folder: str | Path | None) -> Target:
 
 
 def _refuse_other_heads(config: Config) -> None:
-    """vLLM has one tensor for an embedding and a head that are tied. An adapter on one of them makes two."""
+    """Raise ModelError for an adapter on a tied head or embedding. vLLM keeps one tensor for both, and the adapter
+    would make them different."""
     lora, options = config.train.lora, decoder_options(read_config(config.model.path))
     if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
         raise ModelError(
             f"train.lora.targets has {min(ends)}, and the model's head is tied to its embedding, which vLLM cannot "
-            "separate: leave that target out, or set engine.backend = 'tlt'"
+            "separate: remove that target, or set engine.backend = 'tlt'"
         )
 
 
 def vllm_target(
     model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int, sleeps: bool = False
 ) -> VllmTarget:
-    """A vLLM for prompts and responses of up to so many tokens together. Raises ModelError, or VllmError."""
+    """Return a vLLM target. `longest` is the largest number of tokens of a prompt and its response together. Raises
+    ModelError or VllmError."""
     from tlt.vllm.target import VllmTarget
 
     options = decoder_options(read_config(model.path))
@@ -126,7 +130,7 @@ def open_engine(
     on_harvest: Callable[[Harvest | Transcript], None] | None = None,
     tracer: Tracer | None = None,
 ) -> RolloutEngine:
-    """The engine that the recipe asks for, on this target."""
+    """Return the recipe's engine on this target."""
     tokenizer, store = load_tokenizer(config.model.path), AheadStore(config.speculation.look_ahead_tokens)
     if isinstance(target, Decoder):
         return make_engine(
@@ -135,14 +139,16 @@ def open_engine(
     from tlt.vllm.engine import VllmEngine
     from tlt.vllm.target import VllmTarget
 
-    assert isinstance(target, VllmTarget), "a target of the recipe's backend"
+    assert isinstance(target, VllmTarget), "the target belongs to another backend"
     return VllmEngine(target, config.engine, Detokenizer(tokenizer), tracer or Tracer(), store, on_harvest)
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
-    """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
-    none is trained. By vLLM only `eagle` uses one, and the policy computes what it learns from, which one in shards
-    cannot."""
+    """Return the drafter whose training starts with the run; None if no drafter is trained. It is loaded from
+    `speculation.path`, or random but the same on all workers.
+
+    With vLLM only the drafter `eagle` is trained, and only if the policy is not sharded, because the policy then
+    computes its training data."""
     speculation = config.speculation
     trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
     if not may_be_learned(speculation.drafter) or not trains:
@@ -154,14 +160,15 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
-    layer.agreement = 0.0  # its guesses are never right: the tuner need not find that out
+    layer.agreement = 0.0  # the tuner need not measure that a random drafter is never right
     return layer
 
 
 def make_drafters(
     config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None
 ) -> tuple[list[Drafter], FeatureLayout | None]:
-    """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
+    """Return the drafters of the configured strategies, and the layout of the features that the learned drafter reads
+    (None without one). Raises DrafterError."""
     if config.drafter == "off":
         return [], None
     names = list(DRAFTERS) if config.drafter == "adaptive" else [config.drafter]
@@ -195,17 +202,17 @@ def make_tuner(
 
 
 def steps_ahead(config: SpeculationConfig) -> int:
-    """Steps to come whose requests are decoded in idle time."""
+    """Return the number of coming steps whose requests idle workers decode."""
     return config.look_ahead if config.drafter == "adaptive" else 0
 
 
 def make_target(config: ModelConfig) -> Decoder:
-    """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
+    """Return a decoder for a model folder, still without weights. Raises ModelError."""
     return decoder_for(read_config(config.path), torch_dtype(config), torch_device(config))
 
 
 def _load_target(config: ModelConfig, folder: str | Path) -> Decoder:
-    """A decoder with the weights of a folder. Raises ModelError."""
+    """Return a decoder with the weights in a folder. Raises ModelError."""
     target = make_target(config)
     with working(f"load {folder}"):
         target.load(folder_weights(folder, target.dtype), version=0)
@@ -213,12 +220,12 @@ def _load_target(config: ModelConfig, folder: str | Path) -> Decoder:
 
 
 def load_detokenizer(model: ModelConfig) -> Detokenizer:
-    """Return what engines need for stop strings."""
+    """Return the detokenizer of a model. Engines use it to find stop strings."""
     return Detokenizer(load_tokenizer(model.path))
 
 
 class Workplace(NamedTuple):
-    """What it takes to decode a recipe's prompts."""
+    """Parts that decode a recipe's prompts."""
 
     tokenizer: Any
     prompts: list[Prompt]
@@ -227,7 +234,8 @@ class Workplace(NamedTuple):
 
 
 def open_workplace(config: Config) -> Workplace:
-    """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
+    """Load the prompts as for training, and the target with the model's weights. Raises a ValueError whose message is
+    one sentence."""
     tokenizer, config = load_tokenizer(config.model.path), with_tools(config)
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
@@ -236,8 +244,8 @@ def open_workplace(config: Config) -> Workplace:
 
 
 def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = False) -> None:
-    """Raises DataError for tokens that the model does not have, and ModelError where a response may grow beyond what
-    it is good for."""
+    """Raise DataError for prompts with tokens outside the model's vocabulary. Raise ModelError if a prompt and its
+    response may exceed the model's context."""
     options = decoder_options(read_config(config.model.path))
     refuse_foreign_tokens(prompts, options.vocab_size)
     section = "eval" if held_out and config.eval.max_new_tokens else "rollout"
@@ -256,8 +264,10 @@ def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = F
 
 
 def settled(config: Config) -> Config:
-    """With the dtype that `auto` stands for on this machine, the drafter that `adaptive` does in vLLM, and without
-    look-ahead where workers share cores: what is recorded of a run must say it."""
+    """Return the configuration as it is used on this machine and recorded for the run.
+
+    `auto` becomes a dtype. Look-ahead is turned off if workers share cores. With vLLM, `adaptive` becomes a fixed
+    drafter, unless look-ahead is used."""
     dtype = str(torch_dtype(config.model)).removeprefix("torch.")
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     if share_cores(config):
@@ -269,14 +279,15 @@ def settled(config: Config) -> Config:
 
 
 def share_cores(config: Config) -> bool:
-    """Whether workers have no core to themselves: then one that is idle leaves its time to those that decode."""
+    """Return whether the workers on this machine outnumber its CPU cores. Idle workers then leave their time to those
+    that decode."""
     alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
     return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))
 
 
 def without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """What `adaptive` stands for in vLLM where no worker is ever idle: the learned drafter that is there, else plain
-    decoding: vLLM's n-gram lookup drafts as far as it is told, whether that pays or not."""
+    """Replace `adaptive` for a vLLM without look-ahead: by the learned drafter of `speculation.path`, or by plain
+    decoding if there is none. vLLM's n-gram drafter is not used, because it drafts even where this is slower."""
     if speculation.drafter != "adaptive":
         return speculation
     return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})
@@ -301,27 +312,26 @@ def torch_device(config: ModelConfig) -> torch.device:
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
-    """Raises ModelError where no response could ever end before max_new_tokens."""
+    """Return the sampling parameters of a rollout. Raises ModelError if no end token and no stop string is known."""
     vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
     stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
     if not stops and not strings:
         raise ModelError(
             f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token below the "
-            f"vocab_size of {vocab_size}, so that no response would ever end: set eos_token_id there, or give "
-            "rollout.stop_strings"
+            f"vocab_size of {vocab_size}, so no response would end: set eos_token_id there, or set rollout.stop_strings"
         )
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
 
 
 def eval_sampling(config: Config, params: SamplingParams) -> SamplingParams:
-    """Of held-out prompts."""
+    """Return the sampling parameters for held-out prompts: `params` with the values that [eval] sets."""
     names = ("temperature", "top_k", "top_p", "max_new_tokens")
     given = {name: value for name in names if (value := getattr(config.eval, name)) is not None}
     return replace(params, **given)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Every end-of-sequence token that the folder names: in config.json, generation_config.json and the tokenizer."""
+    """Return all end tokens that config.json, generation_config.json and the tokenizer name."""
     named = [tokenizer.eos_token_id]
     for file in ("config.json", "generation_config.json"):
         path = Path(folder) / file

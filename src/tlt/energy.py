@@ -33,7 +33,7 @@ class Rapl:
         self.joules = 0.0
         self._last: dict[Path, int] = {}
         for zone in sorted(root.glob("*-rapl:*")):
-            if zone.name.count(":") == 1:  # a zone with two colons is part of a package
+            if zone.name.count(":") == 1:  # a zone with two colons is a part of a package
                 with suppress(OSError, ValueError):  # most systems let only root read it
                     self._last[zone] = _microjoules(zone / "energy_uj")
 
@@ -56,7 +56,7 @@ def _microjoules(path: Path) -> int:
 
 
 class Nvml:
-    """Joules of all NVIDIA cards of this machine, whoever uses them. Needs the package nvidia-ml-py."""
+    """Joules of all NVIDIA cards of this machine, used by any process. Needs the package nvidia-ml-py."""
 
     def __init__(self, library: Any = None) -> None:
         self._cards: list[Any] = []
@@ -103,7 +103,7 @@ def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 
 
 class Meter:
-    """All counters that this machine offers. A counter that fails is dropped, and the run goes on."""
+    """All counters of this machine. A counter that fails is dropped, and the run continues."""
 
     def __init__(
         self, one_machine: bool = True, rapl: Rapl | None = None, nvml: Nvml | None = None, proc: Path = _PROC
@@ -124,7 +124,7 @@ class Meter:
                 found[name] = source()
             except Exception as error:
                 del self._sources[name]
-                _log.warning("energy/%s is no longer recorded (%s); the run goes on", name, error)
+                _log.warning("energy/%s is no longer recorded (%s); the run continues", name, error)
         return found
 
 
@@ -132,7 +132,7 @@ class MeteredTracer(Tracer):
     """Tracer of the driver that also records what each phase of a step used."""
 
     def __init__(self, meter: Meter | None = None) -> None:
-        """Without a meter nothing is measured."""
+        """Set the meter. Without one nothing is measured."""
         super().__init__()
         self._meter = meter or Meter(one_machine=False)
         self._last, self._since = self._meter.read(), time.perf_counter()
@@ -149,7 +149,7 @@ class MeteredTracer(Tracer):
             self._phases[name] = {key: mine.get(key, 0.0) + used[key] for key in used}
 
     def step_energy(self, run: RunConfig) -> dict[str, Any]:
-        """Return what was used since the last call, by the names of docs/metrics.md."""
+        """Return energy, CPU time and cost since the last call, with the names of docs/metrics.md."""
         now, clock = self._meter.read(), time.perf_counter()
         used = _difference(now, self._last)
         found: dict[str, Any] = _with_estimate(used, run)
@@ -162,7 +162,8 @@ class MeteredTracer(Tracer):
 
 
 def _difference(now: Counters, before: Counters) -> Counters:
-    """A process that has just ended may be missing until its parent counts it."""
+    """Return the increase of each counter, at least 0. CPU seconds of a process that has just ended may be missing
+    until its parent counts them."""
     return {name: max(0.0, now[name] - before[name]) for name in now if name in before}
 
 
@@ -193,7 +194,7 @@ def total_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compared_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what plain decoding and the run's own decoding used for the same tokens."""
+    """Return the energy of plain decoding and of the run's own decoding for the same tokens."""
     steps = [line["energy"]["phases"] for line in lines if "compare" in line.get("energy", {}).get("phases", {})]
     if not steps:
         return {}

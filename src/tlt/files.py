@@ -1,5 +1,4 @@
-"""Files of others, whose every fault is a sentence; and what a rename relies on: that the bytes are on the disk before
-the name is."""
+"""User files whose errors become one sentence, and writes that are flushed to the disk before a rename."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds. Raises ValueError, and OSError where it cannot be read."""
+    """Return the JSON object in a file. Raises ValueError, or OSError if the file cannot be read."""
     try:
         tree = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds a {type(tree).__name__} where a JSON object is meant")
+        raise ValueError(f"{path} must hold a JSON object, not a {type(tree).__name__}")
     return tree
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, with a ValueError for what is nested too deeply as well."""
+    """Parse JSON like `json.loads`, but also raise ValueError if it is nested too deeply."""
     try:
         return json.loads(text if isinstance(text, str) else decoded(text))
     except RecursionError:
@@ -33,7 +32,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def decoded(content: bytes) -> str:
     """Decode UTF-8, with or without a byte-order mark. Raises ValueError."""
-    if b"\0" in content[:4]:  # of texts that begin with ASCII
+    if b"\0" in content[:4]:  # true for UTF-16 and UTF-32 if the first character is ASCII
         raise ValueError("it is UTF-16 or UTF-32: save it as UTF-8")
     try:
         return content.decode("utf-8-sig")
@@ -43,8 +42,8 @@ def decoded(content: bytes) -> str:
 
 @contextmanager
 def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[None]:
-    """Around a library that reads a user's files: whatever it raises becomes one sentence of `kind`, `what` and why.
-    Errors that are one already go through."""
+    """Turn errors of a library that reads a user's file into errors of type `kind`. The message is one sentence:
+    `what`, the last line of the original error, and `remedy`. Errors of type `kind` and MemoryError pass unchanged."""
     try:
         yield
     except (kind, MemoryError):
@@ -55,20 +54,21 @@ def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[Non
 
 
 def is_text(words: str) -> bool:
-    """Whether it can be written down: half of a surrogate pair, which JSON and a command line may hold, cannot."""
+    """Return whether a string can be encoded as UTF-8. JSON and command lines may contain lone surrogates, which
+    cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in words)
 
 
 def refuse_to_overwrite(place: Path) -> None:
-    """Raises ValueError for a folder or a file that holds anything."""
+    """Raise ValueError for a folder or a file that is not empty."""
     holds = any(place.iterdir()) if place.is_dir() else place.is_file() and place.stat().st_size > 0
     if holds:
-        raise ValueError(f"{place} is not empty: give another place, or move away what is there")
+        raise ValueError(f"{place} is not empty: give another path, or move its content away")
 
 
 def share(folder: Path) -> None:
-    """Whoever may read what this process writes may read all files in the folder: safetensors gives its own to their
-    owner alone."""
+    """Give all files in a folder the permissions that a new file of this process has. safetensors makes files that only
+    their owner can read."""
     probe = folder / ".mode"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
@@ -79,7 +79,7 @@ def share(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """A file's bytes, or a folder's names. Raises OSError where the disk fails."""
+    """Write a file's content, or a folder's list of names, to the disk. Raises OSError if the disk fails."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

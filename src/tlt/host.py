@@ -1,5 +1,5 @@
-"""From the device to the host. Drafting, verification and prefill wait for the device here, so that their waits can be
-counted; the harvest makes its own copies."""
+"""Copies from the device to the host. Drafting, verification and prefill wait for the device only here, so that their
+waits can be counted. The saved hidden states are copied elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NUMPY = {torch.float64: np.float64, torch.int64: np.int64}
 
 
 def to_host(*tensors: Tensor) -> list[np.ndarray]:
-    """All of them in one copy, in their shapes: integers as int64, other numbers as float64 or, on a CPU, as they
-    are. Integers must be below 2^53, as they travel as float64."""
+    """Copy all tensors to the host in one transfer, with their shapes. Integers become int64 and other numbers float64;
+    on a CPU the types are kept. Integers must be below 2^53, because they are transferred as float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()

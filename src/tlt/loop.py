@@ -1,14 +1,14 @@
-"""The spine: rollout, reward, update, sync, step after step. The only file that holds this order.
+"""Training loop: rollout, reward, update, sync. Only this file defines their order.
 
-1. take the next prompts; each asks for a group of G responses, every response with a seed of its own
-2. rollout: the engine decodes them, speculatively or not; the tokens are the same
-3. reward each response; with dynamic sampling, more waves of prompts until enough groups have rewards that differ
-4. update the policy on the batch, in prompt order whatever the order of arrival
-5. give the new weights to the engine, and start over
+1. Take the next prompts. Each gets a group of G responses, and every response has a seed of its own.
+2. Rollout: the engine decodes them. The tokens are the same with and without speculation.
+3. Reward each response. With dynamic sampling, decode further waves until enough groups have rewards that differ.
+4. Update the policy on the batch, in prompt order whatever the order of arrival.
+5. Give the new weights to the engine.
 
-A group that dynamic sampling leaves over opens the next step (or is dropped, `rollout.leftover`): it is one update old
-by then, as no step leaves over more than the next one takes, and its ratio is to the policy that decoded it. Decoding
-its prompt again would be on-policy and cost up to half the rollout.
+Groups that dynamic sampling leaves over are used first in the next step, or dropped (`rollout.leftover`). They are one
+update old then, because the next step uses all of them. Their ratio is to the policy that decoded them. Decoding their
+prompts again would be on-policy, but it would cost up to half the rollout.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from tlt.types import (
 
 
 class Rollout(Protocol):
-    """Decodes requests with the target it last took."""
+    """Decodes requests with the weights of the last `sync`."""
 
     def sync(self, policy: Trainable, version: int) -> None:
-        """The target takes the policy's weights."""
+        """Give the policy's weights to the target."""
         ...
 
     def generate(
@@ -62,60 +62,61 @@ class Rollout(Protocol):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        """All responses, in any order; `on_response` is called as each one finishes. Those who are idle may compute
-        early shards of the `early` groups, and decode what is `coming` in the next steps, a list each."""
+        """Return all responses, in any order, and the counters of the rollout. `on_response` is called for each
+        response as soon as it ends. Idle workers may compute early shards of the `early` groups, and decode the
+        requests in `coming`, one list for each next step."""
         ...
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        """The same by plain decoding at its best, with nothing else done meanwhile and nothing learned from it."""
+        """Decode the same requests with plain decoding, for comparison. The tuner and the drafter are not updated."""
         ...
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Requests that will come again: what was said to them once is a draft of what will be said then."""
+        """Store drafts of requests that will be decoded again."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What it learned about speed, for a checkpoint: plain data that no token depends on."""
+        """Return what the tuner and the drafter training have measured, as plain data for a checkpoint. No token
+        depends on it."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     def release(self) -> None:
-        """An update comes next, up to the next `sync`: give back the memory that it could use on the same device; the
-        next `generate` takes it again."""
+        """Free device memory for the update that follows. The next `generate` allocates it again."""
         ...
 
     def now(self) -> Sequence[WorkerNow]:
-        """What each worker is at, or was a moment ago. Called from another thread, at any time."""
+        """Return the present or a recent state of each worker. It may be called from another thread at any time."""
         ...
 
     def trace(self) -> list[list[Span]]:
-        """What each worker did since this was last asked, its stays in the states of `tlt.trace` among it."""
+        """Return each worker's spans since the last call, including the time in each state of `tlt.trace`."""
         ...
 
     def peak_memory(self) -> dict[str, dict[str, float]]:
-        """Return `metrics.peak_memory` of each worker that has a process of its own, by its name."""
+        """Return `metrics.peak_memory` of each worker that has a process of its own, by name."""
         ...
 
     def close(self) -> None:
-        """The run is over: end what was started for it."""
+        """End the processes that were started for the run."""
         ...
 
 
 class Trainable(Protocol):
-    """The policy: updated on a batch, read by name."""
+    """Policy that is updated on a batch. Its weights are read by name."""
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]: ...
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """Of each response's tokens, under the present policy."""
+        """Return the log-probs of each response's tokens under the current policy."""
         ...
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
 
 class Watcher(Protocol):
-    """Somebody who looks on (the display); nothing depends on it."""
+    """Observer of a run, such as the display. The result does not depend on it."""
 
     def phase(self, step: int, name: str, total: int) -> None: ...
 
@@ -124,7 +125,7 @@ class Watcher(Protocol):
 
 @dataclass
 class Parts:
-    """What a run consists of."""
+    """Parts of a run."""
 
     prompts: Sequence[Prompt]
     cursor: Cursor
@@ -133,9 +134,9 @@ class Parts:
     policy: Trainable
     sampling: SamplingParams
     carried: list[Group] = field(default_factory=list)
-    """groups that the step before left over; they open the next one"""
+    """groups left over by the previous step; the next step uses them first"""
     tracer: MeteredTracer = field(default_factory=MeteredTracer)
-    """of the driver's own phases"""
+    """tracer of the driver's own phases"""
     unrewarded: Unrewarded = field(default_factory=Unrewarded)
     turns: Turns = field(default_factory=SingleTurn)
 
@@ -143,14 +144,15 @@ class Parts:
 @dataclass
 class StepResult:
     groups: list[Group]
-    """decoded in this step, trained on or not"""
+    """groups decoded in this step, used for training or not"""
     settled: list[Group]
-    """trained on or dropped in this step, whenever they were decoded"""
+    """groups trained on or dropped in this step, including those decoded earlier"""
     metrics: StepMetrics
 
 
 def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepResult:
-    """The engine must hold the policy's present weights, and holds the new ones afterwards."""
+    """Run one step. Before it the engine must hold the policy's current weights; after it the engine holds the new
+    ones."""
     seconds: dict[str, float] = {}
     with timed("total", seconds):
         groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
@@ -176,7 +178,8 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
 
 
 def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group]:
-    """By the next step the policy that decoded these is gone: its log-probs are kept with them."""
+    """Store the policy's log-probs in the responses of these groups. The next step needs them, and the policy that
+    decoded the groups is gone by then."""
     responses = [response for group in groups for response in rewarded(group)]
     if responses:
         for response, logprobs in zip(responses, policy.logprobs(make_batch(groups, config)), strict=True):
@@ -187,8 +190,8 @@ def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group
 def _decode(
     parts: Parts, config: Config, watcher: Watcher, step: int, seconds: dict[str, float]
 ) -> tuple[list[Group], RolloutStats, int, dict[str, int]]:
-    """Rewarded groups in prompt order, wave after wave until enough of them can be used; how, in how many waves, and
-    beside plain decoding where that is asked for."""
+    """Decode waves of prompts until there are enough usable groups. Return the rewarded groups in prompt order, the
+    counters, the number of waves, and the comparison with plain decoding, if one is due."""
     groups: list[Group] = []
     stats, waves, compared = RolloutStats(), 0, Counter[str]()
     every = config.run.compare_every
@@ -227,7 +230,7 @@ def _early_groups(
 
 
 def heard_by(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:
-    """Each response is scored, and shown, as it finishes, while others still decode."""
+    """Return a function that passes each response to all listeners."""
 
     def heard(response: Response) -> None:
         for listener in listeners:
@@ -237,7 +240,7 @@ def heard_by(*listeners: Callable[[Response], None]) -> Callable[[Response], Non
 
 
 def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[str, int]:
-    """Of two ways to decode the same requests."""
+    """Return the number of tokens, of responses, and of responses that differ between the two ways of decoding."""
     if not plain:
         return {}
     tokens = {response.request.seed: response.token_ids for response in responses}
@@ -256,14 +259,14 @@ def _requests(parts: Parts, config: Config, cursor: Cursor) -> list[Request]:
 
 
 def coming(parts: Parts, config: Config, step: int) -> Iterator[list[Request]]:
-    """The requests of `step` and those behind it, a list each: what the cursor takes next."""
+    """Yield one list of requests for `step` and each step after it. The cursor is not moved."""
     cursor = replace(parts.cursor)
     for _ in range(step, config.train.steps):
         yield _requests(parts, config, cursor)
 
 
 def _in_prompt_order(requests: Sequence[Request], responses: Sequence[Response]) -> list[Group]:
-    """Groups in the order their prompts were taken, responses by index: arrival leaves no trace."""
+    """Group the responses in the order of the requests. The order of arrival has no influence."""
     by_seed = {response.request.seed: response for response in responses}
     groups: dict[tuple[int, int], Group] = {}
     for request in requests:

@@ -1,4 +1,4 @@
-"""Timers, the run's metrics.jsonl and summary.json, and the machine's description."""
+"""Timers, metrics.jsonl and summary.json of a run, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tlt.types import StepMetrics
 
 
 class MetricsError(ValueError):
-    """The run's record cannot be read or written; the message names the file and the remedy."""
+    """A file of metrics cannot be read or written. The message names the file and the remedy."""
 
 
 @contextmanager
 def timed(name: str, seconds: dict[str, float], tracer: Tracer | None = None) -> Iterator[None]:
-    """Add the block's wall clock to seconds[name], and a span to the tracer's."""
+    """Add the block's wall-clock seconds to seconds[name], and a span to the tracer."""
     start = time.perf_counter()
     try:
         with tracer.span(name) if tracer else nullcontext():
@@ -45,11 +45,11 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     **{"step": int, "reward": _NUMBER, "accept_length": _NUMBER, "tokens": int, "tokens_per_second": _NUMBER},
     **{"seconds": dict, "rollout": dict},
 }
-"""of a line, for a run to go on from it and to be summed up"""
+"""fields that a line needs so that a run can be resumed and summarized"""
 
 
 class MetricsWriter:
-    """One line a step in metrics.jsonl. On resume, later lines are dropped first."""
+    """Writer of metrics.jsonl, one line per step. On resume, lines from `first_step` on are dropped first."""
 
     def __init__(self, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         self.path = folder / "metrics.jsonl"
@@ -61,7 +61,7 @@ class MetricsWriter:
         fresh.replace(self.path)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Raises MetricsError."""
+        """Append the line of a step. Raises MetricsError."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(metrics)) + "\n")
@@ -70,17 +70,18 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Whole lines; a run that was killed may have left half of one at the end. Raises MetricsError."""
+    """Read the complete lines of metrics.jsonl. A killed run may have left an incomplete last line, which is ignored.
+    Raises MetricsError."""
     path = folder / "metrics.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     try:
         return [_line(words) for words in text[: text.rfind("\n") + 1].splitlines()]
     except ValueError as error:
-        raise MetricsError(f"{path} is damaged ({error}): mend or remove that line") from None
+        raise MetricsError(f"{path} is damaged ({error}): repair or remove that line") from None
 
 
 def _line(words: str) -> dict[str, Any]:
-    """A step's metrics. Raises ValueError."""
+    """Parse the metrics of a step. Raises ValueError."""
     line = parse_json(words)
     if not isinstance(line, dict):
         raise ValueError(f"{words[:40]!r} is not a step's metrics")
@@ -93,8 +94,8 @@ def _line(words: str) -> dict[str, Any]:
 def summarize(
     folder: Path, policy_sha256: str, evaluation: dict[str, float], changes: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The whole run, resumed parts included, from metrics.jsonl and the last evaluation; written to summary.json.
-    `changes`: of the recipe, when it was resumed."""
+    """Write and return summary.json: the whole run, including the parts before a resume, from metrics.jsonl and the
+    last evaluation. `changes` lists what a resume changed in the recipe."""
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
@@ -137,15 +138,16 @@ def summarize(
 
 
 def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return `times`, how many times as long plain decoding would have taken in the rounds of these rollouts; empty if
-    that is not known."""
+    """Return {"times": ...}: the time that plain decoding would have taken in these rounds, divided by the time that
+    they took. Empty if that is not known."""
     found = [step for step in steps if step.get("seconds")]
     seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
     return {"times": plain / seconds} if found else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Of each worker, over all steps: seconds and share of each state, and the share of its idle time that trained."""
+    """Return for each worker, over all steps: seconds and share of each state, and the part of its idle time used for
+    drafter training."""
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
@@ -157,10 +159,10 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
 
 
 def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[str, Any]]]) -> float:
-    """Return the share of all workers' time that the run could not do without, over `steps`; 0 if nothing is known.
+    """Return the useful share of all workers' time over `steps`; 0 if nothing is known.
 
-    A step is its workers' seconds by state and its rollout's numbers. Useful are decoding, verifying and updating, and
-    of drafting and look-ahead the share whose tokens were accepted."""
+    A step is each worker's seconds by state, and the counters of its rollout. Decoding, verifying and updating are
+    useful. Drafting and look-ahead are useful in proportion to their accepted tokens."""
     useful = total = 0.0
     for workers, rollout in steps:
         spent = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
@@ -177,7 +179,7 @@ def _share(rollout: Mapping[str, Any], part: str, whole: str) -> float:
 
 
 def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of the steps that were decoded by plain decoding too; empty without any."""
+    """Sum up the steps that were also decoded with plain decoding; empty if there are none."""
     found = [line for line in lines if line.get("compared")]
     if not found:
         return {}
@@ -192,7 +194,7 @@ def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """What a plot over the steps needs. The target version is the one that decoded the step."""
+    """Return the series for plots over steps. The target version is the one that decoded the step."""
     return {
         "target_version": [line["step"] for line in lines],
         "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in lines],
@@ -202,7 +204,7 @@ def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return the most memory that this process has had so far, in MiB: `resident`, and `cuda` if it uses a device."""
+    """Return the peak memory of this process so far in MiB: `resident`, and `cuda` if it uses a device."""
     import torch
 
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
@@ -214,7 +216,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def _largest(steps: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the largest of each process's numbers over all steps."""
+    """Return the maximum over all steps of each number of each process."""
     found: dict[str, dict[str, float]] = {}
     for process, peak in (item for step in steps for item in step.items()):
         before = found.setdefault(process, {})
@@ -223,7 +225,7 @@ def _largest(steps: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, di
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a JSON file atomically. Missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".partial")
     fresh.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
@@ -231,7 +233,7 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions and commit, for every file of results."""
+    """Return the machine, the package versions and the commit, which every file of results records."""
     import torch
 
     packages = {"tlt": __version__}
@@ -258,7 +260,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit this package runs from, with a `+` if files differ from it; None outside a checkout."""
+    """Return the commit of this checkout, with a `+` if files differ from it; None outside a checkout."""
     here = Path(__file__).resolve().parent
     try:
         run = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]

@@ -1,7 +1,6 @@
-"""Progress of long work: a bar in a terminal, and a plain line every 30 seconds anywhere else (a log, Slurm, CI).
+"""Progress of long work: a bar in a terminal, and a line every 30 seconds elsewhere (a log, Slurm, CI).
 
-It is shown for commands only (`shown`). Library calls and worker processes print nothing.
-"""
+Only commands show it (`shown`). Library calls and worker processes print nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported at the first work, so that a command with --help starts quickly
+if TYPE_CHECKING:  # imported when it is used, so that --help is fast
     from rich.console import Console
     from rich.progress import Progress
 
-_QUIET, _EVERY, _REFRESH = 2.0, 30.0, 0.25  # seconds before the first line, between lines, between changes of a bar
+_QUIET, _EVERY, _REFRESH = 2.0, 30.0, 0.25  # seconds before the first line, between lines, between updates of a bar
 _SECONDS = "s"
 _is_shown = False
 
 
 @contextmanager
 def shown(is_shown: bool = True) -> Iterator[None]:
-    """Show the progress of the block's work, or hide it."""
+    """Show or hide the progress of the block's work."""
     global _is_shown
     before, _is_shown = _is_shown, is_shown
     try:
@@ -36,7 +35,7 @@ def shown(is_shown: bool = True) -> Iterator[None]:
 
 @cache
 def console() -> Console:
-    """The console that has the bars. What a command prints while work is in progress is to be printed on it."""
+    """Return the console that shows the bars. Commands print to it while work is in progress."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False)
@@ -51,7 +50,7 @@ def _bars() -> Progress:
 
 
 class Work:
-    """A piece of work: how much of it is done, of how much, the rate and the time left."""
+    """Piece of work: the amount done, the total, the rate and the time left."""
 
     def __init__(self, name: str, total: float | None, unit: str) -> None:
         self.name, self.total, self.unit = name, total, unit
@@ -65,7 +64,7 @@ class Work:
         self.done += amount
 
     def __str__(self) -> str:
-        """Such as `1,200 of 4,000 tokens, 60 tokens/s, 0:00:20 so far, 0:00:47 left`."""
+        """Return text such as `1,200 of 4,000 tokens, 60 tokens/s, 0:00:20 so far, 0:00:47 left`."""
         seconds = time.monotonic() - self._began
         rate = self.done / max(seconds, 1e-9)
         parts = [] if self.total is None else [f"{self.done:,.0f} of {self.total:,.0f} {self.unit}"]
@@ -83,8 +82,8 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def working(name: str, total: float | None = None, unit: str = _SECONDS) -> Iterator[Work]:
-    """Show the block as a piece of work, which may be part of another one. The block reports by `Work.update` or
-    `Work.advance`. Without a `total` only its seconds are shown."""
+    """Show the progress of the block, which may be nested in another one. The block reports with `Work.update` or
+    `Work.advance`. Without a `total`, only the seconds are shown."""
     work, ended = Work(name, total, unit), threading.Event()
     if not _is_shown:
         yield work
@@ -100,8 +99,8 @@ def working(name: str, total: float | None = None, unit: str = _SECONDS) -> Iter
 
 
 def _lines(work: Work, wait: Callable[[float], bool]) -> None:
-    """Print a line after two seconds, every 30 seconds, and at the end. Shorter work has no line. `wait` waits for up
-    to some seconds, and returns whether the work has ended."""
+    """Print a line after 2 seconds, every 30 seconds, and at the end. Work shorter than 2 seconds prints nothing.
+    `wait(seconds)` returns early, with True, when the work has ended."""
     pause = _QUIET
     while not wait(pause):
         print(f"{work.name}: {work}", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""Shared-noise sampling (design section 2): the noise, the law p, and the one function that adds the two and ranks.
+"""Shared-noise sampling: the noise g, the distribution p, and the one function that adds the two and ranks.
 
     token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a function and not a stream
 
-Targets and drafters alike go through `gumbel_topk`, so a draft agrees with the target wherever their laws are close,
-and whatever a drafter proposes, the committed token is the target's own exact sample (Gumbel-max; drafter invariance:
-arXiv 2408.07978).
+Targets and drafters both use `gumbel_topk`. So a draft token equals the target's token wherever their distributions are
+close. The committed token is always the target's exact sample (Gumbel-max), and no drafter can change it (drafter
+invariance: arXiv 2408.07978).
 Shapes: M rows or nodes, V vocabulary, K listed candidates.
 """
 
@@ -23,11 +23,11 @@ from tlt.types import Prompt, Request, SamplingParams
 Words = TypeVar("Words", Tensor, np.ndarray)
 
 _MASK = 0xFFFFFFFF
-_BLOCK = 1 << 14  # counters a block: four int64 lanes of it stay in a core's L2 cache
+_BLOCK = 1 << 14  # counters per block, whose four int64 words fit a core's L2 cache
 
 
 def request_seed(run_seed: int, domain: str, prompt_id: int, epoch: int, index: int) -> int:
-    """64-bit seed of one request. `domain` keeps training's, evaluation's and the command line's requests apart."""
+    """Return the 64-bit seed of a request. `domain` separates training, evaluation and the command line."""
     text = f"{run_seed}/{domain}/{prompt_id}/{epoch}/{index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -35,8 +35,8 @@ def request_seed(run_seed: int, domain: str, prompt_id: int, epoch: int, index: 
 def make_requests(
     prompts: Iterable[Prompt], samples: int, sampling: SamplingParams, seed: int, domain: str = "generate"
 ) -> list[Request]:
-    """`samples` requests to each prompt, those to one prompt beside each other. The same arguments give the same
-    responses; `domain` keeps what is asked for different ends apart."""
+    """Return `samples` requests for each prompt, grouped by prompt. The same arguments give the same responses.
+    `domain` gives requests for other purposes other seeds."""
     return [
         Request(prompt, index, 0, request_seed(seed, domain, prompt.prompt_id, 0, index), sampling)
         for prompt in prompts
@@ -45,12 +45,12 @@ def make_requests(
 
 
 def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
-    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011). Counter, key and result are arrays of int64 that
-    hold 32-bit words; they broadcast together."""
+    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011). Counter, key and result are int64 arrays of
+    32-bit words, which broadcast together."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
-        # products wrap mod 2^64: their bits are those of the unsigned ones. Only what is multiplied must be a clean
-        # 32-bit word: odd words and keys keep their upper halves
+        # Products wrap mod 2^64 with the bits of unsigned products. Only the factors c0 and c2 must be 32-bit words;
+        # the upper halves of the other words and of the keys need not be cleared.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & _MASK, p1, (p0 >> 32 ^ c3 ^ k1) & _MASK, p0
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
@@ -58,11 +58,11 @@ def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """g(seed, position, v) for M (seed, position) pairs -> [M, V] float32. The bits depend on nothing else.
+    """Return g(seed, position, v) for M (seed, position) pairs as [M, V] float32. The bits depend on nothing else.
 
-    `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the place in the response.
-    u has 32 bits, so the small u of the winners are fine-grained. 1 - u is exact in float64; -log(-log(1 - u)) is
-    rounded once.
+    `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the position in the response.
+    u has 32 bits, because the largest noise comes from the smallest u. 1 - u is exact in float64, and
+    -log(-log(1 - u)) is rounded to float32 once.
     """
     lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)
     out = torch.empty(len(seeds), 4 * len(lanes), dtype=torch.float32, device=seeds.device)
@@ -76,17 +76,17 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 def _gumbel_block(seeds: Tensor, positions: Tensor, lanes: Tensor) -> Tensor:
     arrays = seeds[:, None], positions[:, None], lanes, torch.zeros_like(lanes)
-    if lanes.device.type == "cpu":  # NumPy takes half the time that torch takes for products and shifts of integers
+    if lanes.device.type == "cpu":  # NumPy multiplies and shifts integers twice as fast as torch
         arrays = [array.numpy() for array in arrays]
     seed, position, lane, zero = arrays
     words = philox((lane, zero, position, zero), (seed & _MASK, seed >> 32 & _MASK))
     u = torch.stack([torch.as_tensor(word) for word in words], dim=-1).double().add_(0.5).mul_(2.0**-32)
-    return u.neg_().add_(1).log_().neg_().log_().neg_()  # log takes a third of the time of log1p
+    return u.neg_().add_(1).log_().neg_().log_().neg_()  # log is three times as fast as log1p
 
 
 class Law(NamedTuple):
-    """Sampling parameters of M rows as tensors [M]; `restricted` says whether any row has top-k or top-p on, `tempered`
-    whether any has a temperature other than 1, `greedy` whether any has a temperature of 0."""
+    """Sampling parameters of M rows, as tensors [M]. `restricted`: a row uses top-k or top-p. `tempered`: a row has a
+    temperature other than 1. `greedy`: a row has a temperature of 0."""
 
     temperature: Tensor
     top_k: Tensor
@@ -97,17 +97,18 @@ class Law(NamedTuple):
 
 
 def lowest_temperature(dtype: torch.dtype) -> float:
-    """A lower one counts as this: a logit divided by it could overflow, and the law is all on the best tokens here too.
-    Logits up to 4e8 stay finite."""
+    """Return the smallest temperature used; lower ones are raised to it. Logits up to 4e8 divided by it stay finite,
+    and the distribution is already concentrated on the most likely tokens."""
     return torch.finfo(dtype).tiny * 1e8
 
 
 def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-    """(log p, log softmax(logits / temperature)) over [M, ..., V]; p after temperature, top-k, top-p, in that order.
+    """Return (log p, log softmax(logits / temperature)) over [M, ..., V]. p is the distribution after temperature,
+    top-k and top-p, in that order.
 
-    Computed in float32 or wider. Tokens outside top-k / top-p have log p = -inf. Of equal logits the lower id stays;
-    top-p keeps the smallest prefix, by probability then id, whose mass reaches top_p. A temperature of 0 counts as 1
-    here: its caller takes the noise away, and the argmax is what is left.
+    It is computed in float32 or float64. Tokens outside top-k or top-p have log p = -inf. If logits are equal, top-k
+    keeps the lower id. Top-p keeps the smallest prefix, by probability and then id, whose mass reaches top_p. A
+    temperature of 0 counts as 1 here, because the caller then adds no noise and takes the argmax.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     shape = (-1,) + (1,) * (logits.dim() - 1)
@@ -122,26 +123,27 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     top_k = torch.where(law.top_k > 0, law.top_k, vocab_size).view(shape)
     ordered = ordered.masked_fill(torch.arange(vocab_size, device=full.device) >= top_k, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
-    # mass of the tokens ranked above; in float64, so that a large vocabulary's many small terms do not move the cut
+    # mass of the tokens ranked above, in float64, because the rounding of many small terms could move the cut
     before = torch.cumsum(probabilities, dim=-1, dtype=torch.float64) - probabilities
-    top_p = torch.where(law.top_p < 1, law.top_p, torch.inf)  # off: a sum rounded up to 1 must not cut the tail
+    top_p = torch.where(law.top_p < 1, law.top_p, torch.inf)  # 1 keeps all, even if a partial sum rounds to 1
     outside = before >= top_p.view(shape)
     outside[..., 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
     restricted = torch.empty_like(ordered).scatter_(-1, ids, ordered)
-    # a row without top-k and top-p keeps its own bits, whatever rows stand beside it
+    # rows without top-k and top-p keep the same bits, whatever other rows are in the batch
     return torch.where(((law.top_k > 0) | (law.top_p < 1)).view(shape), restricted, full), full
 
 
 class TopK(NamedTuple):
-    """The best k of each node, best first: `scores` and `picks` [..., k]; a pick points into the last dimension."""
+    """Best k of each node, best first: `scores` and `picks` [..., k]. A pick is an index into the last dimension."""
 
     scores: Tensor
     picks: Tensor
 
 
 def gumbel_topk(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
-    """Add the position's noise and rank; ties go to the lower index. [..., V] -> [..., k]; k=1 is the sample itself."""
+    """Add the noise of a position and rank: [..., V] -> [..., k]. With k=1 this is the sample itself. Ties go to the
+    lower index."""
     noisy = log_probs + noise
     if k == 1:
         scores, picks = noisy.max(dim=-1, keepdim=True)

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C: the first asks a run to save and stop after its step, or without
-it where that takes too long; the second ends it at once."""
+"""Handling of SIGTERM, SIGHUP (the terminal was closed) and Ctrl-C. The first signal asks the run to save and stop
+after its step, or to abandon the step if it takes too long. The second signal ends the run at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """A run was asked to stop, and did; the message says how to go on."""
+    """A run stopped because a signal asked for it. The message says how to continue."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -24,29 +24,29 @@ def how_to_go_on(done: int, steps: int, folder: str, number: int) -> str:
     """Return the message of a run that was stopped by signal `number`."""
     return (
         f"stopped by {signal.Signals(number).name} and saved after step {done} of {steps} in {folder}: "
-        "give the same command with --resume to go on"
+        "continue with the same command and --resume"
     )
 
 
 class GivenUp(BaseException):
-    """A run was asked to stop before its first step, or the step that was under way has not ended in time. No guard
-    around a part that may fail shall hold it up."""
+    """A signal ends the run before its first step, or abandons a step that did not end in time. It is a BaseException,
+    so that no `except Exception` catches it."""
 
 
 class StopRequest:
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds that the step has from the first signal on."""
+        """Set the time in seconds that a step has after the first signal (`patience`)."""
         self.patience = patience
         self.number = 0
-        """of the signal that came; 0 while none has"""
+        """number of the signal that was received; 0 if none was"""
         self.begun = False
-        """whether there may be something to save; before, the first signal ends the run at once"""
+        """whether there may be something to save; before that, the first signal ends the run at once"""
         self.over = False
-        """whether the run ends by itself already, by whatever cause: signals are noted alone"""
+        """whether the run already ends by itself; signals are then only recorded"""
         self.acknowledge: Callable[[str], None] = lambda text: None
-        """shows at once that the first signal came; called in a signal handler"""
+        """shows that the first signal was received; called in a signal handler"""
         self.amid_update: Callable[[], bool] = lambda: False
-        """whether the state cannot be saved at this moment; then the step gets the same time once more"""
+        """returns whether the state cannot be saved at present; the step then gets the same time again, once"""
         self._more = 1
 
     def __bool__(self) -> bool:
@@ -62,8 +62,8 @@ class StopRequest:
             raise GivenUp
         signal.setitimer(signal.ITIMER_REAL, self.patience)
         self.acknowledge(
-            f"{signal.Signals(number).name}: this step has {self.patience:g} s to end (run.stop_within), twice as many "
-            "amid an update; then the run saves and stops. A second signal stops it at once and saves nothing."
+            f"{signal.Signals(number).name}: this step has {self.patience:g} s to end (run.stop_within), twice as long "
+            "during an update; then the run saves and stops. A second signal stops it at once without saving."
         )
 
     def time_is_up(self, number: int, frame: FrameType | None) -> None:
@@ -76,20 +76,20 @@ class StopRequest:
             raise GivenUp
 
     def step_has_ended(self) -> None:
-        """In time."""
+        """Turn off the timer, because the step ended in time."""
         if self.number:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def run_ends(self) -> None:
-        """What it still does, such as saving, takes the time that it takes."""
+        """Ignore signals from now on. Saving takes as long as it needs."""
         self.over = True
         self.step_has_ended()
 
 
 @contextmanager
 def stop_request(patience: float) -> Iterator[StopRequest]:
-    """Notes the signals of the block, but for those that are to be ignored (nohup). Outside the main thread Python lets
-    nobody, and none is ever noted."""
+    """Record the signals that arrive in the block, except signals that are ignored (nohup). Outside the main thread
+    nothing is recorded, because Python allows signal handlers only there."""
     request = StopRequest(patience)
     if threading.current_thread() is not threading.main_thread():
         yield request

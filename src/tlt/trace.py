@@ -1,7 +1,6 @@
-"""What every worker did when: spans, the states they add up to, and trace.json for ui.perfetto.dev or chrome://tracing.
+"""Spans of every worker, the states that they add up to, and trace.json for ui.perfetto.dev or chrome://tracing.
 
-Spans of one kind of work that follow each other closely are joined, so that a rollout of a million rounds stays small.
-"""
+Consecutive spans of the same work are joined, so that a rollout of a million rounds stays small."""
 
 from __future__ import annotations
 
@@ -16,27 +15,27 @@ from typing import Any, NamedTuple
 ROLLOUT, IDLE, EARLY, AHEAD, SPOT, UPDATE, ABSENT = STATES = (
     *("ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT", "UPDATE", "ABSENT"),
 )
-"""of a worker, the last one of a place without any; all other names are work: prefill, plain, speculative, ahead, spot,
-judge, early, update, sync, save, ..."""
+"""states of a worker; ABSENT is that of a missing worker. All other names are kinds of work: prefill, plain,
+speculative, ahead, spot, judge, early, update, sync, save, ..."""
 COMPARE = "COMPARE"
-"""that too, while the run is compared with plain decoding; not counted among its seconds"""
+"""state during the comparison with plain decoding; its seconds are not counted"""
 
-_JOINED = 0.005  # seconds between two spans that become one
-_MOST = 100_000  # spans kept where nobody drains them; the oldest are forgotten
+_JOINED = 0.005  # spans of the same name with a shorter gap, in seconds, are joined
+_MOST = 100_000  # largest number of spans kept; the oldest are dropped
 
 
 class TraceError(ValueError):
-    """The trace cannot be written; the message names the file and the remedy."""
+    """The trace cannot be written. The message names the file and the remedy."""
 
 
 class Span(NamedTuple):
-    """`start` and `end` in seconds since 1970, so that the spans of several processes go together."""
+    """Work or state with `start` and `end` in seconds since 1970, so that spans of several processes fit together."""
 
     name: str
     start: float
     end: float
     facts: dict[str, float]
-    """counts; those of joined spans are added up"""
+    """counts; joined spans add them up"""
 
     @property
     def seconds(self) -> float:
@@ -44,14 +43,14 @@ class Span(NamedTuple):
 
 
 class Tracer:
-    """The spans of one process. Kept until they are drained."""
+    """Spans of one process, kept until they are drained."""
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._state: tuple[str, float] | None = None
 
     def add(self, name: str, start: float, end: float, **facts: float) -> None:
-        """A span that has ended. A clock that was set back makes it short, never negative."""
+        """Add a span that has ended. If the clock was set back, its duration is 0."""
         end = max(start, end)
         if self._spans and self._spans[-1].name == name and 0 <= start - self._spans[-1].end < _JOINED:
             last = self._spans.pop()
@@ -73,23 +72,23 @@ class Tracer:
 
     @property
     def state(self) -> str:
-        """The present one."""
+        """The present state."""
         return self._state[0] if self._state else IDLE
 
     def enter(self, state: str) -> None:
-        """The worker is in `state` from now on; the stay in the one before becomes a span."""
+        """Change the worker's state. The time in the previous state becomes a span."""
         if self._state and self._state[0] == state:
             return
         self._state = state, self._end_stay()
 
     def drain(self) -> list[Span]:
-        """All spans since the last drain, the stay in the present state up to now among them."""
+        """Return all spans since the last call, including the time in the present state until now."""
         self._end_stay()
         spans, self._spans = list(self._spans), deque(maxlen=_MOST)
         return spans
 
     def _end_stay(self) -> float:
-        """The stay so far becomes a span; returns when it ended."""
+        """Add the time in the present state so far as a span. Return its end."""
         now = time.time()
         if self._state:
             state, start = self._state
@@ -100,7 +99,7 @@ class Tracer:
 
 
 def seconds_by_state(spans: Iterable[Span]) -> dict[str, float]:
-    """One worker's seconds in each state."""
+    """Return one worker's seconds in each state."""
     seconds: dict[str, float] = dict.fromkeys(STATES, 0.0)
     for span in spans:
         if span.name in seconds:
@@ -109,19 +108,20 @@ def seconds_by_state(spans: Iterable[Span]) -> dict[str, float]:
 
 
 _BEGIN, _END = b'{"traceEvents": [', b"\n]}\n"
-_STATE, _WORK = 1, 2  # a worker's threads
+_STATE, _WORK = 1, 2  # threads of a worker in the trace
 
 
 class TraceFile:
-    """Chrome's trace format, an event a line. Every write leaves valid JSON, so that a killed run leaves a whole file;
-    one that a power cut tore is mended where its last whole line ends. Goes on at the end of a file that is there."""
+    """File in Chrome's trace format, one event per line. The file is valid JSON after every write, even if the run is
+    killed. If a power failure damages it, the next write continues after its last complete line. An existing file is
+    continued."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._numbers: dict[str, int] = {}
 
     def write(self, spans: Mapping[str, Sequence[Span]]) -> None:
-        """Spans by worker (or `driver`), who becomes a process of the trace. Raises TraceError."""
+        """Append the spans of each worker or of `driver`. Each becomes a process of the trace. Raises TraceError."""
         events = [event for name in spans for event in self._introduce(name)]
         events += [_event(span, self._numbers[name]) for name, mine in spans.items() for span in mine]
         if not events:
@@ -149,7 +149,8 @@ class TraceFile:
 
 
 def _event(span: Span, number: int) -> dict[str, Any]:
-    """Whole microseconds, both ends rounded alike: what touches does not overlap."""
+    """Return an event in whole microseconds. Start and end are rounded the same way, so that adjacent spans do not
+    overlap."""
     start, end = round(span.start * 1e6), round(span.end * 1e6)
     thread = _STATE if span.name in (*STATES, COMPARE) else _WORK
     where = {"ph": "X", "name": span.name, "pid": number, "tid": thread, "ts": start, "dur": end - start}
@@ -157,7 +158,7 @@ def _event(span: Span, number: int) -> dict[str, Any]:
 
 
 def _end_of_events(path: Path) -> int:
-    """Where the next event goes; 0 in a file without any."""
+    """Return the position of the next event; 0 in a file without events."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 65536))

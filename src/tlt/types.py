@@ -1,4 +1,4 @@
-"""The nouns that cross a border between modules. No torch here: they can be read, sent and tested without it."""
+"""Types shared by several packages. They do not need torch, so that they can be read, sent and tested without it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_GUESSES = 64
-"""nodes that a draft of one row may have, its root not counted"""
+"""largest number of nodes in the draft of one row, without the root"""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The law a response is drawn from, and where it ends. `top_k=0` and `top_p=1.0` are off; `temperature=0` is
-    argmax."""
+    """Distribution that a response is sampled from, and its end conditions. `top_k=0` and `top_p=1.0` turn them off.
+    `temperature=0` is argmax."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -22,15 +22,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     continues: bool = False
-    """Whether an environment may continue a response that has ended, so that its keys and values are kept"""
+    """whether an environment may continue an ended response; its keys and values are then kept"""
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
-            raise ValueError("stop_strings holds an empty text: leave it out")
+            raise ValueError("stop_strings contains an empty string: remove it")
 
 
 def column(row: Any, name: str) -> Any:
-    """The value under a name, or a path of names such as `reward_model.ground_truth`; None where there is none."""
+    """Return the value under a name, or under a dotted path such as `reward_model.ground_truth`; None if there is
+    none."""
     if not isinstance(row, dict) or name in row:
         return row.get(name) if isinstance(row, dict) else None
     first, _, rest = name.partition(".")
@@ -39,37 +40,37 @@ def column(row: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question: `prompt_id` is its row in its source, `data` whatever its reward needs."""
+    """Prompt of a data set. `prompt_id` is its row in the source, `data` holds the columns that rewards read."""
 
     prompt_id: int
     text: str
     token_ids: tuple[int, ...]
     data: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
     answer_column: str = "answer"
-    """of `data`"""
+    """name of the answer in `data`"""
     prefill: str = ""
-    """text that each response begins with; its tokens are the last of `token_ids`"""
+    """text that each response begins with; its tokens are the last ones of `token_ids`"""
     counts_by_task: bool = True
-    """whether the metrics have rewards by task"""
+    """whether the metrics include rewards by task"""
 
     @property
     def ground_truth(self) -> Any:
-        """The right answer as the data has it, or None."""
+        """The right answer in the data, or None."""
         return column(self.data, self.answer_column)
 
     @property
     def task(self) -> str:
-        """What kind of question it is, as the data says under `task`, or `data_source` as verl has it; or empty."""
+        """Kind of the prompt: `task` of the data, or verl's `data_source`; empty if there is neither."""
         return str(self.data.get("task") or self.data.get("data_source") or "")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be decoded. Its tokens are a function of (target version, prompt, seed) and of nothing else."""
+    """Request for one response. Its tokens are a function of (target version, prompt, seed) only."""
 
     prompt: Prompt
     index: int
-    """place in the group, 0 .. G-1"""
+    """position in the group, 0 .. G-1"""
     epoch: int
     seed: int
     """64 bits, from `sampling.request_seed`"""
@@ -78,23 +79,23 @@ class Request:
 
 @dataclass
 class Passes:
-    """What the target's passes over a row, or over many, were given and gave. No token depends on it."""
+    """Counters of the target's passes over one row or several. No token depends on them."""
 
     row_passes: int = 0
-    """rows in every round, summed"""
+    """number of rows, summed over all rounds"""
     drafted: int = 0
     accepted: int = 0
     ahead_passes: int = 0
-    """of rows that were drafted by their look-ahead"""
+    """passes over rows whose draft came from look-ahead"""
     ahead_committed: int = 0
-    """tokens that these passes committed, the target's own ones among them"""
+    """tokens committed by these passes, including the target's own"""
     ahead_drafted: int = 0
-    """tokens that a look-ahead proposed"""
+    """draft tokens of look-ahead"""
     seen_ahead: int = 0
-    """those of them that the target accepted"""
+    """accepted draft tokens of look-ahead"""
 
     def count(self, drafted: int, accepted: int, committed: int, ahead: bool) -> None:
-        """One more pass over a row."""
+        """Count one more pass over a row."""
         self.row_passes += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -106,7 +107,7 @@ class Passes:
 
 
 class Reply(NamedTuple):
-    """Tokens [start, end) of a response that its environment wrote."""
+    """Tokens [start, end) of a response that the environment wrote."""
 
     start: int
     end: int
@@ -115,29 +116,29 @@ class Reply(NamedTuple):
 
 @dataclass
 class Row:
-    """A request and its tokens so far. The cache holds all of them but the last: that one is the root of the next
-    round."""
+    """Request that is being decoded, with its tokens so far. The cache holds all tokens except the last, which is the
+    root of the next round."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
     harvested: int = 0
-    """entries of the feature window below this one have been given away"""
+    """hidden states below this position have already been saved as training data"""
     finite: bool = True
-    """whether all that the target computed for it was"""
+    """whether all outputs of the target for this row were finite"""
     ahead: bool = False
-    """decoded for a coming step: what comes of it is a draft, and no response"""
+    """whether the row is decoded for a coming step, as a draft and not as a response"""
     decoded: Passes = field(default_factory=Passes)
-    """how it came to these tokens"""
+    """counters of the passes that decoded it"""
     proposed: str = ""
-    """One letter a token: the source of the draft that it was accepted from. See `engine.state.source_of`."""
+    """one letter per token: the source of the accepted draft token, see `engine.state.source_of`"""
     replies: list[Reply] = field(default_factory=list)
-    """What the environment of an episode has replied so far"""
+    """replies of the environment so far"""
 
     @property
     def turn(self) -> int:
-        """Position of the first token of the present turn."""
+        """Position of the first token of the current turn."""
         return self.replies[-1].end if self.replies else 0
 
     @property
@@ -154,42 +155,42 @@ class Row:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still get."""
+        """Number of tokens that may still be decoded."""
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
 
 @dataclass
 class Response:
-    """What the engine gives back for a request; lists have one entry a token, the stop token included."""
+    """Result of a request. Lists have one entry per token, including the stop token."""
 
     request: Request
     token_ids: list[int]
     logprobs: list[float]
-    """under the law it was drawn from (after temperature, top-k, top-p)"""
+    """log-probs under the distribution that was sampled from (after temperature, top-k, top-p)"""
     full_logprobs: list[float]
-    """under softmax(logits / temperature) over the whole vocabulary: comparable with the trainer's"""
+    """log-probs under softmax(logits / temperature) over the whole vocabulary, comparable with the trainer's"""
     finish_reason: str
-    """`stop` or `length`; of an episode also `turns` or `reply`, see `tlt.rewards.episodes`"""
+    """`stop` or `length`; for an episode also `turns` or `reply`, see `tlt.rewards.episodes`"""
     text: str = ""
-    """the prompt's prefill and what was decoded"""
+    """the prompt's prefill and the decoded text"""
     reward: float | None = None
-    """None: it has none, and is left out of its group's statistics and of the update"""
+    """None: there is no reward, so the group's statistics and the update leave the response out"""
     outcome: str = ""
-    """why there is no reward; empty where there is one"""
+    """reason why there is no reward; empty if there is one"""
     scores: dict[str, float] = field(default_factory=dict)
-    """of each term of the reward, before its weight"""
+    """score of each reward term, before its weight"""
     advantage: float | None = None
-    """None: the policy is not trained on it"""
+    """None: the policy is not trained on this response"""
     decoded: Passes = field(default_factory=Passes)
-    """how it came to its tokens"""
+    """counters of the passes that decoded it"""
     proposed: str = ""
-    """as `Row.proposed`"""
+    """same as `Row.proposed`"""
     old_logprobs: list[float] | None = None
-    """the trainer's, of the policy that decoded it, where it is kept for the next step"""
+    """the trainer's log-probs under the policy that decoded the response, if it is kept for the next step"""
     answer: str = ""
-    """what the rewards take for the answer in `text`"""
+    """the part of `text` that rewards take as the answer"""
     replies: list[Reply] = field(default_factory=list)
-    """What the environment of an episode replied; these tokens have log-probs of 0 and are not trained on"""
+    """replies of the environment; their tokens have log-probs of 0 and are not trained on"""
 
     @property
     def turn(self) -> int:
@@ -203,7 +204,7 @@ class Response:
 
     @property
     def mask(self) -> list[bool]:
-        """For each token, whether the model sampled it."""
+        """One entry per token: whether the model sampled it."""
         mask = [True] * len(self.token_ids)
         for start, end, _ in self.replies:
             mask[start:end] = [False] * (end - start)
@@ -212,7 +213,7 @@ class Response:
 
 @dataclass
 class Group:
-    """The G responses to one prompt, in index order."""
+    """G responses to one prompt, in index order."""
 
     prompt: Prompt
     responses: list[Response]
@@ -220,41 +221,43 @@ class Group:
 
 @dataclass
 class RolloutStats(Passes):
-    """Counters of one rollout; accept length is tokens committed per target pass of a row, the bonus token counted."""
+    """Counters of one rollout. Accept length is the number of tokens committed per target pass of a row, including the
+    bonus token."""
 
     tokens: int = 0
     rounds: int = 0
     prefill_tokens: int = 0
     ahead_tokens: int = 0
-    """that were decoded for coming steps"""
+    """tokens decoded for coming steps"""
     preemptions: int = 0
     drafter_failures: int = 0
     drafter_tokens: int = 0
-    """that the drafter was trained on meanwhile"""
+    """tokens that the drafter was trained on during the rollout"""
     strategies: dict[str, int] = field(default_factory=dict)
-    """rounds by strategy"""
+    """number of rounds by strategy"""
     agreement: dict[str, float] = field(default_factory=dict)
-    """by drafter, how often its first guess was right lately"""
+    """recent acceptance rate of the first draft token, for each drafter"""
     verified_to: dict[str, int] = field(default_factory=dict)
-    """Number of drafts of a drafter by the deepest token that follows accepted tokens only. The key `eagle 2` is the
-    drafter and the depth."""
+    """number of drafts by the deepest token after accepted tokens only. The key `eagle 2` is the drafter and the
+    depth."""
     accepted_to: dict[str, int] = field(default_factory=dict)
-    """Number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted."""
+    """number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted"""
     alarms: dict[str, float] = field(default_factory=dict)
-    """those whose agreement is below half of what it was when they were published"""
+    """the same rates that are below half of their value at publication"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """prefill, draft, verify, commit; and spot, for which training of the drafter held the run up"""
+    """seconds of prefill, draft, verify, commit, and of spot: drafter training that delayed the rollout"""
     against_plain: dict[str, float] = field(default_factory=dict)
-    """seconds of rounds without a prefill, and seconds that plain decoding would have taken for their tokens"""
+    """seconds of the rounds without a prefill, and the estimated seconds of plain decoding for their tokens"""
     spot: dict[str, float] = field(default_factory=dict)
-    """of that training: drafter version, accept length of the drafter in use and of the candidate, whether it rests"""
+    """drafter training: drafter version, accept length of the current drafter and of the candidate, whether training is
+    paused"""
 
     @property
     def accept_length(self) -> float:
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
-        """Two rollouts as one; of what is not a sum (agreement, alarms) the later one's."""
+        """Add up two rollouts. Values that are not sums (agreement, alarms) are those of the later one."""
         mine, theirs = vars(self), vars(other)
         counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
         return RolloutStats(
@@ -276,33 +279,33 @@ def _sum_by_key(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class TrainBatch:
-    """What the update sees, in prompt order whatever the order of arrival."""
+    """Input of an update, in prompt order whatever the order of arrival."""
 
     prompt_ids: list[tuple[int, ...]]
     response_ids: list[list[int]]
     advantages: list[float]
     rollout_logprobs: list[list[float]]
-    """for the mismatch metric, and for truncated importance weights where those are on"""
+    """log-probs of the rollout, for the mismatch metric and for truncated importance weights"""
     rewards: list[list[float]] = field(default_factory=list)
-    """[group][response], of which the advantages were made"""
+    """[group][response], from which the advantages were computed"""
     old_logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """of the responses that were decoded a step before: those of the policy that did it"""
+    """log-probs under the policy that decoded the response, for responses of the previous step"""
     masked: set[int] = field(default_factory=set)
-    """responses that are compared with the others of their group, and no token of which is trained on"""
+    """responses that count in the advantages of their group but are not trained on"""
     masks: dict[int, list[bool]] = field(default_factory=dict)
-    """Of responses with replies of an environment: for each token, whether the model sampled it. Log-probs are of these
-    tokens alone"""
+    """whether the model sampled each token, for responses with replies of an environment. Log-probs are those of the
+    sampled tokens only."""
 
     def lengths(self, members: Sequence[int]) -> list[int]:
-        """Tokens of these sequences, their prompts among them."""
+        """Return the number of tokens of each sequence, prompt included."""
         return [len(self.prompt_ids[i]) + len(self.response_ids[i]) for i in members]
 
     def num_sampled(self, i: int) -> int:
-        """Number of tokens of a response that the model sampled."""
+        """Return the number of tokens of a response that the model sampled."""
         return sum(self.mask(i))
 
     def mask(self, i: int) -> list[bool]:
-        """For each token of a response, whether the model sampled it."""
+        """Return for each token of a response whether the model sampled it."""
         return self.masks.get(i, [True] * len(self.response_ids[i]))
 
     def groups(self) -> list[list[int]]:
@@ -324,28 +327,29 @@ class TrainBatch:
 
 
 class WorkerNow(NamedTuple):
-    """What a worker is at, for whoever looks on."""
+    """Present state of a worker, for the display."""
 
     state: str
-    """of `tlt.trace`"""
+    """a state of `tlt.trace`"""
     live: tuple[int, ...] = ()
-    """tokens so far of each row that it decodes"""
+    """number of tokens so far of each active row"""
     ahead: tuple[int, ...] = ()
-    """how far on the steps are that it decodes ahead: 1 is the next one"""
+    """distances of the steps that it decodes ahead; 1 is the next step"""
 
 
 @dataclass
 class StepMetrics:
-    """One line of metrics.jsonl; docs/metrics.md explains every number. `reward` is the mean over the responses that
-    have one, 0 if none has. `seconds` are the driver's wall clock, disjoint, and sum to `seconds['total']`."""
+    """One line of metrics.jsonl; docs/metrics.md explains each number. `reward` is the mean over responses that have a
+    reward, 0 if none has. `seconds` is wall-clock time of the driver; the phases do not overlap and sum to
+    `seconds['total']`."""
 
     step: int
     reward: float
     reward_std: float
     rewards: dict[str, dict[str, float]]
-    """mean and standard deviation of each term of the reward, before its weight"""
+    """mean and standard deviation of each reward term, before its weight"""
     tasks: dict[str, dict[str, float]]
-    """of the rewards of each kind of question: mean, standard deviation, how many"""
+    """mean and standard deviation of the reward, and number of responses, for each task"""
     lengths: dict[str, float]
     accept_length: float
     responses: int
@@ -355,27 +359,27 @@ class StepMetrics:
     update: dict[str, float]
     rollout: dict[str, Any]
     batch: dict[str, float] = field(default_factory=dict)
-    """what became of the groups decoded: waves, groups trained on, dropped or kept for the next step, and why"""
+    """waves, and the numbers of groups trained on, dropped (by reason) or kept for the next step"""
     outcomes: dict[str, int] = field(default_factory=dict)
-    """responses without a reward, by why"""
+    """number of responses without a reward, by reason"""
     episodes: dict[str, Any] = field(default_factory=dict)
-    """Turns, tokens of replies, and how episodes ended; empty without an environment"""
+    """turns, tokens of replies, and numbers of episodes by how they ended; empty without an environment"""
     eval: dict[str, float] = field(default_factory=dict)
-    """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
+    """evaluation of the policy before this step on held-out prompts; empty if there was none"""
     prompts: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt id, epoch) of what the step consumed, in order"""
+    """(prompt id, epoch) of each prompt of the step, in order"""
     compared: dict[str, int] = field(default_factory=dict)
-    """of a step that was decoded by plain decoding too: tokens, responses, and how many of these differ; it took
-    seconds['compare']"""
+    """if the step was also decoded with plain decoding: numbers of tokens, of responses, and of responses that differ.
+    The time is seconds['compare']."""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""
     useful_share: float = 0.0
-    """Share of the workers' time in the step that was useful, as `tlt.metrics.useful_share` defines it"""
+    """useful share of the workers' time in the step, see `tlt.metrics.useful_share`"""
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
-    """of the driver and each worker: peak memory so far in MiB, `resident` and on its device, `cuda`"""
+    """peak memory so far in MiB of the driver and each worker: `resident`, and `cuda` on its device"""
     energy: dict[str, Any] = field(default_factory=dict)
-    """CPU seconds, joules and cost of the step; empty where nothing is measured"""
+    """CPU seconds, joules and cost of the step; empty if nothing is measured"""
     tokens_seen: int = 0
-    """of prompts and responses, in all steps so far"""
+    """tokens of prompts and responses in all steps so far"""
     seconds_left: float = 0.0
-    """for the steps to come, if they take as long as the last ten"""
+    """estimated time of the remaining steps, from the mean of the last ten"""

@@ -245,7 +245,7 @@ def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> 
     )
     with pytest.raises(ClusterError, match=sentence) as ended:
         train(config, loses=never_gets_past("update", step=1))
-    assert ended.value.__notes__ == [f"saved after step 1 in {config.run.folder}: go on with --resume"]
+    assert ended.value.__notes__ == [f"saved after step 1 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)[0] == train(config_of(home, 2))[0]
 
 

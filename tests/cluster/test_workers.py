@@ -178,7 +178,7 @@ def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
         pytest.raises(ClusterError, match=r"control process at .* does not answer") as lost,
     ):
         run_module.train(config, False, killer)
-    assert re.match(rf"saved after step \d in {config.run.folder}: go on with --resume", lost.value.__notes__[0])
+    assert re.match(rf"saved after step \d in {config.run.folder}: continue with --resume", lost.value.__notes__[0])
     assert marked(killer.folder) == []
     assert "gcs" not in "".join(capfd.readouterr())
     assert run_module.train(config, True, quiet())["policy_sha256"] == in_this_process(
@@ -264,7 +264,7 @@ def test_sigterm_while_workers_come_up_is_heard(tmp_path: Path, monkeypatch: pyt
         run.kill()
         shutil.rmtree(folder, ignore_errors=True)
     assert run.returncode == 128 + signal.SIGTERM, said
-    assert "stopped by SIGTERM before its first step: it changed nothing" in said
+    assert "stopped by SIGTERM before its first step: nothing was changed" in said
     assert "Traceback" not in said
 
 

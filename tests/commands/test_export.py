@@ -106,10 +106,10 @@ def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
     ("to", "kind", "command", "window"),
     [
         ("vllm", "eagle1", '"method": "eagle", "model": "{out}"', "vLLM's EAGLE-1 reads no window"),
-        ("vllm", "eagle3", '"method": "eagle3", "model": "{out}"', "The config has it as `sliding_window`"),
+        ("vllm", "eagle3", '"method": "eagle3", "model": "{out}"', "The config sets it as `sliding_window`"),
         ("sglang", "eagle1", "--speculative-algorithm EAGLE --speculative-draft-model-path {out} ", "SGLang reads no"),
         ("sglang", "eagle3", "--speculative-algorithm EAGLE3 --speculative-draft-model-path {out} ", "SGLang reads no"),
-        ("speculators", "eagle3", "vllm serve {out}\n", "The config has it as `sliding_window`"),
+        ("speculators", "eagle3", "vllm serve {out}\n", "The config sets it as `sliding_window`"),
     ],
 )
 def test_a_drafters_card_says_how_it_is_served_and_what_it_attends_to(
@@ -137,21 +137,21 @@ def test_a_window_as_long_as_the_context_needs_no_warning(model: Path, tmp_path:
     layer = EagleLayer(eagle_options(decoder_options(read_config(model)), "eagle1", 512))
     save_drafter(layer, tmp_path / "drafter")
     export(tmp_path / "drafter", tmp_path / "out", "sglang", "float32", model)
-    assert "all tokens before, as in training" in (tmp_path / "out" / "README.md").read_text()
+    assert "all previous tokens, as in training" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None:
     a_drafter(model, tmp_path / "drafter")
-    with pytest.raises(DrafterError, match="say whose by --model"):
+    with pytest.raises(DrafterError, match="give the model that it drafts for with --model"):
         export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32")
-    with pytest.raises(DrafterError, match="no model by itself"):
+    with pytest.raises(DrafterError, match="a drafter alone cannot be exported to hf"):
         export(tmp_path / "drafter", tmp_path / "out", "hf", "float32", model)
     with pytest.raises(ValueError, match="is not empty"):
         export(model, tmp_path, "hf", "float32")
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is a file: give a folder"):
         export(model, tmp_path / "file", "hf", "float32")
-    with pytest.raises(ModelError, match="is no drafter"):
+    with pytest.raises(ModelError, match="is not a drafter"):
         export(model, tmp_path / "out", "hf", "float32", model)
     with pytest.raises(ModelError, match="there is no folder"):
         export(tmp_path / "nowhere", tmp_path / "out", "hf", "float32")
@@ -220,7 +220,7 @@ def test_a_drafter_that_is_gone_is_not_left_out_without_a_word(tmp_path: Path) -
     recipe = json.loads((run / "config.json").read_text())
     recipe["speculation"]["path"] = str(tmp_path / "moved")
     (run / "config.json").write_text(json.dumps(recipe))
-    with pytest.raises(DrafterError, match=r"moved, where no drafter is now: put it back, or .* --to hf"):
+    with pytest.raises(DrafterError, match=r"moved, which is missing: restore it, or .* --to hf"):
         export(run, tmp_path / "out", "vllm", "float32")
     assert not (tmp_path / "out").exists()
     assert export(run, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'out'}"]
@@ -246,7 +246,7 @@ def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: P
     (tmp_path / "drafter" / "config.json").unlink()
     (run / "drafter" / "drafter_00000003" / "model.safetensors").write_bytes(b"")
     said = export(run, tmp_path / "without", "vllm", "float32")
-    assert said[1:] == [f"no drafter in {run / 'drafter'} is whole: the model is served without"]
+    assert said[1:] == [f"all drafters in {run / 'drafter'} are damaged: the model is served without a drafter"]
 
 
 def edit(file: Path, **fields: Any) -> None:
@@ -283,7 +283,7 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
         compare_here(out, facts)
 
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
-    with pytest.raises(ModelError, match=f"not what was trained: .*{named}"):
+    with pytest.raises(ModelError, match=f"differs from the trained model: .*{named}"):
         export(model, tmp_path / "out", "hf", "float32")
     assert list(tmp_path.iterdir()) == []
 
@@ -316,7 +316,7 @@ def test_a_distribution_that_is_apart_is_another_model(
         compare_here(out, facts)
 
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
-    with pytest.raises(ModelError, match=r"its next token's distribution is 0\.001 apart"):
+    with pytest.raises(ModelError, match=r"its next-token distributions are 0\.001 apart"):
         export(model, tmp_path / "out", "hf", "float32")
 
 
@@ -355,8 +355,11 @@ def spoil(source: Path, fault: str) -> None:
     [
         ("lack", r"weights in .* lack model\.layers\.1\.mlp\.up_proj\.weight, and do not fit its config\.json: fetch"),
         ("hold", r"weights in .* hold model\.layers\.1\.mlp\.up_proj\.bias, and do not fit"),
-        ("nan", r"model\.layers\.1\.mlp\.up_proj\.weight of .* is not finite in torch\.float32"),
-        ("beyond float32", r"model\.layers\.1\.mlp\.up_proj\.weight of .* is not finite in torch\.float32"),
+        ("nan", r"model\.layers\.1\.mlp\.up_proj\.weight of .* has values that are not finite in torch\.float32"),
+        (
+            "beyond float32",
+            r"model\.layers\.1\.mlp\.up_proj\.weight of .* has values that are not finite in torch\.float32",
+        ),
     ],
 )
 def test_weights_that_are_not_whole_are_not_exported(model: Path, tmp_path: Path, fault: str, said: str) -> None:
@@ -372,7 +375,7 @@ def test_a_comparison_with_what_is_no_number_is_no_agreement(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_check, "_distributions", lambda *_: torch.full((3, 257), torch.nan))
-    with pytest.raises(ModelError, match="distribution is nan apart"):
+    with pytest.raises(ModelError, match="distributions are nan apart"):
         export(model, tmp_path / "out", "hf", "float32")
 
 
@@ -431,7 +434,7 @@ def test_a_drafters_rope_is_its_targets(model: Path, tmp_path: Path) -> None:
     target = decoder_options(read_config(model))
     check_drafter(tmp_path / "out", target)
     edit(tmp_path / "out" / "config.json", rope_parameters=ROPE, rope_theta=1234.0)
-    with pytest.raises(DrafterError, match="rope would not be the target's"):
+    with pytest.raises(DrafterError, match="RoPE differs from the target's"):
         check_drafter(tmp_path / "out", target)
 
 

@@ -131,7 +131,7 @@ def test_a_template_that_passes_over_parts_or_refuses_them_is_given_lines(shown:
         (said("user", None), r"message 0 \(user\) has no text: its content is None"),
         (said("user", []), r"has no text: its content is \[\]"),
         (said("user", 4), r"has no text: its content is 4"),
-        ({"role": "user", "text": "a"}, r"no text under 'question', and no messages"),
+        ({"role": "user", "text": "a"}, r"neither text nor messages under 'question'"),
     ],
 )
 def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dict[str, Any], fault: str) -> None:
@@ -141,7 +141,7 @@ def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dic
 
 
 def test_half_a_character_in_messages_is_refused(shown: Any) -> None:
-    with pytest.raises(DataError, match=r"^prompt 0 holds half of a surrogate pair, which is no text: .*\\ud800"):
+    with pytest.raises(DataError, match=r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"):
         shown(EVERY, [said("user", "a\ud800")])
 
 
@@ -281,7 +281,7 @@ def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
 def test_a_tag_is_opened_once(shown: Any) -> None:
     thinks = EVERY + "{{ '<think>\n' }}"
     assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
-    with pytest.raises(DataError, match=r"data\.prefill begins with <think>, with which .* ends a prompt already"):
+    with pytest.raises(DataError, match=r"data\.prefill begins with <think>, but .* already ends a prompt with it"):
         shown(thinks, "u", prefill="<think>\nLet me")
 
 
@@ -322,7 +322,7 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
         DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
     ):
         shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
-    with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments: leave it out$"):
+    with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments: remove it$"):
         shown(template, "u", chat_arguments={"zzz": []})
     assert shown(template, "u", chat_arguments={"chat_template": EVERY}) == "<user>u<bot>"
 
@@ -331,14 +331,14 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
     "chance", ["{{ ['hi', 'ho'] | random }}", "{{ lipsum(1) }}", "{% if [1, 0] | random %}hm{% endif %}"]
 )
 def test_a_template_that_draws_lots_is_refused(shown: Any, chance: str) -> None:
-    with pytest.raises(DataError, match="writes another text each time"):
+    with pytest.raises(DataError, match="writes a different text each time"):
         shown(EVERY + chance, "u")
 
 
 def test_a_time_is_a_time() -> None:
     with pytest.raises(ValueError, match=r"data\.now: give a time such as"):
         DataConfig(path="-", chat=True, now="yesterday")
-    with pytest.raises(ValueError, match=r"data\.now go with data\.chat = true"):
+    with pytest.raises(ValueError, match=r"data\.now need data\.chat = true"):
         DataConfig(path="-", now="2001-02-03")
 
 
@@ -369,7 +369,7 @@ def test_a_run_keeps_the_time_of_its_start(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03\""):
         run_module.train(dated(tmp_path, 3, now="2001-02-04"), resume=True, display=Quiet())
     monkeypatch.setattr(run_module, "load_tokenizer", lambda path: _with(load_tokenizer(path), EVERY))
-    with pytest.raises(DataError, match=r"their tokens are not, as the tokenizer, its chat template"):
+    with pytest.raises(DataError, match=r"other tokens, because the tokenizer, its chat template"):
         run_module.train(dated(tmp_path, 3), resume=True, display=Quiet())
 
 
@@ -423,5 +423,5 @@ def test_a_template_that_shows_no_tools_is_refused(tokenizer: Any) -> None:
 
 
 def test_a_template_that_writes_no_reply_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="does not write a user's message behind an answer"):
+    with pytest.raises(DataError, match="writes no user message after a response"):
         replies(tokenizer, "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END)

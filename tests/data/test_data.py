@@ -82,10 +82,10 @@ def test_text_may_hold_any_character_that_json_allows_unescaped(tmp_path: Path) 
     [
         ('{"question": "a"', "is not JSON"),
         ("just text", "is not JSON"),
-        ('["question", "a"]', "has no text under 'question'"),
-        ('{"prompt": "a"}', "has no text under 'question'"),
-        ('{"question": 3}', "has no text under 'question'"),
-        ('{"question": null}', "has no text under 'question'"),
+        ('["question", "a"]', "has neither text nor messages under 'question'"),
+        ('{"prompt": "a"}', "has neither text nor messages under 'question'"),
+        ('{"question": 3}', "has neither text nor messages under 'question'"),
+        ('{"question": null}', "has neither text nor messages under 'question'"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str) -> None:
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_text_are_named_by_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [(), ("", " ")])
 def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    assert "rows.jsonl holds no prompts" in refusal(tmp_path, *lines)
+    assert "rows.jsonl contains no prompts" in refusal(tmp_path, *lines)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_held_out_prompts_of_a_file_are_spread_over_it(tmp_path: Path) -> None:
 
 def test_a_held_out_file_that_holds_nothing_new_is_refused(tmp_path: Path) -> None:
     config = DataConfig(path=write(tmp_path, '{"question": "a"}', '{"question": "b"}'))
-    with pytest.raises(DataError, match="no prompt is held out"):
+    with pytest.raises(DataError, match="there are no held-out prompts"):
         load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
 
 
@@ -299,10 +299,10 @@ def test_a_data_set_that_cannot_be_read_as_it_was_saved_is_refused(tmp_path: Pat
         texts(tmp_path)
     assert texts(tmp_path / "test") == ["test"]
     old = save_to_disk(tmp_path / "old", ["one"], _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(DataError, match=r"\(state\.json has _indices_data_files\): save it once more"):
+    with pytest.raises(DataError, match=r"\(state\.json has _indices_data_files\): save it again"):
         texts(old)
     (old / "state.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"old is not a data set that can be read .*: save it once more"):
+    with pytest.raises(DataError, match=r"old is not a data set that can be read .*: save it again"):
         texts(old)
 
 
@@ -320,7 +320,7 @@ def test_a_folder_with_several_splits_is_refused(
     for name in names:
         (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
     given = ", ".join(f"{tmp_path}/{pattern}" for pattern in patterns)
-    with pytest.raises(DataError, match=rf"holds files of several splits, .*: give one of {re.escape(given)}$"):
+    with pytest.raises(DataError, match=rf"contains files of several splits, .*: give one of {re.escape(given)}$"):
         texts(tmp_path)
     assert sorted(text for pattern in patterns for text in texts(tmp_path / pattern)) == sorted(names)
     assert texts(tmp_path / "*.jsonl") == sorted(names), "a pattern says which files are meant"
@@ -362,12 +362,16 @@ def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: 
         ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
-        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed by zstd, and .*: unpack it by zstd -d rows"),
-        ("rows.jsonl.xz", lzma.compress(LINES), r"is packed by xz, and .*: unpack it by xz -d rows\.jsonl\.xz$"),
-        ("rows.jsonl", bz2.compress(LINES), r"is packed by bzip2, and"),
-        ("rows.json", b"PK\x03\x04", r"is packed by zip, and"),
-        ("rows.jsonl", b"", r"rows\.jsonl holds no prompts"),
-        ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl holds no prompts"),
+        (
+            "rows.jsonl.zst",
+            b"\x28\xb5\x2f\xfd" + b"\0" * 9,
+            r"is packed with zstd, but .*: unpack it with zstd -d rows",
+        ),
+        ("rows.jsonl.xz", lzma.compress(LINES), r"is packed with xz, but .*: unpack it with xz -d rows\.jsonl\.xz$"),
+        ("rows.jsonl", bz2.compress(LINES), r"is packed with bzip2, but"),
+        ("rows.json", b"PK\x03\x04", r"is packed with zip, but"),
+        ("rows.jsonl", b"", r"rows\.jsonl contains no prompts"),
+        ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl contains no prompts"),
     ],
 )
 def test_files_that_are_no_utf8_are_one_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -379,7 +383,9 @@ def test_files_that_are_no_utf8_are_one_sentence(tmp_path: Path, name: str, cont
 def test_a_folder_of_files_of_other_kinds_says_what_is_there(tmp_path: Path) -> None:
     for name in ("rows.jsonl.zst", "a.csv"):
         (tmp_path / name).touch()
-    with pytest.raises(DataError, match=r"holds no \.jsonl, .* file, but a\.csv, rows\.jsonl\.zst: unpack or convert"):
+    with pytest.raises(
+        DataError, match=r"contains no \.jsonl, .* file, but a\.csv, rows\.jsonl\.zst: unpack or convert"
+    ):
         texts(tmp_path)
 
 
@@ -392,7 +398,7 @@ def test_tasks_that_are_free_text_are_no_metrics(
     prompts = load_prompts(DataConfig(path=path), encode)
     assert {prompt.counts_by_task for prompt in prompts} == {counts}
     assert prompts[3].task == "Tell me of 3."
-    assert ("has 51 different texts under task or data_source: no metric" in caplog.text) == (not counts)
+    assert ("has 51 different values of task or data_source: metrics by task are off" in caplog.text) == (not counts)
 
 
 def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
@@ -406,7 +412,7 @@ def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
     assert (seen, prompt.text, prompt.data["answer"]) == ([messages], "what?", "72")
     (plain,) = load_prompts(DataConfig(path=path, prompt_column="a.b"), encode)
     assert (plain.text, plain.data["answer"]) == ("dotted", None)
-    with pytest.raises(DataError, match=r"no text under 'reward_model', and no messages"):
+    with pytest.raises(DataError, match=r"neither text nor messages under 'reward_model'"):
         load_prompts(DataConfig(path=path, prompt_column="reward_model"), encode)
 
 
@@ -460,7 +466,7 @@ def test_parquet_faults_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match=r"rows\.parquet is not a Parquet file"):
         load_prompts(config, encode)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None]}), path)
-    with pytest.raises(DataError, match=r"rows\.parquet, row 1 has no text under 'question'"):
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1 has neither text nor messages under 'question'"):
         load_prompts(config, encode)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
@@ -518,7 +524,7 @@ def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
 
 
 def test_the_system_message_needs_the_chat_template() -> None:
-    with pytest.raises(ValueError, match=r"go with data\.chat = true"):
+    with pytest.raises(ValueError, match=r"need data\.chat = true"):
         DataConfig(path="-", system="be brief")
 
 
@@ -536,7 +542,7 @@ def test_a_template_that_doubles_the_bos_is_mended_with_a_word(caplog: pytest.Lo
     encode = encoder(BeginsWithOne(), DataConfig(path="-"))
     assert [encode(text) for text in ("ab", "<s>ab", "a<s>", "<s>")] == [[1, 9, 9], [1, 9, 9], [1, 9, 1], [1]]
     encode("<s>again")
-    assert caplog.text.count("prompts begin with two <s>") == 1
+    assert caplog.text.count("both the prompts and the tokenizer add <s>") == 1
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any) -> None:

@@ -66,7 +66,7 @@ def test_what_transformers_makes_of_the_file_is_passed_over_and_told(
     folder, text = a_folder(tmp_path / "model", words), "Two  Words<eos> é"
     with caplog.at_level(logging.WARNING, "tlt.data.tokenizer"):
         found = load_tokenizer(folder)
-    assert "makes a Qwen2Tokenizer of" in caplog.text
+    assert "the Qwen2Tokenizer that transformers makes of" in caplog.text
     theirs = AutoTokenizer.from_pretrained(folder)
     assert any(
         theirs(t)["input_ids"] != words.encode(t).ids
@@ -129,7 +129,7 @@ def test_flags_that_tokenizer_config_changes_are_taken_and_told(
     }
     folder = a_folder(tmp_path, words, added_tokens_decoder={str(words.token_to_id("<eos>")): flags})
     found = load_tokenizer(folder)
-    assert "changes what tokenizer.json says" in caplog.text
+    assert "changes tokenizer.json, and tlt uses both" in caplog.text
     assert len(found("a<eos> \n")["input_ids"]) == 2
 
 
@@ -143,7 +143,7 @@ def test_a_prompt_that_ends_with_the_end_token_is_refused(tmp_path: Path) -> Non
     ends_texts(words)
     template = "{{ messages[0]['content'] }}"
     found = load_tokenizer(a_folder(tmp_path, words, chat_template=template))
-    with pytest.raises(DataError, match=r"ends every text with <eos>.*post_processor in tokenizer\.json"):
+    with pytest.raises(DataError, match=r"appends <eos> to every text.*post_processor in tokenizer\.json"):
         encoder(found, DataConfig(path="p.jsonl"))
     assert len(encoder(found, DataConfig(path="p.jsonl", chat=True))("ab")) == 2, "a template has its own tokens"
 
@@ -156,7 +156,7 @@ def test_fields_that_one_generation_alone_reads_are_told_and_set_right(
     words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[begin])
     folder = a_folder(tmp_path / "model", words, add_bos_token=False, bos_token="<bos>")
     assert load_tokenizer(folder)("a")["input_ids"][0] == words.token_to_id("<bos>")
-    assert "has add_bos_token = False, but tokenizer.json decides that" in caplog.text
+    assert "has add_bos_token = False, but tlt uses tokenizer.json" in caplog.text
     assert read_json(carried(folder, tmp_path / "again") / "tokenizer_config.json")["add_bos_token"] is True
 
 

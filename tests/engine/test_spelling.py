@@ -124,7 +124,7 @@ def test_a_token_may_be_the_replacement_character_itself() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     """It would end every response at its first token."""
-    with pytest.raises(ValueError, match=r"stop_strings holds an empty text: leave it out"):
+    with pytest.raises(ValueError, match=r"stop_strings contains an empty string: remove it"):
         SamplingParams(stop_strings=("</answer>", ""))
 
 

@@ -94,7 +94,7 @@ def test_broken_json_is_refused(folder: Path, text: str) -> None:
 
 def test_json_that_is_no_object_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('["llama"]')
-    assert "config.json holds a list where a JSON object is meant" in refusal(folder)
+    assert "config.json must hold a JSON object, not a list" in refusal(folder)
 
 
 def test_code_of_the_folder_is_never_run(folder: Path) -> None:

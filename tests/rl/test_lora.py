@@ -217,7 +217,7 @@ def test_adapters_are_not_merged_into_another_base(tmp_path: Path) -> None:
     save_file(weights | {"model.norm.weight": 1.5 * weights["model.norm.weight"]}, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model are not those that the adapters in .*policy were trained on: restore"):
         export(tmp_path / "run", tmp_path / "whole", "hf", "float32")
-    with pytest.raises(ConfigError, match=r"the files in model\.path are not those of the run to be resumed"):
+    with pytest.raises(ConfigError, match=r"the files in model\.path differ from those of the run to be resumed"):
         run(tmp_path, "run", True, steps=2)
 
 

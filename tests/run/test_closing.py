@@ -49,7 +49,7 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
     unknown = {"against_plain": {}, "times_plain": None}
     failed = closing(SUMMARY | unknown | {"without_reward": {"timeout": 10, "error": 2}}, "runs/x")
-    assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
+    assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see the errors above"
     assert "red" in str(failed[1].style)
     assert "plain decoding" not in failed[0].plain
 
@@ -62,7 +62,9 @@ def test_a_run_that_gained_little_says_what_would_help() -> None:
     assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("version", "said"), [(3, "the last one that was better is number 3"), (0, "none was better")])
+@pytest.mark.parametrize(
+    ("version", "said"), [(3, "version 3 is the last that was better"), (0, "no version was better")]
+)
 def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said: str) -> None:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
     lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")

@@ -318,7 +318,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
         "0.50",
         "-",
     ]
-    assert "times plain: tokens per second against plain decoding" in " ".join(text.split())
+    assert "times plain: tokens per second divided by those of plain decoding" in " ".join(text.split())
 
 
 def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(

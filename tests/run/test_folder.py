@@ -94,7 +94,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: P
     first = Second(Console(quiet=True))
     train(afresh(home), first)
     pid = os.getpid()
-    assert re.search(rf"another run is under way in .*run \(process {pid} on .+\): wait .*--run\.folder", first.said)
+    assert re.search(rf"another run uses .*run \(process {pid} on .+\): wait .*--run\.folder", first.said)
     assert [line["step"] for line in read_metrics(home / "run")] == [0, 1]
     train(afresh(home))
 
@@ -146,7 +146,7 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(afresh(home), Failing(0, "update"))
     previous = home / "run" / "previous"
-    assert note_of(error) == f"nothing was saved yet; the run before is in {previous}"
+    assert note_of(error) == f"nothing is saved yet; the previous run is in {previous}"
     kept = files(previous)
     assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
     copy = shutil.copytree(previous, home / "copy")
@@ -206,14 +206,14 @@ def test_what_no_run_writes_is_refused_by_name_and_stays(tmp_path: Path, name: s
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("somebody's", encoding="utf-8")
-    with pytest.raises(ConfigError, match=re.escape(f"{path} is not what a run of tlt writes: move it away")):
+    with pytest.raises(ConfigError, match=re.escape(f"{path} is not from a run of tlt: move it away")):
         RunFolder(RunConfig(folder=str(tmp_path), overwrite=overwrite), resume=False)
     assert path.read_text(encoding="utf-8") == "somebody's"
 
 
 def test_a_folder_with_a_model_loses_nothing_of_it(home: Path) -> None:
     before = files(home / "model")
-    with pytest.raises(ConfigError, match=r"model/config\.json is not what a run of tlt writes"):
+    with pytest.raises(ConfigError, match=r"model/config\.json is not from a run of tlt"):
         train(short(home, run={"folder": str(home / "model")}))
     assert files(home / "model") == before
 
@@ -227,7 +227,7 @@ def test_a_log_that_no_run_has_written_stays_and_goes_on(home: Path, tmp_path: P
 @pytest.mark.parametrize("torn", [b"", b'{"ste'])
 def test_a_record_that_was_torn_as_it_began_is_a_runs_own(tmp_path: Path, torn: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(torn)
-    with pytest.raises(ConfigError, match=r"already holds a run: give --run\.overwrite true"):  # and not --resume
+    with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):  # and not --resume
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
     with RunFolder(RunConfig(folder=str(tmp_path), overwrite=True), resume=False) as folder:
         folder.make_way()
@@ -236,7 +236,7 @@ def test_a_record_that_was_torn_as_it_began_is_a_runs_own(tmp_path: Path, torn: 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot be made \(Is a directory\): give another --run\.folder"):
+    with pytest.raises(ConfigError, match=r"cannot be made \(Is a directory\): set another --run\.folder"):
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
 
 
@@ -249,7 +249,7 @@ def test_a_run_that_ends_with_an_error_is_saved_and_goes_on_to_the_same_end(home
     expected = train(afresh(home, **steps))["policy_sha256"]
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(afresh(home, **steps), Failing(2, phase))
-    assert note_of(error) == f"saved after step 2 in {home / 'run'}: go on with --resume"
+    assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
     summary = train(short(home, **steps), resume=True)
     assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
 
@@ -270,7 +270,7 @@ def test_an_error_amid_an_update_leaves_the_checkpoint_before(home: Path, monkey
     config = afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2})
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(config)
-    assert note_of(error) == f"saved after step 2 in {home / 'run'}: go on with --resume"
+    assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
     found = checkpoint.latest(home / "run" / "checkpoints")
     assert found.state["step"] == 2
     assert [path.name for path in found.folder.parent.iterdir()] == ["step_00000002"]
@@ -295,7 +295,7 @@ def test_a_reward_process_that_cannot_be_started_again_loses_nothing(
     monkeypatch.setattr(IsolatedScore, "_start", starts_once)
     with pytest.raises(RewardError, match="it cannot start") as error:
         train(afresh(home), Ending(Console(quiet=True)))
-    assert note_of(error) == f"saved after step 1 in {home / 'run'}: go on with --resume"
+    assert note_of(error) == f"saved after step 1 in {home / 'run'}: continue with --resume"
 
 
 def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
@@ -313,7 +313,7 @@ def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("save_every", "left"), [(0, "nothing was saved yet"), (1, "saved after step 1 in ")])
+@pytest.mark.parametrize(("save_every", "left"), [(0, "nothing is saved yet"), (1, "saved after step 1 in ")])
 def test_an_error_whose_state_cannot_be_saved_says_what_is_left(
     home: Path, monkeypatch: pytest.MonkeyPatch, save_every: int, left: str
 ) -> None:
@@ -330,7 +330,7 @@ def test_an_error_whose_state_cannot_be_saved_says_what_is_left(
     failing = Failing(1, "save") if save_every else Failing(2, "rollout")
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(config, failing)
-    assert note_of(error).startswith(f"what was done since cannot be saved (the disk is full); {left}")
+    assert note_of(error).startswith(f"the steps since then cannot be saved (the disk is full); {left}")
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------------

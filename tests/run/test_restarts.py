@@ -144,4 +144,4 @@ def test_sigterm_ends_a_run_that_does_not_hear_it_yet(tmp_path: Path) -> None:
     process.terminate()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert said == "tlt: the run was killed by SIGTERM, as it was asked to stop\n"
+    assert said == "tlt: the run was killed by SIGTERM after a signal asked it to stop\n"

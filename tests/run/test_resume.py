@@ -156,7 +156,9 @@ def test_a_model_is_known_by_what_its_files_hold(home: Path) -> None:
     assert train(short(home, model=moved), resume=True)["steps"] == 3
     config = home / "moved" / "config.json"
     config.write_text(config.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"the files in model\.path are not those of the run.*--force model\.path"):
+    with pytest.raises(
+        ConfigError, match=r"the files in model\.path differ from those of the run.*--force model\.path"
+    ):
         train(short(home, steps=4, model=moved), resume=True)
 
 
@@ -166,7 +168,8 @@ def test_what_was_forced_is_said_and_stays_on_record(home: Path) -> None:
     train(forced, listening, resume=True, force=["train.learning_rate"])
     assert any("train.learning_rate was 0.001 and is 0.5, as forced" in said for said in listening.said)
     assert any(
-        "micro_batch_tokens was 64 and is 32: from here on results differ by ro" in said for said in listening.said
+        "micro_batch_tokens was 64 and is 32: from this step on, results differ by ro" in said
+        for said in listening.said
     )
     summary = train(short(home, steps=4, train={"learning_rate": 0.5, "micro_batch_tokens": 32}), resume=True)
     recorded = {(change["key"], change["step"], change["effect"]) for change in summary["changes"]}
@@ -179,7 +182,7 @@ def test_other_prompts_can_be_forced_and_none_is_asked_twice(home: Path) -> None
     prompts.write_text(
         "\n".join(json.dumps({"question": word}) for word in ("new", "newer", "newest")), encoding="utf-8"
     )
-    with pytest.raises(DataError, match=r"not those this run began with.*--force data\.path"):
+    with pytest.raises(DataError, match=r"not those of the run to be resumed.*--force data\.path"):
         train(short(home), resume=True)
     train(short(home), resume=True, force=["data.path"])
     before, now = [{tuple(pair) for pair in line["prompts"]} for line in read_metrics(home / "run")][1:]
@@ -210,7 +213,9 @@ def as_older(home: Path) -> None:
 def test_a_reward_and_its_columns_are_known_by_what_they_hold(tmp_path: Path) -> None:
     train(own_reward(tmp_path, 1))
     assert train(own_reward(tmp_path, 2), resume=True)["changes"] == []
-    with pytest.raises(ConfigError, match=r"the file of the function in reward\.name is not .*--force reward\.name"):
+    with pytest.raises(
+        ConfigError, match=r"the file of the function in reward\.name has changed .*--force reward\.name"
+    ):
         train(own_reward(tmp_path, worth="-len(answer)"), resume=True)
     with pytest.raises(DataError, match=r"columns of .*prompts\.jsonl, which the reward may read.*--force data\.path"):
         train(own_reward(tmp_path, hint="b"), resume=True)

@@ -211,7 +211,7 @@ def test_a_run_that_is_finished_says_so(home: Path) -> None:
     copy = copy_of_the_run(home, "finished", STEPS)
     display = Listening(Console(quiet=True))
     run_module.train(whole(home, copy.name), True, display)
-    assert f"all {STEPS} steps of this run are done: to train on, raise train.steps" in display.notes
+    assert f"all {STEPS} steps of this run are done: raise train.steps to continue" in display.notes
     assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in display.notes)
     assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
 
@@ -313,7 +313,7 @@ class Asking(Display):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("words", ["loading", "model:", "going"])
+@pytest.mark.parametrize("words", ["loading", "model:", "resuming"])
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
     """Whatever is being loaded, and however long that takes."""
     folder = home / f"early {words}"
@@ -321,8 +321,8 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
     began = time.monotonic()
-    with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: it changed nothing$") as stopped:
-        run_module.train(config, words == "going", Slow(words, -1))
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: nothing was changed$") as stopped:
+        run_module.train(config, words == "resuming", Slow(words, -1))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert time.monotonic() - began < 30
     assert {path: path.read_bytes() for path in before} == before
@@ -336,7 +336,7 @@ def test_a_summary_that_does_not_end_is_given_up_too(home: Path, monkeypatch: py
 
     config = whole(home, "no summary", run={"save_every": 0, "stop_within": 0.1})
     monkeypatch.setattr(run_module, "summarize", slow)
-    with pytest.raises(Stopped, match=rf"given up; saved after step {STEPS} in"):
+    with pytest.raises(Stopped, match=rf"abandoned; saved after step {STEPS} in"):
         train(config)
 
 
@@ -380,7 +380,7 @@ class Slow(Asking):
 def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home: Path, phase: str) -> None:
     config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
     began = time.monotonic()
-    with pytest.raises(Stopped, match=r"within 0.1 s .*given up; saved after step 2 in .*--resume") as stopped:
+    with pytest.raises(Stopped, match=r"within 0.1 s .*abandoned; saved after step 2 in .*--resume") as stopped:
         run_module.train(config, False, Slow(phase, 2))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert time.monotonic() - began < 30
@@ -411,7 +411,7 @@ def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.
     with pytest.raises(Stopped, match=r"saved after step 3 of"):
         train(whole(home, "more time", run={"save_every": 0, "stop_within": 0.1}))
     seconds[0] = 60.0
-    with pytest.raises(Stopped, match=r"given up; saved after step 2 in"):
+    with pytest.raises(Stopped, match=r"abandoned; saved after step 2 in"):
         train(whole(home, "no more time", run={"save_every": 1, "stop_within": 0.1}))
 
 
@@ -430,7 +430,7 @@ def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
     config = whole(home, "impatient")
     with pytest.raises(KeyboardInterrupt) as stopped:
         run_module.train(config, False, Impatient("update", 2, signal.SIGINT))
-    assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: go on with --resume"]
+    assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
@@ -445,8 +445,8 @@ def summary_of(home: Path) -> dict[str, Any]:
     ("sections", "key"),
     [
         ({"train": {"learning_rate": 2e-3}}, "train.learning_rate = 0.002, but the run to be resumed has 0.001"),
-        ({"train": {"steps": STEPS - 1}}, "train.steps = 3 is not the 4 of the run .* of which 2 are done"),
-        ({"train": {"steps": 1}}, "train.steps = 1 is below the 2 that are done"),
+        ({"train": {"steps": STEPS - 1}}, "train.steps = 3, but the run to be resumed has 4, of which 2 are done"),
+        ({"train": {"steps": 1}}, "train.steps = 1 is below the 2 steps that are done"),
         ({"rollout": {"temperature": 0.7}}, "rollout.temperature"),
         ({"reward": {"name": "exact"}}, "reward.name"),
         ({"data": {"shuffle": False}}, "data.shuffle"),
@@ -478,7 +478,7 @@ def test_changed_prompts_are_refused(home: Path, tmp_path: Path) -> None:
     train(config)
     rows = tmp_path / "prompts.jsonl"
     rows.write_text(rows.read_text(encoding="utf-8").replace("why?", "why!"), encoding="utf-8")
-    with pytest.raises(DataError, match=r"prompts\.jsonl are not those this run began with"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl are not those of the run to be resumed"):
         train(config, resume=True)
 
 
@@ -525,7 +525,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_the_run_goes_on(home: P
 
 
 def test_nothing_to_resume_is_an_error(home: Path) -> None:
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         train(whole(home, "nothing here"), resume=True)
 
 
@@ -565,7 +565,7 @@ def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> 
 
 def test_an_occupied_folder_is_refused_and_left_alone(home: Path) -> None:
     before = (home / "whole" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--run\.overwrite true.*--run\.folder"):
+    with pytest.raises(ConfigError, match=r"already contains a run.*--resume.*--run\.overwrite true.*--run\.folder"):
         train(whole(home))
     assert (home / "whole" / "metrics.jsonl").read_bytes() == before
 

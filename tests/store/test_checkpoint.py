@@ -163,12 +163,12 @@ def test_a_stray_file_is_no_checkpoint(tmp_path: Path) -> None:
 def test_none_left_is_an_error_that_says_what_is_damaged(tmp_path: Path) -> None:
     for step in (1, 2):
         (save_step(tmp_path, step) / "state.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*step_00000002 \(state\.json.*step_00000001"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*step_00000002 \(state\.json.*step_00000001"):
         latest(tmp_path)
 
 
 def test_none_at_all_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         latest(tmp_path / "nowhere")
 
 

@@ -113,7 +113,7 @@ def test_one_that_was_cut_short_is_not_there(
     finally:
         del mirror._files.put_file
     assert "step_00000002 was not copied" in caplog.text
-    assert "(the line is down): tried again" in caplog.text
+    assert "(the line is down): it is tried again" in caplog.text
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
     copy(Mirror(url, 1), save(tmp_path / "here", 3))
     assert Mirror(url, 2)._found() == {"step_00000003"}
@@ -171,7 +171,7 @@ def test_the_newest_is_copied_however_slow_the_line_is(
         mirror.close()
     finally:
         del mirror._files.put_file
-    assert f"step_00000004 is on its way to {url}" in caplog.text
+    assert f"step_00000004 is being copied to {url}" in caplog.text
     assert sorted(Mirror(url, 4)._whole()) == ["step_00000001", "step_00000004"]
 
 
@@ -223,7 +223,7 @@ def test_an_upload_that_is_cut_once_goes_through(
 def test_a_store_that_is_closed_to_us_is_one_sentence(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(url: str) -> str:
         with pytest.raises(
-            ConfigError, match=r"run\.mirror = .* cannot be written to \([^\n]*\): see that the"
+            ConfigError, match=r"run\.mirror = .* cannot be written to \([^\n]*\): check that the"
         ) as said:
             Mirror(url, 2)
         return str(said.value)
@@ -263,7 +263,7 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -
     run(config_of(tmp_path, "lost", 2, mirror=url))
     shutil.rmtree(tmp_path / "lost")
     fresh = config_of(tmp_path, "fresh", 4, mirror=url)
-    with pytest.raises(ConfigError, match="already holds checkpoints: go on with --resume"):
+    with pytest.raises(ConfigError, match="already contains checkpoints: continue with --resume"):
         run(fresh)
     assert run(fresh, resume=True) == expected
     assert Mirror(url, 2).newest == 4
@@ -292,4 +292,4 @@ def test_resume_auto_finds_what_is_in_the_mirror_alone(
             shutil.rmtree(tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == 1
-    assert "going on from step 1" in capsys.readouterr().out
+    assert "resuming from step 1" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Makes the two targets of a rollout with look-ahead: the present one, and an older one that decodes ahead."""
+"""Targets of a benchmark of look-ahead: the present one, and an older one that decodes ahead."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tlt.models.decoder import Decoder
 from tlt.run.parts import make_parts
 from tlt.types import Request, Response
 
-_FIRST_STEPS = 2  # the optimizer's first steps are not like those that follow
+_FIRST_STEPS = 2  # the optimizer's first steps differ from later ones
 _MOST_ROWS = 64
 
 
 class _Nobody:
-    """A watcher that shows nothing while the policy is trained."""
+    """Watcher that shows nothing."""
 
     def phase(self, step: int, name: str, total: int) -> None: ...
 
@@ -32,7 +32,8 @@ Weights = dict[str, Tensor]
 
 
 def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
-    """Train the recipe's policy in this process, by one worker. Returns its weights, and those `steps` updates ago."""
+    """Train the recipe's policy with one worker in this process. Return its weights, and the weights `steps` updates
+    earlier."""
     changes = {
         "speculation": config.speculation.model_copy(update={"drafter": "off"}),
         "cluster": config.cluster.model_copy(update={"workers": 1}),
@@ -52,7 +53,7 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
 
 
 def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
-    """Two targets with the weights of `trained`: the older one, then the present one."""
+    """Return two targets with the weights of `trained`: the older one, then the present one."""
     older, present = make_target(config.model), make_target(config.model)
     now, before = trained(config, steps)
     older.load(before, version=_FIRST_STEPS)
@@ -61,7 +62,7 @@ def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
 
 
 def decode_ahead(older: Decoder, config: Config, requests: Sequence[Request]) -> list[Ahead]:
-    """What the older target decodes ahead for these requests."""
+    """Decode these requests with the older target. Return the look-ahead drafts."""
     store = AheadStore(sum(request.sampling.max_new_tokens for request in requests))
     rows = config.engine.model_copy(update={"max_rows": _MOST_ROWS})
     engine = Engine(older, rows, detokenize=load_detokenizer(config.model), store=store)

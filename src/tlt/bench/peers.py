@@ -1,7 +1,6 @@
-"""Plain decoding by the engines that a user would otherwise pick, with the same prompts and lengths for all.
+"""Plain decoding by other engines, with the same prompts and lengths for all.
 
-Each peer is a function that decodes once; its result is not used. A peer that is not installed is left out.
-"""
+Each peer is a function that decodes once; its result is not used. A peer that is not installed is left out."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ Decode = Callable[[], Any]
 def peers(
     config: ModelConfig, device: torch.device, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, Decode]:
-    """By name, a function that decodes `new_tokens` tokens for every prompt, at temperature 1, with no early stop. All
-    prompts have the same length."""
+    """Return, by name, functions that decode `new_tokens` tokens for every prompt at temperature 1 without an early
+    stop. All prompts must have the same length."""
     found = dict(_transformers(config, device, prompts, new_tokens))
     if importlib.util.find_spec("vllm"):
         found["vllm"] = _vllm(config, prompts, new_tokens)
@@ -47,7 +46,7 @@ def _transformers(
     def generate_batch() -> None:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        # the default cache takes most of the free memory, which costs seconds; this one has what these prompts need
+        # the default cache takes most of the free memory, which takes seconds; this one just fits the prompts
         pages = len(prompts) * (1 + (ids.shape[1] + new_tokens) // 256)
         cache = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=max(256, ids.numel()))
         rows = [list(p) for p in prompts]
@@ -60,7 +59,7 @@ def _transformers(
 
 
 def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decode:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, as the others are
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, like the others
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 

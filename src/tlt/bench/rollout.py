@@ -1,9 +1,8 @@
-"""`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and those of peers.
+"""`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and of other engines.
 
-All strategies decode the same requests to the same tokens (checked), a tenth of a second each in turn. So a ratio
-compares the very same work, and what else the machine does slows all of them. Look-ahead is measured as in a training
-run: the policy is trained for a few steps, and the target of some updates before has decoded the same requests.
-"""
+All strategies decode the same requests to the same tokens (checked), by turns of 0.1 seconds. So a ratio compares the
+same work, and other load on the machine slows all strategies alike. Look-ahead is measured as in a training run: the
+policy is trained for a few steps, and an earlier version of the target has decoded the same requests."""
 
 from __future__ import annotations
 
@@ -40,10 +39,10 @@ from tlt.store.hub import from_hub
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128
-_HALF_WIDTH = 0.02  # relative; repeats go on until adaptive's ratio to plain is known so well, twice as many at most
+_HALF_WIDTH = 0.02  # relative half-width of adaptive's interval at which repeats end; at most twice `repeats`
 _TRIALS = 3
-_TURN = 0.1  # seconds
-_FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # responses of a repeat that rounding may change
+_TURN = 0.1  # seconds of a turn
+_FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # number of responses per repeat that rounding may change
 _SHAPES = {
     "suffix": ((6, 2, 8, 0.5),),
     "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (8, 1, 9, 0.0), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
@@ -61,9 +60,12 @@ def bench_rollout(
     look_ahead: int = 0,
     only: Sequence[str] = ("",),
 ) -> None:
-    """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends. `look_ahead`:
-    number of policy updates between the target that decoded ahead and the present one; with 0 nothing is decoded ahead,
-    and nothing is trained. `only`: beginnings of the names of strategies to measure, beside plain decoding."""
+    """Measure and print.
+
+    `tail`: if above 0, add a rollout of this many requests, decoded at once until the last one ends. `look_ahead`:
+    number of policy updates between the target that decodes ahead and the present one; 0 turns look-ahead off, and
+    nothing is trained. `only`: first letters of the names of the strategies to measure, in addition to plain
+    decoding."""
     console, config = Console(highlight=False), settled(from_hub(config))
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
@@ -100,7 +102,7 @@ def bench_rollout(
 
 @dataclass
 class _Contender:
-    """A strategy, or `adaptive`. What it learns is kept from one repeat to the next, as in a training run."""
+    """Strategy, or `adaptive`. What it learns is kept between repeats, as in a training run."""
 
     name: str
     tuner: Tuner
@@ -116,7 +118,7 @@ class _Contender:
 
 
 class _Run:
-    """A contender's engine, with the requests of one repeat."""
+    """Engine of a contender with the requests of one repeat."""
 
     def __init__(self, contender: _Contender, engine: Engine, requests: Sequence[Request]) -> None:
         self.contender, self.engine = contender, engine
@@ -142,7 +144,7 @@ class _Run:
 def bench_requests(
     config: Config, prompts: Sequence[Prompt], params: SamplingParams, count: int, repeat: int
 ) -> list[Request]:
-    """Each repeat decodes other responses to the same prompts."""
+    """Return the requests of one repeat. Each repeat decodes other responses to the same prompts."""
     G, seed = config.rollout.group_size, config.run.seed
     return [
         Request(prompt, i % G, repeat, request_seed(seed, "bench", prompt.prompt_id, repeat, i % G), params)
@@ -156,14 +158,14 @@ class _Bench:
     config: Config
     target: Decoder
     older: Decoder | None
-    """the target that decodes ahead; None: no look-ahead"""
+    """target that decodes ahead; None turns look-ahead off"""
     prompts: Sequence[Prompt]
     params: SamplingParams
     only: tuple[str, ...] = ("",)
     threads: int = field(default_factory=torch.get_num_threads)
 
     def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
-        """(rows at once, label, number of requests) of each case."""
+        """Return (rows at once, label, number of requests) of each case."""
         G = self.config.rollout.group_size
         found = [(batch, f"batch {batch}", max(2 * G, 2 * batch)) for batch in batches]
         return found + ([(tail, f"rollout of {tail}", tail)] if tail else [])
@@ -190,7 +192,7 @@ class _Bench:
     def rows(self, batch: int, label: str, count: int, repeats: int) -> list[dict[str, Any]]:
         threads = self._best_threads(batch, count)
         contenders = self.contenders(batch)
-        for repeat in range(-1, 2 * repeats):  # the first one warms up
+        for repeat in range(-1, 2 * repeats):  # the first repeat is the warm-up
             requests = bench_requests(self.config, self.prompts, self.params, count, max(0, repeat + 1))
             in_turn = contenders if repeat % 2 else contenders[::-1]
             ahead = decode_ahead(self.older, self.config, requests) if self.older else ()
@@ -203,8 +205,8 @@ class _Bench:
         return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
 
     def _best_threads(self, batch: int, count: int) -> int:
-        """The number of threads with which plain decoding is fastest; all contenders use it. A small batch may be
-        faster on one core than on all."""
+        """Set and return the number of threads with which plain decoding is fastest, for all contenders. One core may
+        be faster than all for a small batch."""
         trials = {threads: _Contender("plain", Fixed(PLAIN)) for threads in {1, self.threads}}
         for _ in range(_TRIALS if len(trials) > 1 else 0):
             for threads, contender in trials.items():
@@ -224,8 +226,8 @@ class _Bench:
         timed: bool,
         ahead: Sequence[Ahead] = (),
     ) -> list[_Run]:
-        """Decode with all contenders; the one with the fewest tokens has the next turn. On a GPU, where memory does not
-        suffice for all at once, they decode one after the other."""
+        """Decode with all contenders. The contender with the fewest tokens has the next turn. On a GPU they decode one
+        after another, because the memory does not suffice for all at once."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
         for heat in [[contender] for contender in contenders] if apart else [contenders]:
@@ -244,7 +246,9 @@ class _Bench:
         return done
 
     def _engine(self, contender: _Contender, batch: int, ahead: Sequence[Ahead]) -> Engine:
-        drafters, layout = make_drafters(self.config.speculation, self.target)  # fresh: no history of these requests
+        drafters, layout = make_drafters(
+            self.config.speculation, self.target
+        )  # new, so without history of the requests
         if all(strategy.drafter == PLAIN.drafter for strategy in contender.tuner.strategies):
             drafters, layout = [], layout if contender.harvest else None
         store = AheadStore(sum(len(known.tokens) for known in ahead))
@@ -260,7 +264,7 @@ class _Bench:
             on_harvest=buffer.add if contender.harvest else None,
             store=store,
         )
-        engine.drafters.calibrations |= contender.calibrations  # with what it learned in earlier repeats
+        engine.drafters.calibrations |= contender.calibrations  # keeps what it learned in earlier repeats
         contender.calibrations = engine.drafters.calibrations
         return engine
 
@@ -292,7 +296,8 @@ class _Bench:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """The median of the paired ratios `ours` / `theirs` and its 95 % bootstrap interval: (low, median, high)."""
+    """Return the median of the paired ratios `ours` / `theirs` with its 95 % bootstrap interval: (low, median,
+    high)."""
     paired = np.array(ours) / np.array(theirs)
     draws = np.random.default_rng(0).integers(len(paired), size=(2000, len(paired)))
     low, high = np.percentile(np.median(paired[draws], axis=1), [2.5, 97.5])
@@ -308,7 +313,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Compare plain decoding with that of peers: `batch` prompts of 64 tokens, 128 new tokens each, no early stop."""
+    """Compare plain decoding with other engines: `batch` prompts of 64 tokens, 128 new tokens each, no early stop."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = target.options.vocab_size
     prompts = torch.randint(vocab_size, (batch, _PEER_PROMPT), generator=generator).tolist()
@@ -322,7 +327,7 @@ def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> 
 
     contenders = {"tlt plain": ours, **peers(config.model, target.device, prompts, _PEER_TOKENS)}
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):  # the first round warms up
+    for repeat in range(repeats + 1):  # the first repeat is the warm-up
         for name, decode in contenders.items():
             start = time.perf_counter()
             decode()
@@ -343,17 +348,17 @@ def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> 
 
 
 def _print(console: Console, rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> None:
-    columns = ("case", "strategy", "tokens/s", "accept length", "seen ahead", "against plain", "against the best")
+    columns = ("case", "strategy", "tokens/s", "accept length", "look-ahead", "times plain", "times the best")
     table = Table(*columns, title="rollout, the recipe's prompts (median of paired ratios, 95 % interval)")
     for row in rows:
-        seen_ahead = f"{row['seen_ahead']:.0%}, by {row['accept_length_ahead']:.1f}" if row["seen_ahead"] else ""
+        seen_ahead = f"{row['seen_ahead']:.0%}, {row['accept_length_ahead']:.1f} a pass" if row["seen_ahead"] else ""
         numbers = (f"{row['tokens_per_second']:,.0f}", f"{row['accept_length']:.2f}", seen_ahead)
         ratios = ("{1:.2f} ({0:.2f}-{2:.2f})".format(*row[key]) for key in ("ratio_to_plain", "ratio_to_best"))
         table.add_row(row["case"], row["strategy"], *numbers, *ratios)
     console.print(table)
     if beside:
         title = f"plain decoding, {_PEER_PROMPT} + {_PEER_TOKENS} tokens"
-        table = Table("batch", "engine", "tokens/s", "tlt plain tokens/s", "tlt against it", title=title)
+        table = Table("batch", "engine", "tokens/s", "tlt plain tokens/s", "times it", title=title)
         for row in beside:
             numbers = (f"{row[key]:,.0f}" for key in ("tokens_per_second", "tlt_tokens_per_second"))
             table.add_row(str(row["batch"]), row["name"], *numbers, f"{row['tlt_ratio']:.2f}")

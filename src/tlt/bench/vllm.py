@@ -1,9 +1,8 @@
 """`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with our noise, by batch size and drafter.
 
-All engines decode the same requests to the same tokens, in turn, several times, in this process. The tokens are checked
-against those of our own engine, which is measured too, plain and adaptive. Plain vLLM is vLLM at its best: compiled,
-unless `engine.vllm.enforce_eager` says otherwise.
-"""
+All engines decode the same requests to the same tokens, by turns, several times, in this process. The tokens are
+compared with those of our own engine, which is measured too, plain and adaptive. Plain vLLM is compiled, unless
+`engine.vllm.enforce_eager` is set."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ class _Contender(NamedTuple):
 
 
 def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: Path | None, look_ahead: int) -> None:
-    """`look_ahead`: number of policy updates between the older and the present target; 0: no look-ahead."""
+    """Measure and print. `look_ahead` is the number of policy updates between the older and the present target; 0 turns
+    look-ahead off."""
     console, config = Console(highlight=False), from_hub(config)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_rows": max(batches)})})
     place = open_workplace(config)
@@ -78,16 +78,16 @@ def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: 
 
 
 def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
-    """A vLLM for each way to speculate, as it is told at its start how to."""
+    """Return one vLLM per drafter, because a vLLM cannot change its drafter after the start."""
     ahead = {"look-ahead": "adaptive"} if look_ahead else {}
     learned = {"eagle": "eagle"} if config.speculation.path else {}
-    # where vLLM has loaded numba, for its n-gram lookup, no other vLLM starts in the same process
+    # n-gram last, because it loads numba, after which no other vLLM starts in this process
     kinds = {"plain": "off", **ahead, **learned, "n-gram": "suffix"}
     found = {}
     for name, drafter in kinds.items():
         speculation = config.speculation.model_copy(update={"drafter": drafter})
         target = open_target(config.model_copy(update={"speculation": speculation}), config.model.path)
-        assert isinstance(target, VllmTarget), "of the backend that is measured"
+        assert isinstance(target, VllmTarget), "the backend is vllm"
         found[name] = target
     return found
 
@@ -118,7 +118,7 @@ def _batch(
     speeds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     stats = {contender.name: RolloutStats() for contender in contenders}
     differ = dict.fromkeys(speeds, 0)
-    for repeat in range(repeats + 1):  # the first one warms up
+    for repeat in range(repeats + 1):  # the first repeat is the warm-up
         count = max(2 * config.rollout.group_size, 2 * batch)
         requests = bench_requests(config, place.prompts, place.sampling, count, repeat)
         ahead = decode_ahead(older, config, requests) if older else []
@@ -153,7 +153,7 @@ def _batch(
 
 
 def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    columns = ("rows", "engine", "tokens/s", "accept length", "of drafted accepted", "against vLLM plain", "differ")
+    columns = ("rows", "engine", "tokens/s", "accept length", "acceptance rate", "times vLLM plain", "differ")
     table = Table(*columns, title="vLLM with our noise, the recipe's prompts (medians)")
     for row in rows:
         share = f"{row['accepted_of_drafted']:.0%}" if row["accept_length"] > 1 else ""

@@ -1,1 +1,1 @@
-"""One file for each command of the command line that has no folder of its own."""
+"""Commands of the command line that have no folder of their own, one file each."""

@@ -1,7 +1,6 @@
-"""`tlt draft train` and `tlt draft eval`: a learned drafter from prompts alone, and what it is worth.
+"""`tlt draft train` and `tlt draft eval`: train a learned drafter from prompts alone, and evaluate it.
 
-Harvest, then train: the target answers the recipe's prompts, and the drafter learns from what that computed.
-"""
+The target answers the recipe's prompts, and its hidden states are saved. The drafter is trained on them."""
 
 from __future__ import annotations
 
@@ -38,19 +37,19 @@ from tlt.spot.unroll import Pack, packs
 from tlt.store.hub import from_hub
 from tlt.types import Request
 
-_HELD_OUT = 16  # prompts that no drafter is trained on; each is answered once to judge it
-_HELD_BACK = 5  # one of so many of the others is not either: training keeps the weights that are best on these
-_EVALUATING, _JUDGING = 0.1, 0.2  # seconds of evaluations, and of the judgement at the end, by those of training
-_EVALUATED = 2048  # entries of an evaluation
-_OVERFITTED = 0.1  # by which the first guess is right more often in training than on prompts held back
-_LEAST_ROUNDS = 8  # of a judgement, however long they take
-_RISING = 1.01  # factor in the last quarter of training
+_HELD_OUT = 16  # number of prompts for the final evaluation; each is answered once
+_HELD_BACK = 5  # one in five of the other prompts is for validation, which selects the weights
+_EVALUATING, _JUDGING = 0.1, 0.2  # seconds of validation, and of the final evaluation, per second of training
+_EVALUATED = 2048  # tokens of a validation
+_OVERFITTED = 0.1  # gap between the acceptance rates of the first draft token in training and validation
+_LEAST_ROUNDS = 8  # of a final evaluation, even if they exceed its time
+_RISING = 1.01  # growth of the accept length in the last quarter that shows that training is not finished
 _CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 
 
 @dataclass
 class Workbench:
-    """The target of a recipe and requests for its prompts: those to train on, and those held out."""
+    """Target of a recipe, and requests for training prompts and held-out prompts."""
 
     config: Config
     target: Decoder
@@ -61,21 +60,23 @@ class Workbench:
     def of(cls, config: Config) -> Workbench:
         _, prompts, target, params = open_workplace(config)
         if len(prompts) <= _HELD_OUT:
-            raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} are held out, so give more")
+            raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} of them are held out, so give more")
         size = config.rollout.group_size
         random.Random(config.run.seed).shuffle(prompts)
         held_out, train = (
             make_requests(part, size, params, config.run.seed, "draft")
             for part in (prompts[:_HELD_OUT], prompts[_HELD_OUT:])
         )
-        in_order = sorted(train, key=lambda request: request.index)  # many prompts teach more than many responses
+        in_order = sorted(train, key=lambda request: request.index)  # different prompts teach more
         return cls(config, target, in_order, [request for request in held_out if request.index == 0])
 
 
 def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
-    """Write a drafter's folder: weights, config, and training.json with how it was made. The recipe's model answers its
-    prompts until it has harvested so many tokens, and the drafter is trained on these for so many seconds. Raises
-    ValueError where the folder holds anything, ConfigError, DataError, ModelError or HubError."""
+    """Train a drafter and write its folder: weights, config, and training.json with the facts of the training.
+
+    The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
+    trained on them for `seconds`. Raises ValueError if the folder is not empty, ConfigError, DataError, ModelError or
+    HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
@@ -87,7 +88,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
     taught = [item for item in buffer.items if item.prompt_id not in held]
     if not taught:
-        raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
+        raise ConfigError(f"{buffer.tokens} tokens of training data are too few: raise --tokens")
     curve = fit(trainer, taught, [item for item in buffer.items if item.prompt_id in held], seconds)
     results = judge(bench, layer, _JUDGING * seconds)
     layer.agreement = results[0]["agreement"][0]
@@ -109,9 +110,9 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
 
 
 def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
-    """Decode the prompts to train on, until so many entries were kept or all are answered."""
+    """Decode the training prompts until the hidden states of `tokens` tokens are saved, or all prompts are answered."""
     wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
-    buffer = HarvestBuffer(wanted + layer.options.window)  # an item is no longer than the window
+    buffer = HarvestBuffer(wanted + layer.options.window)  # no item is longer than the window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
     speculation = bench.config.speculation.model_copy(update=changes)
     drafters, _ = make_drafters(speculation, bench.target)
@@ -120,7 +121,7 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
     spell = load_detokenizer(bench.config.model)
     engine = Engine(bench.target, bench.config.engine, drafters, tuner, spell, layout, buffer.add)
     engine.start(bench.train)
-    with working("harvest", wanted, "tokens") as work:
+    with working("collect training data", wanted, "tokens") as work:
         while engine.busy and buffer.tokens < wanted:
             engine.round()
             work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
@@ -131,17 +132,16 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
 
 
 class Curve:
-    """How often guesses are right while a drafter is trained: on prompts that are held back, and on those that it is
-    trained on."""
+    """Learning curve of a drafter: acceptance rates on validation prompts and on training prompts."""
 
     def __init__(self, trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest]) -> None:
         self.trainer = trainer
         self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
         self.seconds = self.longest = 0.0
-        """of all evaluations, and of the longest one"""
+        """seconds of all evaluations, and of the longest one"""
         self.points: list[dict[str, Any]] = []
-        """seconds of training, the accept length of a chain on prompts held back, and the acceptance rate by depth
-        there (`held_back`) and in training (`taught`)"""
+        """seconds of training, accept length of a chain in validation, and acceptance rate by depth in validation
+        (`held_back`) and in training (`taught`)"""
         self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
 
     def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
@@ -149,7 +149,8 @@ class Curve:
         return list(packs(drawn, trainer.config.micro_batch_tokens, trainer.target.device, random.Random(0)))
 
     def evaluate(self, spent: float) -> None:
-        """Keep the weights if they are the best so far on the prompts that are held back."""
+        """Evaluate the drafter after `spent` seconds. Keep its weights if they are the best so far on validation
+        prompts."""
         began, layer = time.perf_counter(), self.trainer.layer
         held_back, taught = (self.trainer.acceptance(packs) for packs in (self.held_back, self.taught))
         accepted = 1 + sum(accumulate(held_back, mul))
@@ -161,20 +162,20 @@ class Curve:
         self.seconds, self.longest = self.seconds + took, max(self.longest, took)
 
     def advice(self) -> str:
-        """Whether more training, or more data, would make the drafter better."""
+        """Return the acceptance rates in one sentence, with advice on whether more time or more data would help."""
         held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
-        said = f"the first guess is right {taught:.0%} of the time in training, {held_back:.0%} on prompts held back"
+        said = f"acceptance rate of the first draft token: {taught:.0%} in training, {held_back:.0%} in validation"
         lengths = [point["accept_length"] for point in self.points]
         if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
-            return f"{said}: raise --seconds, as it still learned at the end"
+            return f"{said}: raise --seconds, because the drafter was still improving"
         if taught - held_back > _OVERFITTED:
-            return f"{said}: raise --tokens, as more data is needed rather than more seconds"
+            return f"{said}: raise --tokens, because more data would help more than more time"
         return said
 
 
 def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest], seconds: float) -> Curve:
-    """Train for so many seconds, evaluations included, with a learning rate that falls to a tenth. The layer ends with
-    the weights that were best on the prompts held back."""
+    """Train for `seconds`, including evaluations, with a learning rate that falls linearly to a tenth. The layer ends
+    with the weights that were best on the validation prompts."""
     began = time.perf_counter()
     trainer.prepare(taught, from_scratch=True)
     curve = Curve(trainer, taught, held_back)
@@ -194,18 +195,18 @@ def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[
     return curve
 
 
-# -- judgement ---------------------------------------------------------------------------------------------------------
+# -- evaluation --------------------------------------------------------------------------------------------------------
 
 
 def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> list[dict[str, Any]]:
-    """A chain and a tree, each compared with plain decoding of the same prompts, all within so many seconds."""
+    """Compare a chain and a tree with plain decoding of the held-out prompts, in about `seconds` altogether."""
     plain, *found = (evaluate(bench, layer, strategy, seconds / 3) for strategy in (PLAIN, _CHAIN, _TREE))
     return [result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]} for result in found]
 
 
 def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: float = math.inf) -> dict[str, Any]:
-    """Accept length, with its 95 % interval, and acceptance rate by depth on the held-out prompts, decoded for up to so
-    many seconds. Nothing is cut, so all depths are seen."""
+    """Decode the held-out prompts for up to `seconds`. Return accept length with its 95 % interval, acceptance rate by
+    depth, and speed. All draft tokens are verified, so that every depth is measured."""
     drafter = EagleDrafter(layer, bench.target)
     spell, layout = load_detokenizer(bench.config.model), layer.options.layout
     engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), spell, layout)
@@ -239,7 +240,7 @@ def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None
 
 
 def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """In 80 columns."""
+    """Print the results in 80 columns."""
     depth = max(len(result["agreement"]) for result in results)
     table = Table(title=f"held-out prompts, {results[0]['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
     table.add_column("strategy", no_wrap=True)
@@ -252,8 +253,8 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
         table.add_row(result["strategy"], *numbers, *agreement)
     console.print(table)
     console.print(
-        "accept length: tokens a target pass commits, its own counted, ± half of the 95 % interval; times plain: "
-        "tokens per second against plain decoding on this machine; 1, 2, ...: how often a guess so deep is right if "
-        "those before it were. Strategies: depth d, branching b, nodes verified n.",
+        "accept length: tokens committed per target pass, including its own, ± half of the 95 % interval; times plain: "
+        "tokens per second divided by those of plain decoding on this machine; 1, 2, ...: acceptance rate at this "
+        "depth if the tokens before it were accepted. Strategies: depth d, branching b, nodes verified n.",
         style="dim",
     )

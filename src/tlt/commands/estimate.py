@@ -1,4 +1,4 @@
-"""`tlt estimate`: a few steps of a recipe, each decoded by plain decoding too, and what to expect of the whole run."""
+"""`tlt estimate`: run a few steps of a recipe with and without speculation, and extrapolate to the whole run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def estimate(config: Config, steps: int, display: Display) -> list[str]:
-    """Train for this many steps in a temporary folder, and return what was measured, in sentences. Nothing is kept.
-    Raises what `tlt train` raises."""
-    from tlt.run.train import train  # not before the recipe is checked, because it imports torch
+    """Train for `steps` steps in a temporary folder, and return the results as sentences. Nothing is kept. Raises the
+    errors of `tlt train`."""
+    from tlt.run.train import train  # imported after the recipe is checked, because it imports torch
 
     with tempfile.TemporaryDirectory(prefix="tlt-estimate-") as folder:
         run = {"folder": folder, "compare_every": 1, "save_every": 0, "trackers": [], "completions_mb": 0}
@@ -53,7 +53,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
 
 
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
-    """Return what a run of `steps` steps may take, from the summary of one whose steps were all compared with plain
+    """Return the expected time of `steps` steps, from the summary of a run that compared every step with plain
     decoding."""
     from tlt.run.closing import GAIN, NO_GAIN
 
@@ -64,13 +64,13 @@ def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     same = "the same tokens" if not found["differ"] else f"{found['differ']} responses differ: see tlt verify"
     lines = [
         f"measured on {measured} steps, {same}:",
-        f"  rollout   {ours:.1f} s a step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast",
-        f"  the rest  {rest:.1f} s a step (reward, update, sync)",
+        f"  rollout   {ours:.1f} s per step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast",
+        f"  the rest  {rest:.1f} s per step (reward, update, sync)",
         f"  a step    {step:.1f} s: {times:.2f} times as fast as with plain decoding",
         f"{steps:,} steps would take {_time(steps * step)}, with plain decoding {_time(steps * (step * times))}",
     ]
     if ours < rest:
-        lines.append("most of a step is not decoding, so faster rollouts can gain little here")
+        lines.append("decoding is less than half of a step, so faster rollouts gain little here")
     if plain / ours < GAIN:
         lines.append(NO_GAIN)
     return lines

@@ -1,8 +1,7 @@
-"""`tlt export`: what a run leaves behind as the folders that transformers, vLLM, SGLang and speculators take.
+"""`tlt export`: writes the results of a run as folders for transformers, vLLM, SGLang and speculators.
 
-A policy is one Hugging Face folder for all of them; a drafter is written in the format of its engine
-(`draft/formats.py`). The README.md in each says what it is, and the command that serves it.
-"""
+A policy is one Hugging Face folder for all of them. A drafter is written in the format of its engine
+(`draft/formats.py`). Each folder has a README.md with the command that serves it."""
 
 from __future__ import annotations
 
@@ -33,21 +32,23 @@ from tlt.store.hub import local_model
 from tlt.store.model_files import model_files, write_files
 
 To = Literal["hf", "vllm", "sglang", "speculators"]
-_GUESSES = 4  # in a row, in the commands that serve
+_GUESSES = 4  # number of draft tokens in the commands that serve
 
 
 def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = None) -> list[str]:
-    """Write `source`, a run, a model folder or a drafter, to the folder `out`; what was written, in words. `model` is
-    the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
-    CheckpointError.
+    """Write `source` (a run, a model folder or a drafter) to the folder `out`. Return sentences that say what was
+    written.
 
-    The folder is written under another name, compared with the source, and renamed. A folder that is there stays the
-    same folder, because it may be the working directory or a mounted disk."""
+    `model` is the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError
+    or CheckpointError.
+
+    The export is written to a temporary folder, compared with the source, and moved. An existing folder `out` is not
+    replaced, because it may be the working directory or a mounted disk."""
     refuse_to_overwrite(out)
     source = Path(local_model(str(source))[0])
     if out.is_file():
         raise ModelError(f"{out} is a file: give a folder")
-    out = out.resolve()  # `.` has no name of its own
+    out = out.resolve()  # `.` has no name
     draft = out / ".partial" if out.is_dir() else out.parent / f".{out.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -65,19 +66,20 @@ def _put_in_place(draft: Path, out: Path) -> None:
     if draft.parent != out:
         draft.rename(out)
         return
-    for path in sorted(draft.iterdir(), key=lambda path: path.name == "config.json"):  # which makes it a model, last
+    # config.json comes last, because it makes the folder a model
+    for path in sorted(draft.iterdir(), key=lambda path: path.name == "config.json"):
         path.rename(out / path.name)
 
 
 def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, model: Path | None) -> list[str]:
-    """Fill `draft`, which is to become `out`."""
+    """Fill `draft`, which becomes `out`."""
     if _is_drafter(source):
         if model is None:
-            raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")
+            raise DrafterError(f"{source} is a drafter: give the model that it drafts for with --model FOLDER")
         _drafter(source, policy_in(local_model(str(model))[0]), draft, to, dtype, Served(model, out))
         return [f"the drafter is in {out}"]
     if model is not None:
-        raise ModelError(f"{source} is no drafter, so that there is nothing to say of it by --model: leave it out")
+        raise ModelError(f"{source} is not a drafter, and --model is only for drafters: remove it")
     policy = policy_in(source)
     named = None if to == "hf" else _named_drafter(source)
     _policy(policy, draft, dtype)
@@ -86,7 +88,7 @@ def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, mo
         _drafter(drafter, draft, draft / "drafter", to, dtype, Served(out, out / "drafter"))
         said.append(f"the drafter is in {out / 'drafter'}")
     elif to != "hf" and newest_number(source / "drafter"):
-        said.append(f"no drafter in {source / 'drafter'} is whole: the model is served without")
+        said.append(f"all drafters in {source / 'drafter'} are damaged: the model is served without a drafter")
     (draft / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
     return said
 
@@ -97,35 +99,33 @@ def _is_drafter(folder: Path) -> bool:
 
 
 def _published_drafter(run: Path, policy: Path) -> Path | None:
-    """The one that a run published last."""
+    """Return the folder of the drafter that a run published last; None if there is none."""
     saved = load_latest(run / "drafter", decoder_options(read_config(policy)))
     return run / "drafter" / f"drafter_{saved.number:08d}" if saved else None
 
 
 def _named_drafter(run: Path) -> Path | None:
-    """The one that a run's recipe names. Raises DrafterError if it is gone, and the run published none."""
+    """Return the drafter that a run's recipe names. Raises DrafterError if it is missing and the run published none."""
     recipe = run / "config.json"
     named = (read_json(recipe).get("speculation") or {}).get("path") if recipe.is_file() else None
     if not named or _is_drafter(Path(named)):
         return Path(named) if named else None
     if newest_number(run / "drafter"):
         return None
-    raise DrafterError(f"{run} drafted with {named}, where no drafter is now: put it back, or leave it out by --to hf")
+    raise DrafterError(f"{run} used the drafter {named}, which is missing: restore it, or export without it by --to hf")
 
 
 # -- the policy --------------------------------------------------------------------------------------------------------
 
 
 def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
-    """Weights, tokenizer with its chat template, generation config, and a config that serves: with a cache."""
+    """Write weights, tokenizer, chat template, generation config, and a config that enables the cache."""
     if (folder / ADAPTERS).is_file():
         whole = whole_model(folder, dtype)
     else:
         whole = load_model(model_folder(folder), dtype, torch.device("cpu"))
     if wrong := [name for name, tensor in whole.state_dict().items() if not tensor.isfinite().all()]:
-        raise ModelError(
-            f"{wrong[0]} of {folder} is not finite in {dtype}: export another checkpoint, or fetch it again"
-        )
+        raise ModelError(f"{wrong[0]} of {folder} has values that are not finite in {dtype}: export another checkpoint")
     tokenizer = load_tokenizer(folder)
     whole.config.use_cache = whole.generation_config.use_cache = True
     with tempfile.TemporaryDirectory(prefix="tlt-export-") as facts:
@@ -133,12 +133,12 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
         write_files(model_files(folder, tokenizer), out)
         _serve_with_a_cache(out / "generation_config.json")
         write_facts(whole, tokenizer, Path(facts))
-        del whole  # what compares the two needs the memory
+        del whole  # the comparison needs the memory
         check_in_new_process(out, Path(facts))
 
 
 def _serve_with_a_cache(file: Path) -> None:
-    """Training may have switched it off."""
+    """Enable the cache, because training may have turned it off."""
     if (config := read_json(file)).get("use_cache") is False:
         file.write_text(json.dumps(config | {"use_cache": True}, indent=2) + "\n", encoding="utf-8")
 
@@ -147,7 +147,7 @@ def _serve_with_a_cache(file: Path) -> None:
 
 
 class Served(NamedTuple):
-    """Where the two will lie, as their cards and configs name them."""
+    """Final folders of the model and the drafter, which cards and configs name."""
 
     model: Path
     drafter: Path
@@ -155,7 +155,7 @@ class Served(NamedTuple):
 
 def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, served: Served) -> None:
     if to == "hf":
-        raise DrafterError("a drafter is no model by itself: export it to vllm, sglang or speculators")
+        raise DrafterError("a drafter alone cannot be exported to hf: use --to vllm, sglang or speculators")
     options = decoder_options(read_config(model))
     layer = load_drafter(source, options)
     target = read_json(model / "config.json") | {"_name_or_path": str(served.model)}
@@ -176,7 +176,7 @@ def _words(model: Path) -> Words:
 
 
 def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
-    """One line for a shell."""
+    """Return the shell command that serves a model, in one line."""
     folder = shlex.quote(str(model))
     if to == "sglang":
         plain = f"python -m sglang.launch_server --model-path {folder}"
@@ -193,13 +193,13 @@ def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
     if drafter is None:
         return f"vllm serve {folder}"
     if to == "speculators":
-        return f"vllm serve {shlex.quote(str(drafter))}"  # its config names the model
+        return f"vllm serve {shlex.quote(str(drafter))}"  # the drafter's config names the model
     said = {"method": kind, "model": str(drafter), "num_speculative_tokens": _GUESSES}
     return f"vllm serve {folder} --speculative-config {shlex.quote(json.dumps(said))}"
 
 
 def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
-    """That of the checkpoint, and how it is served."""
+    """Return the README.md of the checkpoint with the command that serves it."""
     card = policy / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {out.name}\n"
     serve = "" if to == "hf" else f"\nServed by {to}:\n\n    {serve_command(to, out, None, '')}\n"
@@ -208,24 +208,22 @@ def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
 
 
 def _window(layer: EagleLayer, to: Format) -> str:
-    """What it attends to here, and there."""
+    """Return the drafter's attention window in training and in the engine, in words."""
     options = layer.options
     if options.window >= options.max_positions:
-        return "all tokens before, as in training"
+        return "all previous tokens, as in training"
     said = f"the last {options.window:,} tokens, as in training. "
     if options.kind == "eagle3" and to != "sglang":
-        return said + "The config has it as `sliding_window`"
+        return said + "The config sets it as `sliding_window`"
     engine = "vLLM's EAGLE-1" if to == "vllm" else "SGLang"
-    return (
-        said + f"{engine} reads no window from a config and attends to all: beyond so many it may be less often right"
-    )
+    return said + f"{engine} reads no window from the config and attends to all tokens, so the acceptance rate may fall"
 
 
 def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], served: Served, to: Format) -> str:
     options, (model, out) = layer.options, served
-    rows = [("drafts for", f"`{model}`"), ("kind", f"{options.kind}, one layer, its words and head the model's")]
+    rows = [("drafts for", f"`{model}`"), ("kind", f"{options.kind}, one layer, with the model's embedding and head")]
     if facts:
-        rows.append(("trained on", f"{facts['harvest_tokens']:,} tokens of the model's own answers"))
+        rows.append(("trained on", f"{facts['harvest_tokens']:,} tokens of the model's own responses"))
     if options.taps:
         rows.append(("reads", f"`hidden_states` {', '.join(map(str, options.taps))} of the model"))
     rows.append(("attends to", _window(layer, to)))
@@ -243,21 +241,21 @@ Served by {to}:
 
     {serve_command(to, model, out, method(options))}
 
-Any drafter gives the same distribution of answers; this one is for speed alone.
+A drafter changes the speed, and not the distribution of the responses.
 """
 
 
 def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
-    """How often a guess is right if those before it were, where that was measured."""
+    """Return a table of the acceptance rate by depth, if it was measured."""
     held_out = [found for found in facts.get("held_out", []) if found["agreement"]]
     if not held_out:
-        known = f"\nIts first guess was right {layer.agreement:.2f} of the time.\n" if layer.agreement else ""
+        known = f"\nAcceptance rate of the first draft token: {layer.agreement:.2f}.\n" if layer.agreement else ""
         return known
     best = held_out[0]
     cells = [f"{right:.2f}" if right is not None else "-" for right in best["agreement"]]
     return (
         f"\nOn held-out prompts, drafting with the target's own noise ({best['strategy']}): accept length "
-        f"{best['accept_length']:.2f}. Engines draft greedily, and are right less often.\n\n"
-        f"| guess | {' | '.join(str(d + 1) for d in range(len(cells)))} |\n|{'---|' * (len(cells) + 1)}\n"
-        f"| right, if those before it were | {' | '.join(cells)} |\n"
+        f"{best['accept_length']:.2f}. Other engines draft greedily, with a lower acceptance rate.\n\n"
+        f"| depth | {' | '.join(str(d + 1) for d in range(len(cells)))} |\n|{'---|' * (len(cells) + 1)}\n"
+        f"| acceptance rate, if the tokens before were accepted | {' | '.join(cells)} |\n"
     )

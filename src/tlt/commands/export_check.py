@@ -1,9 +1,7 @@
-"""Comparison of an export with the model that was exported.
+"""Comparison of an export with the exported model.
 
-The exporting process writes down the facts of the model in its memory. `python -m tlt.commands.export_check FOLDER
-FACTS`, a process of its own, loads the folder by transformers, as anybody would, and finds the same or says what
-differs.
-"""
+The exporting process writes facts of the model in its memory. Then `python -m tlt.commands.export_check FOLDER FACTS`
+loads the folder with transformers, in a new process, and prints the first difference."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from tlt.models.families import DecoderOptions, ModelError, decoder_options
 from tlt.models.hugging_face import is_tied
 from tlt.models.weights import sha256
 
-_PROMPTS, _NEW = PROBES[1:4], 8  # texts, and greedy tokens that each is continued by
-_ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # total variation of one program on one machine
+_PROMPTS, _NEW = PROBES[1:4], 8  # texts, and number of greedy tokens that follow each
+_ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # largest total variation distance
 _CHAT = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
@@ -46,7 +44,7 @@ _MAY_DIFFER = {
 
 
 def write_facts(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write down, in `folder`, what an export of the two must agree with."""
+    """Write to `folder` the facts that an export of this model and tokenizer must match."""
     continued = [_continued(model, tokenizer(prompt)["input_ids"]) for prompt in _PROMPTS]
     facts = _facts(model, tokenizer) | {"continued": continued}
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -54,7 +52,7 @@ def write_facts(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def check_in_new_process(export: Path, facts: Path) -> None:
-    """Raise ModelError, in one sentence, if the export differs from the facts or cannot be loaded."""
+    """Raise ModelError if the export differs from the facts or cannot be loaded. The message is one sentence."""
     command = [sys.executable, "-m", "tlt.commands.export_check", str(export), str(facts)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
@@ -63,34 +61,35 @@ def check_in_new_process(export: Path, facts: Path) -> None:
 
 
 def difference(export: Path, facts: Path) -> str:
-    """Load an export by transformers, and say what differs from the facts; empty if nothing does."""
+    """Load an export with transformers, and describe the first difference from the facts; empty if there is none."""
     wanted = read_json(facts / "facts.json")
     continued = wanted.pop("continued")
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, attn_implementation="sdpa").eval()
     found = json.loads(json.dumps(_facts(model, load_tokenizer(export))))
     for name, value in wanted.items():
         if found.get(name) != value:
-            return f"the export is not what was trained: {name} was {_short(value)}, and is {_short(found.get(name))}"
+            values = f"{name} was {_short(value)} and is {_short(found.get(name))}"
+            return f"the export differs from the trained model: {values}"
     apart = _distributions(model, continued) - load_file(facts / "facts.safetensors")["probs"]
     worst = 0.5 * apart.abs().sum(-1).max().item()
-    if not worst <= _ALLOWED[model.dtype]:  # NaN is not
-        return f"the export is not what was trained: its next token's distribution is {worst:.2g} apart"
+    if not worst <= _ALLOWED[model.dtype]:  # true for NaN too
+        return f"the export differs from the trained model: its next-token distributions are {worst:.2g} apart"
     return ""
 
 
 def check_drafter(folder: Path, target: DecoderOptions) -> None:
-    """Raise DrafterError if a drafter's config.json makes a layer that does not fit its target."""
+    """Raise DrafterError if a drafter's config.json describes a layer that does not fit its target."""
     config = read_json(folder / "config.json")
     found = decoder_options(LlamaConfig(**config.get("transformer_layer_config", config)))
     for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "attention_scaling"):
         if getattr(found, name) != getattr(target, name):
-            raise DrafterError(f"the drafter's {name} would be {getattr(found, name)}, and is {getattr(target, name)}")
+            raise DrafterError(f"the drafter has {name} {getattr(found, name)}, the target has {getattr(target, name)}")
     if not torch.allclose(found.inv_freq, target.inv_freq):
-        raise DrafterError(f"the drafter's rope would not be the target's: see rope_parameters in {config}")
+        raise DrafterError(f"the drafter's RoPE differs from the target's: see rope_parameters in {config}")
 
 
 def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return what must be equal, by names for the user."""
+    """Return the values that must be equal, with names for the user."""
     names = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
     return {
         **_fields("config.json", model.config),
@@ -109,7 +108,7 @@ def _fields(file: str, config: Any) -> dict[str, Any]:
 
 
 def _rendered(tokenizer: Any) -> str:
-    """A template is a program, which may refuse."""
+    """Return a chat in the template's format, or the template's error."""
     try:
         return tokenizer.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False)
     except Exception as error:
@@ -118,7 +117,7 @@ def _rendered(tokenizer: Any) -> str:
 
 @torch.no_grad()
 def _continued(model: Any, prompt: Sequence[int]) -> list[int]:
-    """Return the tokens of a prompt that the model has, and greedy ones behind them."""
+    """Return a prompt's tokens that are in the vocabulary, followed by greedy tokens."""
     config = model.config
     tokens = [token for token in prompt if token < config.vocab_size][: config.max_position_embeddings - _NEW] or [0]
     for _ in range(_NEW):
@@ -128,7 +127,7 @@ def _continued(model: Any, prompt: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def _distributions(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """[N, V] of the next token, at each token of the sequences."""
+    """Return the next token's distribution at each token of the sequences, [N, V] in float32."""
     logits = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
     return torch.cat(logits).float().softmax(-1)
 

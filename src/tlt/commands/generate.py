@@ -1,4 +1,4 @@
-"""`tlt generate`: answer prompts with a model folder, through the same engine that training uses."""
+"""`tlt generate`: answers prompts with a model folder, using the engine that training uses."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tlt.store.hub import local_data, local_model
 from tlt.types import Prompt, Request, Response
 
 OURS = ("row", "index", "response", "finish_reason")
-"""what a line of --out has of a response, behind the row's own columns"""
+"""fields of a response in a line of --out, after the columns of its row"""
 
 
 class Asked(NamedTuple):
-    """What is asked, and in which words."""
+    """Prompts of a command, and how they become messages."""
 
     prompts: Sequence[str]
     file: str | None
-    """of more prompts, as `data.path`"""
+    """file with more prompts, like `data.path`"""
     column: str
     chat: str
-    """`on`, `off`, or `auto`: where the tokenizer has a chat template"""
+    """`on`, `off`, or `auto`: on if the tokenizer has a chat template"""
     system: str
 
 
@@ -52,8 +52,8 @@ def generate(
     backend: EngineConfig,
     out: Path | None,
 ) -> None:
-    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out` in the order
-    of the prompts; and the speed at the end. Raises DataError, and ValueError where the file holds anything."""
+    """Generate `samples` responses to each prompt. Print each one as it ends, or write them to the JSONL file `out` in
+    the order of the prompts. Print the speed at the end. Raises DataError, and ValueError if the file is not empty."""
     if out:
         refuse_to_overwrite(out)
     console = progress.console()
@@ -82,7 +82,8 @@ def generate(
 
 
 def _time_of_the_run(policy: Path) -> str | None:
-    """Return what chat templates took for now in the run that this folder's checkpoint is from, if it is from one."""
+    """Return `data.now` of the run whose checkpoint contains this policy; None if it is not from a checkpoint. Chat
+    templates use it."""
     state = policy.parent / "state.json"
     return read_json(state).get("config", {}).get("data", {}).get("now") if state.is_file() else None
 
@@ -90,7 +91,7 @@ def _time_of_the_run(policy: Path) -> str | None:
 def _prompts(asked: Asked, tokenizer: Any, now: str | None) -> list[Prompt]:
     chat = asked.chat == "on" or (asked.chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
     if asked.system and not chat:
-        raise DataError("--system needs a chat template, and the tokenizer has none, or --chat is off")
+        raise DataError("--system needs a chat template, but the tokenizer has none, or --chat is off")
     config = DataConfig(
         path=local_data(asked.file)[0] if asked.file else "-",
         prompt_column=asked.column,
@@ -107,9 +108,9 @@ def _prompts(asked: Asked, tokenizer: Any, now: str | None) -> list[Prompt]:
 
 
 def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
-    """Raises DataError."""
+    """Return the prompt of a --prompt. Raises DataError."""
     if not is_text(text):
-        raise DataError(f"--prompt holds what is no text in UTF-8: {text[:80]!a}")
+        raise DataError(f"--prompt is not UTF-8 text: {text[:80]!a}")
     token_ids = tuple(encode(text)) if text else ()
     if not token_ids:
         raise DataError(f"--prompt {text!r} is empty: it needs at least one token")
@@ -117,9 +118,9 @@ def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
 
 
 def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
-    """Raises DataError for rows with a column that a line of --out has of the response."""
+    """Raise DataError for rows with a column that --out also writes for the response."""
     if taken := [name for name in OURS if any(name in prompt.data for prompt in prompts)]:
-        raise DataError(f"{file} has columns that --out writes of each response: rename {', '.join(taken)}")
+        raise DataError(f"{file} has columns that --out writes for each response: rename {', '.join(taken)}")
 
 
 @contextmanager
@@ -141,7 +142,7 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
     written = 0
 
     def write(response: Response) -> None:
-        """Write all responses of which none before them is still to come."""
+        """Write all responses that have no missing response before them."""
         nonlocal written
         waiting[places[response.request.seed]] = response
         while written in waiting:
@@ -152,12 +153,12 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
     with file:
         try:
             yield write
-        finally:  # if it was interrupted, some before them never come
+        finally:  # after an interruption some responses are missing
             file.writelines(_line(waiting[place]) for place in sorted(waiting))
 
 
 def _line(response: Response) -> str:
-    """Return a JSON line with the row as it was and what was generated."""
+    """Return a JSON line with the columns of the row and the response."""
     request = response.request
     generated = (request.prompt.prompt_id, request.index, response.text, response.finish_reason)
     line = {**request.prompt.data, **dict(zip(OURS, generated, strict=True))}

@@ -1,4 +1,4 @@
-"""tlt train: a recipe and its overrides, a new run or one that is resumed, and how the run is shown."""
+"""`tlt train`: starts or resumes a run from a recipe and its overrides, and selects the view."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def add_train(train: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.force and not arguments.resume:
-        raise ConfigError("--force goes with --resume: a new run may have any recipe")
+        raise ConfigError("--force needs --resume: a new run may use any recipe")
     loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
-    if not arguments.recipe and loose:  # Python 3.11 does not find a recipe behind an option
+    if not arguments.recipe and loose:  # argparse of Python 3.11 does not find a recipe after an option
         arguments.recipe = loose[0]
         overrides = [word for word in overrides if word != loose[0]]
     if not arguments.recipe and not (arguments.model and arguments.data and arguments.reward):
@@ -64,7 +64,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
     resume = arguments.resume is not None
     if arguments.resume == "auto" and not _has_checkpoints(config):
-        overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
+        overrides = [*overrides, "--run.overwrite", "true"]  # a run in this folder has saved nothing
         resume, config = False, load_config(arguments.recipe, overrides)
     from tlt.run.train import train
     from tlt.run.views import open_view
@@ -77,7 +77,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _has_checkpoints(config: Config) -> bool:
-    """Return whether a checkpoint is in the run's folder or in its mirror."""
+    """Return whether there is a checkpoint in the run's folder or in its mirror."""
     if newest(Path(config.run.folder) / "checkpoints"):
         return True
     from tlt.store.mirror import mirror_of

@@ -1,7 +1,6 @@
-"""The whole configuration: one owner per field, unknown keys refused with the nearest name.
+"""Configuration: each field in one section. Unknown keys are refused with the nearest name.
 
-Imports neither torch nor transformers, so that a fault is found in a fraction of a second.
-"""
+It imports neither torch nor transformers, so that errors are reported at once."""
 
 from tlt.config.data import DataConfig, TaskConfig
 from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section, section_of

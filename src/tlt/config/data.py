@@ -1,4 +1,4 @@
-"""Where prompts come from, and how they are written."""
+"""Section [data]: the source and the format of prompts."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longest prompt, in tokens."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
-    """What to do with longer prompts: `refuse` ends with an error at the start, `drop` leaves them out and counts
-    them."""
+    """Handling of longer prompts: `refuse` ends with an error at the start, `drop` leaves them out and counts them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -78,11 +77,11 @@ class DataConfig(Section):
                 "data set's name on the Hugging Face hub) or data.environment (an environment of verifiers)"
             )
         if self.environment_arguments and not self.environment:
-            raise ValueError("data.environment_arguments goes with data.environment: leave it out")
+            raise ValueError("data.environment_arguments needs data.environment: remove it")
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
         if (self.system or self.chat_arguments or self.now) and not self.chat:
-            raise ValueError("data.system, data.chat_arguments and data.now go with data.chat = true")
+            raise ValueError("data.system, data.chat_arguments and data.now need data.chat = true")
         return self
 
     @field_validator("now")
@@ -96,7 +95,7 @@ class DataConfig(Section):
 
     @property
     def source(self) -> tuple[str, str]:
-        """The field that says where prompts come from, and its value for people."""
+        """Name of the field that sets the source of prompts, and its value for display."""
         if self.path:
             return "data.path", self.hub or self.path
         if self.environment:

@@ -1,4 +1,4 @@
-"""Adapters that are trained in the place of the policy's own weights."""
+"""LoRA adapters, which are trained instead of the policy's own weights."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0, le=10_000)
     """An adapter is scaled by alpha / rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """Names of the matrices that have adapters, by their endings."""
+    """Endings of the names of the matrices that get adapters."""

@@ -1,4 +1,4 @@
-"""New places of fields that were moved: old recipes are refused with the new name, old checkpoints are read."""
+"""New places of moved fields. Old recipes are refused with the new name, and old checkpoints are converted."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _REPLACED = ("budget", "catch_up")  # fields of speculation.training that `extra
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """Return one sentence on the first field that was moved; None if there is none."""
+    """Return one sentence about the first moved field; None if there is none."""
     if "drafter" not in tree:
         return _fault_of_training(tree)
     fields = tree["drafter"]
     if not isinstance(fields, Mapping) or not fields:
-        return "[drafter] is now [speculation.training], but for kind and window, which are in [speculation]"
+        return "[drafter] is now [speculation.training], except kind and window, which are in [speculation]"
     name = next(iter(fields))
     return f"drafter.{name} is now {_new_key(name)}: rename it"
 
 
 def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe as an older checkpoint holds it, with all fields where they are now."""
+    """Return the recipe of an older checkpoint with all fields in their new places."""
     now = {section: fields for section, fields in tree.items() if section != "drafter"}
     speculation = dict(now.get("speculation", {}))
     for name, value in tree.get("drafter", {}).items():

@@ -1,4 +1,5 @@
-"""From a TOML recipe and `--section.key value` overrides to a checked configuration; every fault in one sentence."""
+"""Reader of recipes: TOML and `--section.key value` overrides become a checked configuration. Each error is one
+sentence."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """A configuration the user has to mend; the message is one sentence that names the key and the remedy."""
+    """The configuration is not valid. The message is one sentence that names the key and the remedy."""
 
 
 def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML recipe, apply `--section.key value` overrides, validate. Without a recipe, begin with the defaults.
-    Raises ConfigError."""
+    """Read a TOML recipe, apply `--section.key value` overrides, and validate. If `recipe` is None, start from the
+    defaults. Raises ConfigError."""
     if recipe is None:
         return _resolve_paths(parse_config(_overridden({}, overrides), source="the command line"), Path())
     path = Path(recipe)
@@ -50,14 +51,13 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
-    """A relative path (of the model, the data, the drafter) is looked up beside the recipe first, then from the working
-    directory."""
+    """Resolve relative paths: first in the recipe's folder, then in the working directory."""
 
     def resolve(path: str) -> str:
-        if any(char < " " for char in path):  # TOML reads "C:\new" so
-            raise ConfigError(f"the path {path!r} has a control character: write a path with '\\' in single quotes")
+        if any(char < " " for char in path):  # as in "C:\new", which TOML reads as a line break
+            raise ConfigError(f"the path {path!r} has a control character: write paths with '\\' in single quotes")
         beside = recipe_folder / path
-        with telling(ConfigError, f"{path[:80]} cannot be a path"):
+        with telling(ConfigError, f"{path[:80]} is not a valid path"):
             is_there = not Path(path).is_absolute() and (beside.exists() or bool(glob.glob(str(beside))))
             return os.path.normpath(beside) if is_there else path
 
@@ -71,13 +71,14 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
-    """Validate a nested dict as read from TOML or JSON. Raises ConfigError on the first fault."""
+    """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error."""
     if fault := moved.fault(tree):
         raise ConfigError(f"{source}: {fault}")
     return parse_section(Config, tree, source)
 
 
 def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
+    """Validate one section. Raises ConfigError on the first error."""
     for key, fault in _no_values(tree):
         raise ConfigError(f"{source}: {key}: {fault}")
     try:
@@ -87,12 +88,13 @@ def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
 
 
 def section_of(section: type[S], values: S | Mapping[str, Any] | None, name: str) -> S:
-    """A section given as what it is, by its fields, or not at all: then it has its defaults. Raises ConfigError."""
+    """Return a section that is given as such, as a mapping of its fields, or as None (the defaults). Raises
+    ConfigError."""
     return values if isinstance(values, section) else parse_section(section, dict(values or {}), name)
 
 
 def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """What TOML or a command line may hold, wherever it is, and no field can mean."""
+    """Yield (key, error) for values that TOML or a command line may contain but no field allows."""
     if isinstance(tree, float) and not math.isfinite(tree):
         yield key, f"must be a finite number (got {tree})"
     if isinstance(tree, int) and abs(tree) >= 2**63:
@@ -111,11 +113,11 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
     for word in overrides:
         words += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
     if len(words) % 2:
-        raise ConfigError(f"{words[-1]} has no value: write --section.key value")
+        raise ConfigError(f"{words[-1]} has no value: give it as --section.key value")
     pairs = list(zip(words[::2], words[1::2], strict=True))
     for flag, _ in pairs:
         if not flag.startswith("--") or "." not in flag:
-            raise ConfigError(f"unknown option {flag}: an override is written --section.key value")
+            raise ConfigError(f"unknown option {flag}: write overrides as --section.key value")
     return [(flag[2:], value) for flag, value in pairs]
 
 
@@ -130,8 +132,8 @@ def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
 
 
 def _typed(text: str, annotation: Any) -> Any:
-    """The text as TOML reads it; as it stands for a text field, or where TOML cannot read it (a bare word). An empty
-    one takes away what the recipe says of a field that may be left out."""
+    """Return the text as TOML reads it, or the text itself for a text field and for text that is not TOML (a bare
+    word). An empty text means None for an optional field."""
     if not text and type(None) in get_args(annotation):
         return None
     try:

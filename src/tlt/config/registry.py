@@ -1,5 +1,5 @@
-"""What a recipe may name: drafters, rewards, trackers. A new one is a file and its line here. Nothing is imported
-before it is made, as recipes are read before torch is."""
+"""Names that a recipe may use: drafters, rewards, trackers. To add one, write a file and an entry here. Modules are
+imported at their first use, because recipes are read before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 Shape = tuple[int, int, int, float]
-"""depth, branching, tokens to verify, least chance of a node"""
+"""depth, branching, tokens to verify, smallest probability of a node"""
 
 
 class DrafterEntry(NamedTuple):
     make: str
     """`module:function`, called as f(Sources) -> Drafter: see `tlt.draft.drafter`"""
     chains: tuple[Shape, ...]
-    """what `adaptive` may use it with, from shy to bold"""
+    """chains that `adaptive` may use, from short to long"""
     trees: tuple[Shape, ...] = ()
-    """and with speculation.trees"""
+    """trees that `adaptive` may use with speculation.trees"""
     learned: bool = False
-    """it needs weights, of speculation.path or from the run's own training"""
+    """whether it needs weights, from speculation.path or from training in the run"""
 
 
 class RewardEntry(NamedTuple):
     make: str
     """`module:function`, called as f(term, config) -> f(prompt, answer) -> float: see `tlt.rewards.scores`"""
     quick: bool = False
-    """it neither runs code of others nor can hang, and needs no process of its own"""
+    """whether it runs no user code and cannot hang, so that it needs no process of its own"""
     compares: bool = False
-    """with the row's answer"""
+    """whether it compares with the row's answer"""
 
 
 class TrackerEntry(NamedTuple):
     make: str
     """`module:class`, called as f(Place) -> Tracker: see `tlt.run.trackers`"""
     package: str
-    """that it needs"""
+    """package that it needs"""
 
 
-# A chain ends where the chance that all of it is right falls below what another level costs, in tokens: measured, 0.2
-# to 0.4 were alike at batch 1 and 4, and 0.5 was worse.
+# A chain ends if the probability that all of it is accepted falls below the cost of another level, in tokens. Values
+# from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5 was slower.
 DRAFTERS = {
     "eagle": DrafterEntry(
         "tlt.draft.learned:make",
@@ -68,7 +68,7 @@ def learned(drafter: str) -> bool:
 
 
 def may_be_learned(drafter: str) -> bool:
-    """Of speculation.drafter, which may be adaptive."""
+    """Return whether a value of speculation.drafter, such as adaptive, may use a learned drafter."""
     return drafter == "adaptive" or learned(drafter)
 
 

@@ -1,4 +1,4 @@
-"""What responses are worth."""
+"""Section [reward]: what responses are rewarded for, and how."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class RewardTerm(Section):
         if self.name not in REWARDS and ":" not in self.name:
             near = difflib.get_close_matches(self.name, REWARDS, n=1)
             meant = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(REWARDS)}"
-            raise ValueError(f"unknown reward.name {self.name!r}: {meant}; your own is written 'module:function'")
+            raise ValueError(f"unknown reward.name {self.name!r}: {meant}; write your own as 'module:function'")
         if (self.name == "format") != bool(self.pattern):
-            raise ValueError("reward.name = 'format' goes with reward.pattern, a regular expression: give both")
+            raise ValueError("reward.name = 'format' needs reward.pattern, a regular expression: set both or neither")
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
@@ -56,7 +56,7 @@ class RewardConfig(RewardTerm):
     """Environment of episodes with several turns, your own `module:Class`. It replies to the model's turns and gives
     the reward, so that no `name` or `terms` are needed (docs/environments.md)."""
     turns: int | None = Field(default=None, gt=0)
-    """Largest number of turns of the model in an episode (default: as many as rollout.max_new_tokens allows)."""
+    """Largest number of turns of the model in an episode (default: limited only by rollout.max_new_tokens)."""
     answer_marker: str = ""
     """The answer is the text after the last occurrence of this in a response (default: the whole response)."""
     answer_end: str = ""
@@ -79,9 +79,9 @@ class RewardConfig(RewardTerm):
         if self.terms and self.name != "reasoning_gym":
             raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
         if self.environment and (self.terms or self.name != "reasoning_gym"):
-            raise ValueError("reward.environment gives the reward: leave out reward.name and [[reward.terms]]")
+            raise ValueError("reward.environment gives the reward: remove reward.name and [[reward.terms]]")
         if self.turns and not self.environment:
-            raise ValueError("reward.turns goes with reward.environment: leave it out")
+            raise ValueError("reward.turns needs reward.environment: remove it")
         return self
 
     @property
@@ -91,5 +91,5 @@ class RewardConfig(RewardTerm):
 
     @property
     def named(self) -> str:
-        """Where rewards come from."""
+        """Names of the reward terms, or of the environment."""
         return self.environment or " + ".join(term.name for term in self.all_terms)

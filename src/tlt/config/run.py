@@ -1,4 +1,4 @@
-"""Where a run is kept, and what it writes."""
+"""Section [run]: the folder of a run, and what it writes."""
 
 from __future__ import annotations
 

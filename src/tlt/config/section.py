@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""Base class of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 LONGEST = 1e6
-"""Largest timeout in seconds. Operating systems count milliseconds in 31 bits."""
+"""largest timeout in seconds, because operating systems count milliseconds in 31 bits"""
 
 
 class Section(BaseModel):
@@ -16,6 +16,6 @@ class Section(BaseModel):
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The section that a field is, where it is one within another."""
+    """Return the section class of a field that is a nested section; None for other fields."""
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

@@ -1,4 +1,4 @@
-"""Every field of the configuration, each in one section, and the combinations that are refused."""
+"""All sections of the configuration with their fields, and the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
-_VERIFIERS = "tlt.rewards.verifiers:Episode"  # plays environments of the package verifiers
-_MOST_RESPONSES = 1_000_000  # of a step
+_VERIFIERS = "tlt.rewards.verifiers:Episode"  # runs environments of the package verifiers
+_MOST_RESPONSES = 1_000_000  # largest number in a step
 
 
 class ModelConfig(Section):
     path: str
     """Folder of a Hugging Face checkpoint, or a model's name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` or
-    `Qwen/Qwen3-0.6B@main`. A relative path is looked up beside the recipe first, then from the working directory, then
-    on the hub."""
+    `Qwen/Qwen3-0.6B@main`. A relative path is looked up in the recipe's folder first, then in the working directory,
+    then on the hub."""
     hub: str | None = None
     """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
     commit."""
@@ -59,11 +59,11 @@ class RolloutConfig(Section):
     by up to 1. 0 turns it off."""
 
     @model_validator(mode="after")
-    def _so_many_as_end(self) -> RolloutConfig:
+    def _few_enough(self) -> RolloutConfig:
         if self.prompts_per_step * self.group_size > _MOST_RESPONSES:
             raise ValueError(
                 f"rollout.prompts_per_step = {self.prompts_per_step} times rollout.group_size = {self.group_size} is "
-                f"more than {_MOST_RESPONSES:,} responses a step, which would not end: lower one of them"
+                f"more than {_MOST_RESPONSES:,} responses per step: lower one of them"
             )
         return self
 
@@ -91,7 +91,7 @@ class EngineConfig(Section):
 
     @property
     def ours(self) -> EngineConfig:
-        """The same by our own engine."""
+        """The same section with our own engine."""
         return self.model_copy(update={"backend": "tlt", "vllm": {}})
 
 
@@ -146,15 +146,14 @@ class TrainConfig(Section):
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes of the update over the rollout."""
     early_update: bool = True
-    """Let workers that have nothing left to decode compute gradients of finished groups. They compute the old and
-    reference log-probs that the update needs instead if there are several optimizer steps per rollout, if train.kl_in
-    is 'reward', or if the advantage is over the whole batch. The result is the same. It is used with several workers.
-    It is not used with train.shard, because a pass needs all workers then. A worker whose memory does not suffice next
-    to the key-value cache goes on without it, and the log says so."""
+    """Let idle workers compute gradients of finished groups early. If there are several optimizer steps per rollout, if
+    train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and reference log-probs
+    instead. The result is the same. It needs several workers. It is not used with train.shard, because a pass then
+    needs all workers. If a worker's memory is too small, the worker continues without it and logs so."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
-    """Number of tokens in one forward and backward pass, gaps of the packing included. Before the first step a pass of
-    this size is tried on a CUDA device, and estimated on the CPU. If it does not fit the memory, the run ends and names
-    the field to lower."""
+    """Number of tokens in one forward and backward pass, including gaps of the packing. Before the first step, a pass
+    of this size is tried on a CUDA device, or estimated on the CPU. If it does not fit the memory, the run ends with an
+    error that names the field to lower."""
     logits_mb: int = Field(default=256, gt=0)
     """Size of the logits computed at once, in MiB. If the logits need several chunks, each is computed again for the
     gradient. A chunk needs about four times this memory."""
@@ -234,13 +233,14 @@ class Config(Section):
 
     @property
     def looks_ahead_in_vllm(self) -> bool:
-        """Whether `adaptive` stands for look-ahead there: it needs workers that are idle at times."""
+        """Whether `adaptive` means look-ahead with vLLM. It needs several workers, because a single one is never
+        idle."""
         return self.speculation.drafter == "adaptive" and self.speculation.look_ahead > 0 and self.cluster.workers > 1
 
     @model_validator(mode="before")
     @classmethod
     def _adapted(cls, tree: Any) -> Any:
-        """Let an environment of verifiers give the rewards."""
+        """Set the reward to the environment of `verifiers`, if the prompts come from one."""
         if not (isinstance(tree, dict) and isinstance(tree.get("data"), dict) and tree["data"].get("environment")):
             return tree
         return tree | {"reward": {"environment": _VERIFIERS} | tree.get("reward", {})}
@@ -250,13 +250,13 @@ class Config(Section):
         names = [term.name for term in self.reward.all_terms]
         if "reasoning_gym" in names and not self.data.tasks:
             raise ValueError(
-                "reward.name = 'reasoning_gym' needs data.tasks; for your own data use 'math', 'exact' or "
+                "reward.name = 'reasoning_gym' needs data.tasks: for your own data use 'math', 'exact' or "
                 "'module:function'"
             )
         if self.eval.every and self.data.environment:
-            raise ValueError("eval.every does not go with data.environment: leave it out")
+            raise ValueError("eval.every cannot be used with data.environment: remove it")
         if self.eval.every and self.data.path and not self.eval.path:
-            raise ValueError("eval.every needs eval.path, a file of held-out prompts, where data.path is given")
+            raise ValueError("eval.every needs eval.path, a file of held-out prompts, if data.path is given")
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature = 0 makes all responses of a group equal, so there is nothing to learn: "
@@ -270,8 +270,8 @@ class Config(Section):
             _for_vllm(self)
         elif self.engine.vllm:
             raise ValueError(
-                f"engine.vllm.{min(self.engine.vllm)} is for engine.backend = 'vllm': set that, or leave it out "
-                "(--engine.vllm '{}' where the recipe has it)"
+                f"engine.vllm.{min(self.engine.vllm)} needs engine.backend = 'vllm': set that, or remove it "
+                "(--engine.vllm '{}' if the recipe has it)"
             )
         if self.train.shard and self.cluster.workers == 1:
             raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
@@ -279,30 +279,30 @@ class Config(Section):
             raise ValueError("cluster.min_workers must not exceed cluster.workers")
         if self.train.shard and (self.cluster.min_workers or self.cluster.workers) < self.cluster.workers:
             raise ValueError(
-                "train.shard needs all workers, as each holds a part of the policy: leave out cluster.min_workers, or "
-                "set train.shard = false"
+                "train.shard needs all workers, because each holds a part of the policy: remove cluster.min_workers, "
+                "or set train.shard = false"
             )
         if self.train.shard and self.train.lora.rank:
-            raise ValueError("train.shard and train.lora.rank do not go together: set one of them to false or 0")
+            raise ValueError("train.shard cannot be used with train.lora.rank: set one of them to false or 0")
         _trainable(self.rollout, self.train)
         return self
 
 
 def _for_vllm(config: Config) -> None:
     if config.reward.environment:
-        raise ValueError("engine.backend = 'vllm' has no episodes (reward.environment): set it to 'tlt'")
+        raise ValueError("engine.backend = 'vllm' does not support reward.environment: set it to 'tlt'")
     if config.model.dtype == "float64":
-        raise ValueError("engine.backend = 'vllm' has no float64: set model.dtype = 'float32' or 'bfloat16'")
+        raise ValueError("engine.backend = 'vllm' does not support float64: set model.dtype = 'float32' or 'bfloat16'")
     if ":" in config.model.device:
         raise ValueError(
-            f"model.device = {config.model.device!r}, but vLLM takes the first device it sees: set it to "
-            f"'{config.model.device.partition(':')[0]}', and CUDA_VISIBLE_DEVICES to the one it is to see"
+            f"model.device = {config.model.device!r}, but vLLM uses the first visible device: set it to "
+            f"'{config.model.device.partition(':')[0]}', and CUDA_VISIBLE_DEVICES to the device"
         )
     if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
         raise ValueError(
-            "run.compare_every with engine.backend = 'vllm' would need a second vLLM for plain decoding, unless it is "
-            "look-ahead that drafts: set speculation.drafter = 'adaptive' and cluster.workers above 1, or "
-            "run.compare_every = 0"
+            "run.compare_every with engine.backend = 'vllm' works only without a drafter or with look-ahead, because "
+            "it would need a second vLLM for plain decoding: set speculation.drafter = 'adaptive' and "
+            "cluster.workers above 1, or run.compare_every = 0"
         )
 
 
@@ -315,13 +315,13 @@ def _trainable(rollout: RolloutConfig, train: TrainConfig) -> None:
         )
     if train.kl_in == "loss" and train.kl_estimator == "k1" and not train.kl_unbiased:
         raise ValueError(
-            "train.kl_estimator = 'k1' has no gradient on average, so in the loss it would do nothing: give 'k2' or "
+            "train.kl_estimator = 'k1' has no gradient on average, so it has no effect in the loss: set 'k2' or "
             "'k3', train.kl_unbiased = true, or train.kl_in = 'reward'"
         )
     if 0 < train.dual_clip <= 1:
-        raise ValueError("train.dual_clip must be above 1, or 0 for none: it bounds a ratio that is 1 at first")
+        raise ValueError("train.dual_clip must be above 1, because the ratio begins at 1, or 0 to turn it off")
     if train.importance_cap and (rollout.top_k or rollout.top_p < 1):
         raise ValueError(
-            "train.importance_cap needs rollout.top_k = 0 and rollout.top_p = 1: no weight brings back a token that "
-            "the cut keeps from being drawn"
+            "train.importance_cap needs rollout.top_k = 0 and rollout.top_p = 1, because no weight corrects for tokens "
+            "that are never sampled"
         )

@@ -1,4 +1,4 @@
-"""The configuration as TOML: every field with its meaning, or a recipe with all that it leaves to the defaults."""
+"""Configuration as TOML: the default recipe with an explanation of every field, or a recipe with all values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _WIDTH = 100
 
 
 def commented(section: str | None = None) -> str:
-    """The default recipe, or one section of it: a recipe once what is required is filled in."""
+    """Return the default recipe, or one section of it, with comments. It is a valid recipe when the required fields are
+    set."""
     names = [section] if section else list(SECTIONS)
     return "\n\n".join("\n".join(_commented(name, SECTIONS[name])) for name in names) + "\n"
 
 
 def resolved(config: Config) -> str:
-    """Every field of a recipe, the values that are not the default marked."""
+    """Return every field of a recipe. Values that are not the default are marked."""
     return "\n\n".join("\n".join(_resolved(name, getattr(config, name))) for name in SECTIONS) + "\n"
 
 
@@ -72,7 +73,7 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
 
 
 def _note(field: FieldInfo) -> list[str]:
-    """Its meaning, and what may be chosen."""
+    """Return comment lines with the meaning of a field and its choices."""
     text = " ".join((field.description or "").split())
     choices = [json.dumps(choice) for choice in _choices(field.annotation)]
     missing = [choice for choice in choices if json.loads(choice) not in text] if choices else []
@@ -82,14 +83,14 @@ def _note(field: FieldInfo) -> list[str]:
 
 
 def _choices(annotation: Any) -> Sequence[Any]:
-    """Of a Literal, wherever in the annotation it is."""
+    """Return the choices of a Literal anywhere in the annotation."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
 def _table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """What the field is a list of, where these are tables of their own."""
+    """Return the section class of a field that is a list of tables; None for other fields."""
     inner = get_args(field.annotation)
     return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel) else None
 

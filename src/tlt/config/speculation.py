@@ -1,4 +1,4 @@
-"""What drafts, where it comes from, and how it is trained."""
+"""Section [speculation]: the drafter, and how it is trained."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tlt.types import MOST_GUESSES
 
 
 class DrafterTrainConfig(Section):
-    """How the learned drafter is trained: by `tlt draft train`, and while the policy is."""
+    """Training of the learned drafter, by `tlt draft train` and during a run."""
 
     unroll: int = Field(default=7, gt=0, le=16)
     """Largest number of consecutive draft tokens in training. Each is drafted from the drafter's own output for the one
-    before. The number used is one more than the drafter gets right at present."""
+    before. The number used is one more than the number of tokens accepted at present."""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
     """Loss of the drafter. From random weights `cross_entropy` and `hybrid` learn equally well; `total_variation` and
     `agreement` hardly learn."""
@@ -41,7 +41,7 @@ class DrafterTrainConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """What drafts, where it comes from, and how it is trained."""
+    """Drafting: strategies, drafter, and look-ahead."""
 
     drafter: str = "adaptive"
     """`adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM it chooses one for
@@ -50,7 +50,7 @@ class SpeculationConfig(Section):
     trees: bool = False
     """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
     path: str | None = None
-    """Folder of a learned drafter. `tlt draft train` makes one. A relative path is looked up as model.path is."""
+    """Folder of a learned drafter. `tlt draft train` makes one. A relative path is looked up like model.path."""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
     """Architecture of a new drafter. `eagle3` reads hidden states of three layers of the target. `eagle1` reads the
     last one only, a quarter of the traffic. A drafter from `path` has its own."""
@@ -64,7 +64,7 @@ class SpeculationConfig(Section):
     verify_tokens: int = Field(default=8, gt=0, le=256)
     """Number of tree nodes verified in one pass, root included. 1 is plain decoding."""
     min_chance: float = Field(default=0.5, ge=0, lt=1)
-    """Draft tokens whose estimated probability of being reached is lower are not verified."""
+    """Smallest estimated probability that a draft token is reached. Draft tokens below it are not verified."""
     history_tokens: int = Field(default=200_000, gt=0)
     """Number of tokens of earlier epochs that the suffix drafter keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
@@ -91,10 +91,10 @@ class SpeculationConfig(Section):
         if self.path is not None and not may_be_learned(self.drafter):
             raise ValueError(
                 f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
-                "speculation.drafter = 'adaptive', or take the path away by --speculation.path ''"
+                "speculation.drafter = 'adaptive', or remove the path with --speculation.path ''"
             )
         if learned(self.drafter) and (self.depth - 1) * self.branching > MOST_GUESSES:
             raise ValueError(
-                f"speculation.depth and branching ask for more than {MOST_GUESSES} guesses a row: lower one of them"
+                f"speculation.depth and branching give more than {MOST_GUESSES} draft tokens per row: lower one of them"
             )
         return self

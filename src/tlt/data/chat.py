@@ -1,4 +1,4 @@
-"""Prompts as messages, and the chat template that makes text of them: a program of the model's maker."""
+"""Prompts as messages, and the tokenizer's chat template that turns them into text."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TRIES = 8  # renderings in which a template that draws one of two texts almost surely shows both
+_TRIES = 8  # renderings, in which a template that chooses between two texts at random almost surely shows both
 
 
 # -- messages of a file's row ------------------------------------------------------------------------------------------
 
 
 def messages_of(question: Any, where: str) -> Messages | None:
-    """Return the messages of a prompt as TRL, verl and OpenAI write them, their content as text or as several texts, or
-    None if the prompt is none. Raises DataError for content that is no text; `where` names the row."""
+    """Return the messages of a prompt in the format of TRL, verl and OpenAI, or None if it is not a list of messages.
+    The content of each message becomes a text or a list of texts. Raises DataError for other content; `where` names the
+    row."""
     if isinstance(question, str):
         question = _parsed(question)
     if not isinstance(question, Sequence) or isinstance(question, str) or not question:
@@ -43,7 +44,7 @@ _CARRIES = {"content", "tool_calls"}
 
 
 def _parsed(text: str) -> Any:
-    """Return the messages that a table without nested columns holds as JSON text."""
+    """Parse messages that are stored as JSON text, for tables without nested columns. Return None for other text."""
     if not (text.lstrip().startswith("[") and '"role"' in text):
         return None
     try:
@@ -53,13 +54,13 @@ def _parsed(text: str) -> Any:
 
 
 def text_of(messages: Messages) -> str:
-    """Return what messages say, for people."""
+    """Return the text of the messages, for display."""
     contents = [message.get("content") or "" for message in messages]
     return "\n".join(content if isinstance(content, str) else "\n".join(content) for content in contents)
 
 
 def _of_texts(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the message with the texts of its parts as content: a list, or the text itself if there is one."""
+    """Return the message with its text parts as content: a list of texts, or the text itself if there is only one."""
     content = message.get("content")
     if isinstance(content, list) and content:
         texts = [_text_of(part, where) for part in content]
@@ -74,18 +75,18 @@ def _text_of(part: Any, where: str) -> str:
     if isinstance(text, str):
         return text
     kind = part.get("type") if isinstance(part, dict) else part
-    raise DataError(f"{where} has a part of type {kind!r:.60}, but tlt trains on text alone: leave such rows out")
+    raise DataError(f"{where} has a part of type {kind!r:.60}, but tlt trains on text only: remove such rows")
 
 
 # -- the template ------------------------------------------------------------------------------------------------------
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, at one time for all prompts. It is tried out on every new sequence of roles, because
-    templates drop what they do not know without a word."""
+    """Chat template of a tokenizer, with one fixed time for all prompts. Each new sequence of roles is tried first,
+    because templates silently drop what they do not know."""
 
     def __init__(self, tokenizer: Any, config: DataConfig) -> None:
-        """Raises DataError if the tokenizer has none."""
+        """Raise DataError if the tokenizer has no chat template, or does not read an argument."""
         if not getattr(tokenizer, "chat_template", None):
             raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
         self.tokenizer, self.arguments = tokenizer, config.chat_arguments
@@ -94,8 +95,8 @@ class ChatTemplate:
         self._refuse_unread_arguments()
 
     def render(self, turns: Messages) -> str:
-        """Return the text up to where the model's answer begins, or goes on if the last message is the assistant's.
-        Raises DataError."""
+        """Return the text up to where the response begins. If the last message is the assistant's, the response
+        continues it. Raises DataError."""
         turns = [self._joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
@@ -106,15 +107,15 @@ class ChatTemplate:
         return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
 
     def around_reply(self) -> tuple[str, str]:
-        """Return the texts that the template writes before and after a reply to an answer of the model. The reply is a
-        message of a tool if the prompts show tools, else the user's. Raises DataError if it writes no such message."""
+        """Return the texts that the template writes before and after a reply to a response. The reply is a message of a
+        tool if the prompts show tools, else of the user. Raises DataError if the template writes no such message."""
         role = "tool" if self.arguments.get("tools") else "user"
         turns = [("user", _mark(0)), ("assistant", _mark(1)), (role, _mark(2))]
         text = self._apply([{"role": role, "content": content} for role, content in turns])
         before, found, after = text.rpartition(_mark(1))[2].partition(_mark(2))
         if _mark(1) not in text or not found:
             raise DataError(
-                f"the tokenizer's chat template does not write a {role}'s message behind an answer: take another"
+                f"the tokenizer's chat template writes no {role} message after a response: use another template"
             )
         return before, after
 
@@ -127,10 +128,10 @@ class ChatTemplate:
 
     @cached_property
     def _between_parts(self) -> tuple[str, bool]:
-        """What the template writes between two parts of a message, and whether it strips them.
+        """The text that the template writes between two parts of a message, and whether it strips the parts.
 
-        Most templates that know parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5. A
-        template that takes text alone is given lines, as vLLM and llama.cpp do."""
+        Most templates that know parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5. If
+        a template does not know parts, they are joined by line breaks, as in vLLM and llama.cpp."""
         parts = [{"type": "text", "text": text} for text in (f"{_mark(0)} ", f" {_mark(1)}")]
         try:
             text = self._apply([{"role": "user", "content": parts}])
@@ -149,19 +150,19 @@ class ChatTemplate:
                 return self.tokenizer.apply_chat_template(
                     turns, add_generation_prompt=turns[-1]["role"] != "assistant", tokenize=False, **self.arguments
                 )
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # a template is a program and may raise anything
             raise DataError(f"the tokenizer's chat template refuses a prompt: {error}") from None
 
     def _goes_on(self, turns: Messages) -> str:
-        """Cut the text where the last message ends. transformers' `continue_final_message` would lose the white space
-        at the end of the message, and that before an empty one, if the template trims messages."""
+        """Return the text up to the end of the last message. `continue_final_message` of transformers is not used,
+        because it loses white space if the template trims messages."""
         content = turns[-1].get("content") or ""
         text = self._apply([*turns[:-1], turns[-1] | {"content": content + _mark(0)}])
         whole, mark, _ = text.rpartition(_mark(0))
         if not mark or not _bare(whole).endswith(_bare(content)):
             raise DataError(
-                f"the chat template changes the assistant's message {content[:40]!r}, with which the answer is to "
-                "begin: write it as the template does"
+                f"the chat template changes the assistant's message {content[:40]!r}, which the response continues: "
+                "write it as the template does"
             )
         return whole
 
@@ -172,43 +173,44 @@ class ChatTemplate:
         asked = self.arguments.get("chat_template"), self.arguments.get("tools")
         template = self.tokenizer.get_chat_template(*asked)
         try:
-            # with the tags that transformers adds to the language
+            # transformers adds tags to the template language
             environment = cast(Any, chat_template_utils)._compile_jinja_template(template).environment
         except Exception as error:
-            raise DataError(f"the tokenizer's chat template is not one: {error}") from None
+            raise DataError(f"the tokenizer's chat template is not valid: {error}") from None
         read = meta.find_undeclared_variables(environment.parse(template)) | {"chat_template"}
         for name in self.arguments.keys() - read:
             near = difflib.get_close_matches(name, read, cutoff=0.5)
             if name == "tools":
-                raise DataError("the chat template does not show tools to the model: take a model whose template does")
+                raise DataError("the chat template does not show tools to the model: use a model whose template does")
             raise DataError(
                 f"the chat template does not read {name} of data.chat_arguments: "
-                + (f"did you mean {' or '.join(near)}?" if near else "leave it out")
+                + (f"did you mean {' or '.join(near)}?" if near else "remove it")
             )
 
     def _refuse_unknown_roles(self, turns: Messages) -> None:
-        """Many templates write whatever role they are given."""
+        """Raise DataError for a role that the template does not name. Many templates accept any role."""
         for turn in turns:
             if turn["role"] not in ROLES and turn["role"] not in str(self.tokenizer.chat_template):
                 raise DataError(
-                    f"the chat template does not know the role {turn['role']!r}: write {', '.join(ROLES[:-1])} or "
+                    f"the chat template does not know the role {turn['role']!r}: use {', '.join(ROLES[:-1])} or "
                     f"{ROLES[-1]}"
                 )
 
     def _refuse_chance(self, turns: Messages) -> None:
+        """Raise DataError if the template writes different texts for the same messages."""
         texts = sorted({self._apply(turns) for _ in range(_TRIES)})
         if len(texts) > 1:
             differ = (i for i in range(len(texts[0])) if not texts[1].startswith(texts[0][: i + 1]))
             place = next(differ, len(texts[0]))
             one, other = (text[place : place + 20] for text in texts[:2])
             raise DataError(
-                "the tokenizer's chat template writes another text each time, so that no run could be resumed: take "
-                f"out of chat_template what writes {one!r}, then {other!r}"
+                "the tokenizer's chat template writes a different text each time, so no run could be resumed: remove "
+                f"the part of chat_template that writes {one!r} and {other!r}"
             )
 
     def _refuse_dropped(self, turns: Messages) -> None:
-        """Raise DataError for a message that does not reach the text. What a template leaves out of a model's own
-        earlier words is as in its training: its reasoning, and what it says with a tool call."""
+        """Raise DataError for a message that does not reach the text. A template may drop the model's own reasoning,
+        and text next to a tool call, because it does so in training too."""
         plain = self._apply(turns)
         marked = [
             turn if turn.get("tool_calls") else turn | {"content": turn["content"] + _mark(i)}
@@ -220,17 +222,15 @@ class ChatTemplate:
             if _mark(i) not in text and not turn.get("tool_calls"):
                 raise DataError(
                     f"the tokenizer's chat template leaves out {said}: move its text into a message that the "
-                    "template keeps, or take another template"
+                    "template keeps, or use another template"
                 )
             for key in ("tool_calls", "tools"):
                 without = [*turns[:i], {k: v for k, v in turn.items() if k != key}, *turns[i + 1 :]]
                 if turn.get(key) and self._writes(without, plain):
-                    raise DataError(
-                        f"the tokenizer's chat template leaves out the {key} of {said}: leave such rows out"
-                    )
+                    raise DataError(f"the tokenizer's chat template leaves out the {key} of {said}: remove such rows")
 
     def _writes(self, turns: Messages, text: str) -> bool:
-        """Return whether the template makes this text of the messages. It may refuse a message that lost a key."""
+        """Return whether the template writes this text for the messages. It may refuse a message without the key."""
         try:
             return self._apply(turns) == text
         except DataError:
@@ -247,9 +247,9 @@ def _bare(text: str) -> str:
 
 @contextmanager
 def _time_stands_at(now: datetime) -> Iterator[None]:
-    """Let the `strftime_now` of templates tell this time. transformers makes a placeholder of a function among the
-    template's arguments, so its clock has to be replaced."""
-    from transformers.utils import chat_template_utils  # takes seconds, which only chat templates need
+    """Fix the time of `strftime_now` in templates. The clock of transformers' module is replaced, because transformers
+    does not accept a function as an argument of a template."""
+    from transformers.utils import chat_template_utils  # slow to import
 
     module: Any = chat_template_utils
     clock = module.datetime
@@ -261,10 +261,10 @@ def _time_stands_at(now: datetime) -> Iterator[None]:
 
 
 def refuse_tag_twice(text: str, prefill: str) -> None:
-    """Raise DataError if the template's generation prompt opens a tag, such as <think>, and the prefill does so too."""
+    """Raise DataError if both the template's generation prompt and the prefill open the same tag, such as <think>."""
     tag = re.match(r"\s*(<[^<>\s]+>)", prefill)
     if tag and text.rstrip().endswith(tag[1]):
         raise DataError(
-            f"data.prefill begins with {tag[1]}, with which the chat template ends a prompt already: leave it out of "
+            f"data.prefill begins with {tag[1]}, but the chat template already ends a prompt with it: remove it from "
             "data.prefill"
         )

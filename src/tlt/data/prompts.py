@@ -1,4 +1,4 @@
-"""Prompts: from reasoning-gym tasks by name, or from files; and the cursor that hands each out once an epoch."""
+"""Prompts from reasoning-gym tasks or from files, and the cursor that visits each once per epoch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 Question = str | Messages
-"""text, or messages"""
+"""text, or a list of messages"""
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
 DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
 _MOST_TASKS = 50
-_NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seeds item i of a task with seed + i
+_NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart, because reasoning-gym uses seed + i for item i of a task
 
 
 def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
-    """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
-    DataError."""
+    """Return the prompts of an epoch in the order of their source. `prompt_id` is the row, counted without prompts that
+    are too long. Raises DataError."""
     rows = list(_rows(config))
     answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
@@ -42,7 +42,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
         asked = _asked(question, config)
         written = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False, default=str)
         if not is_text(written):
-            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {written[:80]!a}")
+            raise DataError(f"prompt {row} contains a lone surrogate, which is not text: {written[:80]!a}")
         try:
             token_ids = tuple(encode(asked))
         except DataError as error:
@@ -73,11 +73,11 @@ def _rows(config: DataConfig) -> Iterable[Row]:
 
 
 def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
-    """Let the metrics pass over the tasks of a file if they are free text, because each would be a metric."""
+    """Turn off metrics by task if a file has more than 50 tasks, because each would be a metric."""
     tasks = {prompt.task for prompt in prompts}
     if not config.path or len(tasks) <= _MOST_TASKS:
         return prompts
-    said = "%s has %d different texts under task or data_source: no metric is kept for each, as for up to %d of them"
+    said = "%s has %d different values of task or data_source: metrics by task are off, because they are limited to %d"
     log.warning(said, config.path, len(tasks), _MOST_TASKS)
     return [replace(prompt, counts_by_task=False) for prompt in prompts]
 
@@ -86,24 +86,26 @@ def _asked(question: Question, config: DataConfig) -> Question:
     if isinstance(question, str):
         return config.template.replace("{question}", question)
     if config.template != "{question}":
-        raise DataError("data.template is for prompts that are text, and these are lists of messages: leave it out")
+        raise DataError("data.template is for prompts that are text, but these are lists of messages: remove it")
     return question
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
-    """`eval.size` prompts that training has not, evenly from `eval.path`, or from the tasks with another seed."""
+    """Return up to `eval.size` prompts that are not in `training`, evenly spaced in `eval.path`, or from the tasks with
+    another seed. Raises DataError."""
     tasks = [] if held_out.path else config.tasks
     changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
     seen = {prompt.text for prompt in training}
     new = [prompt for prompt in load_prompts(config.model_copy(update=changes), encode) if prompt.text not in seen]
     if not new:
         source = held_out.path or "the tasks"
-        raise DataError(f"no prompt is held out: all that {source} can give eval are among the training prompts")
+        raise DataError(f"there are no held-out prompts: all prompts of {source} are training prompts too")
     return new[:: max(1, len(new) // held_out.size)][: held_out.size]
 
 
 def encoder(tokenizer: Any, config: DataConfig) -> Encode:
-    """Prompt -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
+    """Return a function from a prompt to its token ids, with the chat template if `data.chat`. Raises DataError if
+    there is none."""
     if not config.chat:
         _refuse_end_token(tokenizer)
 
@@ -121,17 +123,18 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
             turns.insert(0, {"role": "system", "content": config.system})
         whole = template.render(turns)
         refuse_tag_twice(whole, config.prefill)
-        # the template has written the special tokens already
+        # the template has already written the special tokens
         return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
 
     return encode
 
 
 def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
-    """Return a function of a text and the token before it, which returns the tokens of a reply to the model.
+    """Return a function of a reply's text and the token before it, which returns the tokens of the reply.
 
-    With a chat template, the reply is a message of the user, or of a tool if prompts show tools. Without a token
-    before it, it is plain text. A special token's name in it is text. Raises DataError."""
+    With a chat template the reply is a message of a tool if the prompts show tools, else of the user. If the token
+    before is None, the reply is plain text. Names of special tokens in the reply are encoded as text. Raises
+    DataError."""
     before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
     begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
 
@@ -139,23 +142,23 @@ def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | No
         content = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if last is None:
             return content
-        own = begins[:1] == [last]  # the end token, which the model wrote itself
+        own = begins[:1] == [last]  # the model wrote the end token itself
         return [*begins[own:], *content, *ends]
 
     return encode
 
 
 def _refuse_end_token(tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer ends every text with the end token: the response would begin behind it."""
+    """Raise DataError if the tokenizer appends the end token to every text, because the response would follow it."""
     if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
         raise DataError(
-            f"the tokenizer ends every text with {tokenizer.eos_token}, so that a prompt is over before its response: "
+            f"the tokenizer appends {tokenizer.eos_token} to every text, so that a prompt ends before its response: "
             "remove that token from post_processor in tokenizer.json, or set data.chat = true"
         )
 
 
 def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:
-    """A text that begins with the BOS token's text would have two: the tokenizer adds one of its own."""
+    """Drop the second BOS token, if both the text and the tokenizer add one."""
     bos = tokenizer.bos_token_id
     if bos is None or list(token_ids[:2]) != [bos, bos]:
         return token_ids
@@ -165,24 +168,24 @@ def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:
 
 @cache
 def _tell_of_two(bos: str) -> None:
-    log.warning("prompts begin with two %s, the text's own and the tokenizer's: one is left out", bos)
+    log.warning("both the prompts and the tokenizer add %s: only one is kept", bos)
 
 
 def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """A tokenizer of another model gives tokens that this one has no row for."""
+    """Raise DataError for tokens outside the vocabulary. A tokenizer of another model gives such tokens."""
     for prompt in prompts:
         if max(prompt.token_ids) >= vocab_size:
             raise DataError(
-                f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, beyond the model's vocabulary of "
+                f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, outside the model's vocabulary of "
                 f"{vocab_size}: the tokenizer in model.path is not this model's"
             )
 
 
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
-    """Return the sha256 of the prompts as tokens, as texts, and with every column of a file's rows, all of which a
-    reward can see. A resumed run must be given the same. If the tokens alone differ, the tokenizer does."""
+    """Return the sha256 of the prompts as tokens, as texts, and with all columns of a file, which rewards may read. A
+    resumed run needs the same prompts. If only the tokens differ, the tokenizer has changed."""
     answers = [str(prompt.ground_truth) for prompt in prompts]
-    rows = [prompt.data for prompt in prompts] if config.path else []  # generated ones follow from the recipe
+    rows = [prompt.data for prompt in prompts] if config.path else []  # generated prompts follow from the recipe
     return {
         "prompts": _sha256([prompt.token_ids, answer] for prompt, answer in zip(prompts, answers, strict=True)),
         "texts": _sha256([prompt.text, answer] for prompt, answer in zip(prompts, answers, strict=True)),
@@ -201,7 +204,7 @@ def _sha256(values: Iterable[Any], **options: Any) -> str:
 
 
 def task_dataset(config: DataConfig, stage: int) -> Any:
-    """The reasoning-gym mixture of one stage; its `score_answer(answer, entry)` is the tasks' own checker. Raises
+    """Return the reasoning-gym mixture of one stage. Its `score_answer(answer, entry)` checks an answer. Raises
     DataError."""
     try:
         import reasoning_gym
@@ -219,7 +222,7 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
 
 
 def _first_seed(seed: int) -> int:
-    """Of the first item. Neighbouring seeds would share all items but one."""
+    """Return the seed of the first item. It is hashed, because neighbouring seeds would share all items but one."""
     held_out = _HELD_OUT if seed >= _HELD_OUT else 0
     number = seed - held_out
     return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)
@@ -234,7 +237,7 @@ def _task_rows(config: DataConfig) -> Iterator[Row]:
 
 
 def _stage_sizes(config: DataConfig) -> dict[int, int]:
-    """Each stage's share of `size`, by the weights of its tasks."""
+    """Return the number of prompts of each stage, in proportion to the weights of its tasks."""
     weights = dict.fromkeys(sorted(task.stage for task in config.tasks), 0.0)
     for task in config.tasks:
         weights[task.stage] += task.weight
@@ -254,20 +257,20 @@ def _file_rows(config: DataConfig) -> list[Row]:
         messages = messages_of(question, where)
         if messages is None and not isinstance(question, str):
             raise DataError(
-                f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
+                f"{where} has neither text nor messages under {config.prompt_column!r}: set data.prompt_column"
             )
         rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
-        log.warning("the tools in the rows of %s reach no prompt: set data.chat_arguments.tools", config.path)
+        log.warning("the tools in the rows of %s are not in the prompts: set data.chat_arguments.tools", config.path)
     if not rows:
-        raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
+        raise DataError(f"{config.path} contains no prompts: it needs one JSON object per line, or one row per prompt")
     answers = [column(row, config.answer_column) for _, row in rows]
     if config.answer_column != DEFAULT_ANSWER_COLUMN and all(answer is None for answer in answers):
         names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
         raise DataError(
             f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: its columns are {names}"
         )
-    # a column of this name stays what it is, whatever data.answer_column says
+    # a column named "answer" is kept, even if data.answer_column names another one
     return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]
 
 
@@ -275,13 +278,13 @@ def _file_rows(config: DataConfig) -> list[Row]:
 
 
 def make_cursor(config: DataConfig, size: int, seed: int) -> Cursor:
-    """A cursor over the `size` prompts of `config`."""
+    """Return a cursor over the `size` prompts of `config`."""
     return Cursor(size, seed, config.shuffle, stages=list(_stage_sizes(config).values()))
 
 
 @dataclass
 class Cursor:
-    """Hands out each row once an epoch, in an order that is a function of (seed, epoch); a batch may span two
+    """Iterator over rows, each once per epoch, in an order that is a function of (seed, epoch). A batch may span two
     epochs."""
 
     size: int
@@ -290,10 +293,10 @@ class Cursor:
     epoch: int = 0
     position: int = 0
     stages: list[int] = field(default_factory=list)
-    """sizes of the curriculum's stages, whose rows lie one after another: the first epoch takes them in turn"""
+    """sizes of the curriculum's stages, whose rows are consecutive; the first epoch visits the stages in order"""
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """The next `count` (row, epoch)."""
+        """Return the next `count` pairs (row, epoch)."""
         taken: list[tuple[int, int]] = []
         while len(taken) < count:
             rows = self._order()[self.position : self.position + count - len(taken)]
@@ -309,5 +312,5 @@ class Cursor:
             random.Random(f"{self.seed}/{self.epoch}").shuffle(rows)
         if self.stages and self.epoch == 0:
             borders = list(accumulate(self.stages))
-            rows.sort(key=lambda row: bisect_right(borders, row))  # stable: the order within a stage stays
+            rows.sort(key=lambda row: bisect_right(borders, row))  # stable, so that the order within a stage is kept
         return rows

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, a JSON array, Parquet, and data sets that Hugging Face's `datasets` saved to disk."""
+"""Rows of files: JSON lines, JSON arrays, Parquet, and data sets saved by Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tlt_rl import install_hint
 
 
 class DataError(ValueError):
-    """Prompts that cannot be used; the message names the file, the row and the remedy."""
+    """Prompts cannot be used. The message names the file, the row and the remedy."""
 
 
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
-_OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # beside the .arrow files of a data set that `datasets` saved
+_OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # files of a data set saved by `datasets`
 _NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json", "dataset_infos.json"}
-SPLITS = {  # the words by which `datasets` knows the split of a file
+SPLITS = {  # words in a file's name that `datasets` takes for its split
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_OF_FUNCTIONS = ("tool_calls", "tools")  # their objects have other keys in each row
+_OF_FUNCTIONS = ("tool_calls", "tools")  # the keys of their objects differ between rows
 _GZIP = b"\x1f\x8b"
-_OTHER_PACKING = {  # by how their content begins
+_OTHER_PACKING = {  # by the first bytes of the file
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
     b"\xfd7zXZ\x00": ("xz", "xz -d"),
     b"BZh": ("bzip2", "bzip2 -d"),
@@ -37,8 +37,8 @@ _OTHER_PACKING = {  # by how their content begins
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(where it is, row) of a file, of all files of a folder, or of those that a pattern such as `data/*.jsonl` means,
-    in the order of their names. Raises DataError."""
+    """Yield (position, row) for a file, all files of a folder, or the files that match a pattern such as
+    `data/*.jsonl`. Files are read in the order of their names. Raises DataError."""
     for file in files_of(path):
         read = {".parquet": _parquet, ".arrow": _arrow}.get(file.suffix, _json)
         for where, row in read(file):
@@ -59,14 +59,14 @@ def files_of(path: str) -> list[Path]:
     found = sorted(file for file in found if file.name not in _NOT_DATA and not file.match("cache-*.arrow"))
     if not found and place.is_dir():
         names = ", ".join(sorted(file.name for file in place.iterdir())[:3]) or "nothing"
-        raise DataError(f"{path} holds no {', '.join(KINDS)} file, but {names}: unpack or convert what is there")
+        raise DataError(f"{path} contains no {', '.join(KINDS)} file, but {names}: unpack or convert them")
     if not found:
-        raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
+        raise DataError(f"there is no file {path}: give a {', '.join(KINDS)} file, a folder of them, or a pattern")
     return found
 
 
 def _refuse_splits(files: list[Path]) -> None:
-    """Raise DataError for files of several splits, as data sets of the Hugging Face hub have them in one folder."""
+    """Raise DataError for files of several splits. Data sets of the Hugging Face hub often have them in one folder."""
     by_split: dict[str, str] = {}
     for file in sorted(files):
         word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in SPLITS), None)
@@ -74,26 +74,25 @@ def _refuse_splits(files: list[Path]) -> None:
             by_split[SPLITS[word.lower()]] = str(file.parent / f"*{word}*{file.suffix}")
     if len(by_split) > 1:
         raise DataError(
-            f"{files[0].parent} holds files of several splits, {', '.join(by_split)}: give one of "
+            f"{files[0].parent} contains files of several splits, {', '.join(by_split)}: give one of "
             f"{', '.join(by_split.values())}"
         )
 
 
 def _saved(folder: Path) -> list[Path]:
-    """Return the files of a data set that `datasets` saved. Further .arrow files there are its caches. Raises
-    DataError."""
-    with telling(DataError, f"{folder} is not a data set that can be read", "save it once more by save_to_disk"):
+    """Return the files of a data set saved by `datasets`, without its caches. Raises DataError."""
+    with telling(DataError, f"{folder} is not a data set that can be read", "save it again with save_to_disk"):
         if (folder / "dataset_dict.json").is_file():
             splits = [f"{folder / split}" for split in read_json(folder / "dataset_dict.json")["splits"]]
-            raise DataError(f"{folder} holds a data set for each split: give one of {', '.join(splits)}")
+            raise DataError(f"{folder} contains a data set for each split: give one of {', '.join(splits)}")
         state = read_json(folder / "state.json")
-        if state.get("_indices_data_files"):  # datasets before 1.8 saved which rows a filter had kept
+        if state.get("_indices_data_files"):  # datasets before 1.8 stored the rows that a filter kept
             raise ValueError("state.json has _indices_data_files")
         return [folder / file["filename"] for file in state["_data_files"]]
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    """A row each line, or an array of rows."""
+    """Yield the rows of a file with one JSON value per line, or with one array."""
     text = path.read_bytes()
     if text.startswith(_GZIP):
         with telling(DataError, f"{path} is not a gzip file that can be read"):
@@ -101,7 +100,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     for start, (kind, command) in _OTHER_PACKING.items():
         if text.startswith(start):
             raise DataError(
-                f"{path} is packed by {kind}, and tlt unpacks gzip alone: unpack it by {command} {path.name}"
+                f"{path} is packed with {kind}, but tlt unpacks only gzip: unpack it with {command} {path.name}"
             )
     text = text.removeprefix(codecs.BOM_UTF8)
     if text.lstrip()[:1] == b"[":
@@ -143,7 +142,7 @@ def _numbered(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any, in_call: bool = False) -> Any:
-    """Drop the nulls in tool calls. Arrow gives the arguments of one function to the calls of all, as null."""
+    """Drop the nulls in tool calls. Arrow gives all calls the same arguments, and fills the missing ones with null."""
     if isinstance(value, dict):
         kept = {key: _without_nulls(item, in_call or key in _OF_FUNCTIONS) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None or not (in_call or key in _OF_FUNCTIONS)}

@@ -1,8 +1,7 @@
-"""The tokenizer of a model folder, as its tokenizer.json says.
+"""Tokenizer of a model folder, as tokenizer.json defines it.
 
-transformers 5 builds some tokenizers anew from the vocabulary of tokenizer.json and splits texts by rules of its own
-class. The model was trained with the rules of the file, and engines decode by them.
-"""
+transformers 5 rebuilds some tokenizers from the vocabulary of tokenizer.json and splits texts by rules of its own
+class. The model was trained with the rules of the file, and engines decode with them."""
 
 from __future__ import annotations
 
@@ -31,15 +30,17 @@ PROBES = (
         "\x07\u200b\ufeff",
     ),
 )
-"""texts on which tokenizers are known to differ"""
+"""texts on which tokenizers often differ"""
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Return the tokenizer of a model folder, or of a folder with adapters. No remote code. Raises ModelError."""
+    """Return the tokenizer of a model folder, or of a folder with adapters. Remote code is never run. Raises
+    ModelError."""
     path = Path(folder)
     if not (path / "adapter_config.json").is_file():
-        read_config(path)  # which transformers reads here too, and would blame the tokenizer for
-    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):  # of some families it would make an empty one
+        read_config(path)  # checked first, because transformers would report its errors as errors of the tokenizer
+    # for some families transformers would make an empty tokenizer
+    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):
         raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
     with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
         refuse_byte_order_marks(path)
@@ -55,9 +56,9 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _as_the_file_says(loaded: Any, path: Path) -> Any:
-    """Return `loaded`, or a tokenizer from tokenizer.json itself if the two differ."""
+    """Return `loaded`, or a tokenizer built from tokenizer.json if the two differ."""
     file = Tokenizer.from_file(str(path / "tokenizer.json"))
-    file.no_truncation()  # lengths are the caller's affair, as in transformers
+    file.no_truncation()  # as in transformers, where the caller sets lengths
     file.no_padding()
     difference = _difference(loaded, file)
     if not difference:
@@ -66,11 +67,11 @@ def _as_the_file_says(loaded: Any, path: Path) -> Any:
     named = {name: token for name, token in names.items() if token and file.token_to_id(str(token)) is not None}
     own = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **named)
     if _difference(own, file):
-        _warn(f"tokenizer_config.json in {path} changes what tokenizer.json says, and tlt takes both: {difference}")
+        _warn(f"tokenizer_config.json in {path} changes tokenizer.json, and tlt uses both: {difference}")
     else:
         _warn(
-            f"transformers makes a {type(loaded).__name__} of {path} that differs from tokenizer.json, which tlt goes "
-            f"by: {difference}"
+            f"the {type(loaded).__name__} that transformers makes of {path} differs from tokenizer.json, and tlt uses "
+            f"tokenizer.json: {difference}"
         )
     return own
 
@@ -85,14 +86,14 @@ def _difference(tokenizer: Any, file: Tokenizer) -> str:
                 (i for i, (a, b) in enumerate(zip(ours, its, strict=False)) if a != b), min(len(ours), len(its))
             )
             shown = [tokenizer.convert_ids_to_tokens(ids[first : first + 3]) for ids in (ours, its)]
-            return f"token {first} of {text!r} and those behind it are {shown[0]}, by the file {shown[1]}"
+            return f"from token {first} on, {text!r} has {shown[0]}, but {shown[1]} by the file"
         if file.decoder and Detokenizer(tokenizer)(its) != file.decode(its):
-            return f"{text!r} becomes {Detokenizer(tokenizer)(its)!r} when decoded, by the file {file.decode(its)!r}"
+            return f"{text!r} is decoded as {Detokenizer(tokenizer)(its)!r}, but as {file.decode(its)!r} by the file"
     return ""
 
 
 def adds(tokenizer: Any) -> dict[str, bool]:
-    """Return whether texts get a first and a last token, under the names of tokenizer_config.json."""
+    """Return whether the tokenizer adds a first and a last token, with the field names of tokenizer_config.json."""
     ids = tokenizer("a")["input_ids"]
     first, last = (
         token is not None and ids[i] == token
@@ -102,15 +103,16 @@ def adds(tokenizer: Any) -> dict[str, bool]:
 
 
 def _warn_of_unread_fields(tokenizer: Any, path: Path) -> None:
-    """transformers 4 goes by these fields for some classes, and transformers 5 by tokenizer.json alone."""
+    """Warn if tokenizer_config.json contradicts tokenizer.json. transformers 4 reads these fields for some classes,
+    transformers 5 does not."""
     file = path / "tokenizer_config.json"
     config = read_json(file) if file.is_file() else {}
     for name, is_so in adds(tokenizer).items():
         if config.get(name) not in (None, is_so):
-            _warn(f"{file} has {name} = {config[name]}, but tokenizer.json decides that, by which it is {is_so}")
+            _warn(f"{file} has {name} = {config[name]}, but tlt uses tokenizer.json, which has {is_so}")
 
 
 @cache
 def _warn(text: str) -> None:
-    """Warn once of what several parts of a run load."""
+    """Log a warning once, even if several parts of a run load the same tokenizer."""
     log.warning(text)

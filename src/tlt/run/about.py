@@ -1,4 +1,4 @@
-"""What a run found at its start: prompts, model, memory, and what it will write where."""
+"""Notes at the start of a run: prompts, model, memory, and the files that it will write."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tlt.models.generic import TRIED
 from tlt.run.trackers import names_of
 from tlt.types import Prompt
 
-VLLM_STARTS = "vLLM starts, which takes a minute or two"
+VLLM_STARTS = "starting vLLM, which takes one or two minutes"
 
 
 def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     _, source = config.data.source
-    return f"{len(prompts):,} prompts of {source}; {responses:,} responses a step; reward {config.reward.named}"
+    return f"{len(prompts):,} prompts of {source}; {responses:,} responses per step; reward {config.reward.named}"
 
 
 def about_model(config: Config) -> str:
@@ -28,16 +28,17 @@ def about_model(config: Config) -> str:
     o = decoder_options(family)
     model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
     device, workers = torch_device(config.model), config.cluster.workers
-    many = f" by each of {workers} workers" if workers > 1 else " by one worker"
+    many = f", {workers} workers" if workers > 1 else ", one worker"
     if workers > 1 and device.type == "cpu" and config.cluster.address is None:
-        many += " (one worker with all cores may be faster for a large model: compare them with tlt estimate)"
+        many += " (for a large model one worker with all cores may be faster: compare them with tlt estimate)"
     start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
-    new = "" if family.model_type in TRIED else f" ({family.model_type}: not tried with tlt yet, compared at each sync)"
+    untested = f" ({family.model_type} is not tested with tlt yet: it is checked at each sync)"
+    new = "" if family.model_type in TRIED else untested
     return f"model: {model}{new}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
 
 
 def about_memory(config: Config) -> str:
-    """Return the free memory of this machine, and the largest key-value cache of an engine."""
+    """Return the free memory of this machine, and the largest size of an engine's key-value cache."""
     free = f"memory: {free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free on this machine"
     if config.engine.backend == "vllm":
         return free
@@ -47,7 +48,7 @@ def about_memory(config: Config) -> str:
 
 
 def about_folder(config: Config) -> str:
-    """Return which files the run will write, and when it saves a checkpoint."""
+    """Return the files that the run will write, and when it saves a checkpoint."""
     run = config.run
     completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
     files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), *["report.html"] * run.report, "summary.json"]
@@ -55,18 +56,17 @@ def about_folder(config: Config) -> str:
     copied = f", copied to {run.mirror}" if run.mirror else ""
     trackers = names_of(run.trackers)
     sent = f"; metrics go to {', '.join(trackers)}" if trackers else ""
-    return (
-        f"writes to {run.folder}: {', '.join(files)}; a checkpoint {every} (the newest {run.keep} stay){copied}{sent}"
-    )
+    kept = f"a checkpoint {every} (the newest {run.keep} are kept){copied}"
+    return f"writes to {run.folder}: {', '.join(files)}; {kept}{sent}"
 
 
 def _about_speculation(config: Config) -> str:
     speculation = config.speculation
     adaptive, by_vllm = speculation.drafter == "adaptive", config.engine.backend == "vllm"
-    shared = ", without look-ahead, as workers share cores" if adaptive and share_cores(config) else ""
+    shared = ", without look-ahead, because workers share cores" if adaptive and share_cores(config) else ""
     if adaptive and by_vllm:
-        unused = f", which leaves out {speculation.path}: speculation.drafter = 'eagle' takes it instead"
-        return f"look-ahead, by vLLM{unused if speculation.path else ''}"
+        unused = f" ({speculation.path} is not used: set speculation.drafter = 'eagle' to use it)"
+        return f"look-ahead, with vLLM{unused if speculation.path else ''}"
     learned = f" with {speculation.path}" if speculation.path else ""
-    slow = ", which first measures what rounds take" if adaptive else ""
-    return f"{speculation.drafter}{learned}{', by vLLM' if by_vllm else ''}{shared}{slow}"
+    slow = ", after a short profile" if adaptive else ""
+    return f"{speculation.drafter}{learned}{', with vLLM' if by_vllm else ''}{shared}{slow}"

@@ -1,4 +1,4 @@
-"""The last lines of a run, and advice if speculation gained little."""
+"""Last lines of a run, and advice if speculation gained little."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
+GAIN = 1.05  # speed-up over plain decoding below which a run gets advice
 NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
     "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more "
@@ -15,10 +15,10 @@ NO_GAIN = (
 
 
 def closing(summary: dict[str, Any], folder: str) -> list[Text]:
-    """The last lines of a run."""
+    """Return the last lines of a run."""
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
-    if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
+    if found and not summary["compared"]:  # compared steps are more reliable than the estimate of rounds
         faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
     lines = [
         Text(
@@ -34,16 +34,16 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         lines.append(Text(NO_GAIN))
     if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
         last = summary["by_step"]["drafter_version"][-1]
-        better = f"the last one that was better is number {last:.0f}" if last else "none was better"
+        better = f"version {last:.0f} is the last that was better" if last else "no version was better"
         lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
     if missing:
         share = sum(missing.values()) / summary["responses"]
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
-        said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
+        said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see the errors above"
         lines.append(Text(said, "bold red"))
     if peaks := summary["peak_memory"]:
         lines.append(Text(_memory(**peaks)))
-    return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
+    return [*lines, Text(f"all files are in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
 
 
 def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
@@ -66,7 +66,7 @@ def _first_and_last(summary: dict[str, Any]) -> str:
 
 
 def _compared(summary: dict[str, Any]) -> str:
-    """What a run that was compared with plain decoding found."""
+    """Return the results of the comparison with plain decoding."""
     found, rollouts = summary["compared"], summary["seconds"]["rollout"]
     same = "same tokens"
     if found["differ"]:

@@ -1,4 +1,4 @@
-"""Held-out prompts: mean@k, pass@k and lengths of the present target's answers, with seeds of their own."""
+"""Evaluation on held-out prompts: mean@k, pass@k and lengths of the current target's responses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def evaluate(
     step: int,
     coming: Iterable[list[Request]] = (),
 ) -> dict[str, float]:
-    """Scalars by name. The seeds are the same every time, so that two evaluations differ by their weights alone. Idle
-    workers decode ahead what is `coming` in the next steps."""
+    """Return the metrics of an evaluation by name. All evaluations of a run use the same seeds, so that they differ
+    only in their weights. Idle workers decode the requests in `coming` ahead."""
     samples = config.eval.samples
     requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
@@ -39,8 +39,8 @@ def evaluate(
 
 
 def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
-    """Of groups of `samples` responses to each prompt; those without a reward are left out and counted, and a number
-    that nothing is left for is left out too."""
+    """Return the metrics of groups of `samples` responses to each prompt. Responses without a reward are counted and
+    otherwise left out. Metrics without data are left out."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
     lengths = [len(r.token_ids) for group in groups for r in group]
@@ -55,16 +55,17 @@ def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float
 
 
 def is_solved(reward: float, solved: float) -> bool:
-    """Up to the rounding of a sum: 0.6 + 0.3 + 0.1 is 1 to a person."""
+    """Return whether a reward is at least `solved`, with a tolerance for rounding: 0.6 + 0.3 + 0.1 counts as 1."""
     return reward >= solved - 1e-9 * max(1.0, abs(solved))
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Chance that k of n responses, drawn without replacement, hold one of the `right` ones: the unbiased estimator
-    1 - C(n - right, k) / C(n, k) of arXiv 2107.03374. n = 4, right = 1, k = 2 gives 1 - 3 / 6 = 0.5."""
+    """Return the probability that k of n responses, drawn without replacement, contain one of the `right` ones. It is
+    the unbiased estimator 1 - C(n - right, k) / C(n, k) of arXiv 2107.03374. n = 4, right = 1, k = 2 gives 1 - 3 / 6 =
+    0.5."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return 1, 2, 4, ... and `most` itself."""
     return sorted({2**i for i in range(most.bit_length())} | {most})

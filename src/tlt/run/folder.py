@@ -1,5 +1,5 @@
-"""A run's folder: one run at a time, and a run that starts afresh there loses nothing of the one before until it has
-saved itself."""
+"""Folder of a run. Only one run at a time may use it. A new run there keeps the previous run until it has saved a
+checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = {
     "report.html": b"<!doctype html>",
     **dict.fromkeys(("journal.bin", "reward.log", "ray.log"), b""),
 }
-"""what a run writes there, and how it begins, beside its workers' logs, which go on in the same files"""
+"""files that a run writes, and how each begins, except for its workers' logs"""
 FOLDERS = {
     "checkpoints": re.compile(r"\.?step_\d{8}(\.partial|\.copied)?"),
     "completions": re.compile(r"step_\d{8}\.parquet(\.partial)?"),
@@ -36,13 +36,13 @@ FOLDERS = {
     "drafter": re.compile(r"\.?drafter_\d{8}(\.partial)?"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
 }
-"""and the names of what lies in its folders"""
+"""folders that a run writes, and the names of their files"""
 _LOCK, _BEFORE, _LATEST = ".lock", "previous", "latest"
 
 
 class RunFolder:
-    """Held from the start of a run to its end. Raises ConfigError where the folder cannot be made, another run is under
-    way there, or what lies there is in the way."""
+    """Lock on a run's folder, from its start to its end. Raises ConfigError if the folder cannot be made, if another
+    run uses it, or if it contains files that are not from a run."""
 
     def __init__(self, run: RunConfig, resume: bool) -> None:
         self.path = Path(run.folder)
@@ -51,7 +51,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / _LOCK)
         except OSError as error:
-            said = f"{self.path} cannot be made ({error.strerror}): give another --run.folder"
+            said = f"{self.path} cannot be made ({error.strerror}): set another --run.folder"
             raise ConfigError(said) from None
         try:
             if not resume:
@@ -67,7 +67,7 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """A folder that was made for a run that never began goes with it."""
+        """Release the lock. Remove the folder if this run made it and wrote nothing."""
         if self._made and os.listdir(self.path) == [_LOCK]:
             (self.path / _LOCK).unlink()
             self.path.rmdir()
@@ -75,15 +75,15 @@ class RunFolder:
 
     def _refuse_what_is_there(self, overwrite: bool) -> None:
         for stranger in _strangers(self.path):
-            raise ConfigError(f"{stranger} is not what a run of tlt writes: move it away, or give another --run.folder")
+            raise ConfigError(f"{stranger} is not from a run of tlt: move it away, or set another --run.folder")
         if _holds_a_run(self.path) and not overwrite:
-            goes_on = "go on with --resume, or " if any((self.path / "checkpoints").glob("step_*")) else ""
+            goes_on = "continue it with --resume, or " if any((self.path / "checkpoints").glob("step_*")) else ""
             raise ConfigError(
-                f"{self.path} already holds a run: {goes_on}give --run.overwrite true or another --run.folder"
+                f"{self.path} already contains a run: {goes_on}set --run.overwrite true or another --run.folder"
             )
 
     def make_way(self) -> None:
-        """The run before goes into a folder of its own, where it can be resumed. Called once the new one is sure to
+        """Move the previous run into a subfolder, where it can still be resumed. Called when the new run is sure to
         start."""
         if not _holds_a_run(self.path):
             return
@@ -94,11 +94,12 @@ class RunFolder:
             path.rename(place / path.name)
 
     def before(self) -> list[Path]:
-        """Runs that made way, the oldest first."""
+        """Return the folders of previous runs, the oldest first."""
         return sorted((path for path in self.path.glob(f"{_BEFORE}*") if _number(path) and path.is_dir()), key=_number)
 
     def point_to(self, checkpoint: Path) -> None:
-        """`latest` leads there, where the file system knows links; a thing of somebody else's with that name stays."""
+        """Make the link `latest` point to a checkpoint, if the file system has links. Anything else named `latest` is
+        kept."""
         link, fresh = self.path / _LATEST, self.path / f".{_LATEST}"
         if link.exists() and not link.is_symlink():
             return
@@ -108,7 +109,7 @@ class RunFolder:
             fresh.replace(link)
 
     def forget_before(self) -> None:
-        """The new run has saved. Whatever else was put there stays."""
+        """Delete the previous runs, because the new one has saved. Other files in their folders are kept."""
         for place in self.before():
             if _strangers(place):
                 continue
@@ -119,7 +120,7 @@ class RunFolder:
 
 
 def _locked(path: Path) -> int:
-    """An open file that no other process can lock, up to its end. Raises ConfigError."""
+    """Open a file and lock it until it is closed or the process ends. Raises ConfigError if it is locked."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,9 +128,9 @@ def _locked(path: Path) -> int:
         who = os.read(handle, 200).decode(errors="replace").strip()
         os.close(handle)
         raise ConfigError(
-            f"another run is under way in {path.parent} ({who}): wait for its end, or give another --run.folder"
+            f"another run uses {path.parent} ({who}): wait for its end, or set another --run.folder"
         ) from None
-    except OSError:  # a file system without locks: better unlocked than not at all
+    except OSError:  # the file system has no locks
         return handle
     os.truncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -137,7 +138,7 @@ def _locked(path: Path) -> int:
 
 
 def _number(place: Path) -> int:
-    """Of a run that made way; 0 for what is none."""
+    """Return the number of a previous run's folder; 0 for another folder."""
     found = re.fullmatch(rf"{_BEFORE}(?:_(\d+))?", place.name)
     return int(found[1] or 1) if found else 0
 
@@ -153,7 +154,7 @@ def _of_a_run(folder: Path) -> list[Path]:
 
 
 def _strangers(folder: Path) -> list[Path]:
-    """What bears the name of something that a run writes, and is something else."""
+    """Return the files and folders that have a name that a run uses, but other content."""
     found = []
     for name, pattern in FOLDERS.items():
         place = folder / name
@@ -165,7 +166,7 @@ def _strangers(folder: Path) -> list[Path]:
 
 
 def _begins(path: Path, start: bytes) -> bool:
-    """Whether a file begins so, as far as it goes, or is missing."""
+    """Return whether a file is missing, or begins with `start` as far as it goes."""
     if not path.is_file():
         return not path.exists()
     with path.open("rb") as file:

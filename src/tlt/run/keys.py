@@ -1,4 +1,4 @@
-"""Keys pressed while something else is shown."""
+"""Keys that are pressed during a live display."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_LOOK = 0.2  # seconds between two looks
+_LOOK = 0.2  # seconds between two checks
 
 
 @contextmanager
 def listening(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_key` from another thread for each key, where there is a keyboard; without one this does nothing. Ctrl-C
-    stays what it is."""
+    """Call `on_key` from another thread for each key. Without a keyboard this does nothing. Ctrl-C keeps its
+    meaning."""
     if not _has_keyboard():
         yield
         return
@@ -28,7 +28,7 @@ def listening(on_key: Callable[[str], None]) -> Iterator[None]:
 
     def look() -> None:
         while not over.is_set():
-            # in the background, to read would stop the process
+            # reading would stop a process in the background
             if _in_foreground(terminal) and select.select([terminal], [], [], _LOOK)[0]:
                 on_key(os.read(terminal, 1).decode("ascii", "ignore"))
             else:

@@ -1,4 +1,4 @@
-"""The README.md beside a saved policy: what it was made from, and how."""
+"""README.md of a saved policy: the base model, the data and the training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32, tra
 
 
 def model_card(config: Config, steps: int) -> str:
-    """In the form that the Hugging Face hub reads."""
+    """Return the text, in the format of the Hugging Face hub."""
     base, rollout, train = config.model.hub or config.model.path, config.rollout, config.train
     repository = (config.model.hub or "").partition("@")[0]
     parent = f"\nbase_model: {repository}" if repository else ""

@@ -1,4 +1,4 @@
-"""From a recipe to all that the loop needs: prompts, reward, the policy, and one worker or many."""
+"""Builder of all parts of the training loop: prompts, reward, policy, and one or several workers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tlt.spot.spot_worker import SpotWorker
 
 
 class Lasting(Trainable, Protocol):
-    """A policy that goes into checkpoints."""
+    """Policy that can be saved in checkpoints."""
 
     version: int | None
-    """the steps that it was updated in, those of a run that it goes on from among them; None amid an update"""
+    """number of steps that updated it, including those before a resume; None during an update"""
 
     @property
     def updated(self) -> float:
-        """Share of the update under way that is done; others may ask at any time."""
+        """Finished share of the current update. Other threads may read it at any time."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -53,7 +53,7 @@ class Lasting(Trainable, Protocol):
 def make_parts(
     config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
 ) -> tuple[Parts, Lasting]:
-    """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
+    """Return the parts of the training loop. Quick checks come first. The engine has the policy's weights."""
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts))

@@ -1,4 +1,4 @@
-"""Everything that a run writes down of a step: metrics.jsonl, completions.jsonl, and its trackers."""
+"""Record of each step: metrics.jsonl, completions.jsonl and trackers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from tlt.store.completions_parquet import ParquetCompletions
 from tlt.store.journal import Journal
 from tlt.types import Response
 
-_LAST = 10  # steps that the time left is told from
+_LAST = 10  # number of steps from which the time left is estimated
 
 
 class Record:
-    """Of a run that begins with `first_step`; `last` is the line of the step before that the checkpoint holds."""
+    """Record of a run that begins with `first_step`. `last` is the metrics line of the step before, from the
+    checkpoint."""
 
     def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         names = names_of(config.run.trackers)
         self.metrics = MetricsWriter(folder, first_step, last)
         limit = config.run.completions_mb * 2**20
-        # each forgets the steps that are done again; a resumed run may write in the other format
+        # each drops the steps that are repeated, because a resumed run may use the other format
         kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
         writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
         self.completions = writers[config.run.completions_format] if limit else None
@@ -38,7 +39,7 @@ class Record:
         self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:
-        """Raises MetricsError."""
+        """Record a step. Raises MetricsError."""
         metrics = result.metrics
         if self.completions:
             self.completions.write(metrics.step, result.settled)
@@ -47,7 +48,8 @@ class Record:
         self.trackers.log_table(metrics.step, table_rows(result.groups, self._table_rows))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Of the policy after `step` steps, which no line of metrics.jsonl holds: summary.json does."""
+        """Send the evaluation after the last step to the trackers. metrics.jsonl has no line for it; summary.json
+        has."""
         if evaluation:
             self.trackers.log(step, {"eval": evaluation})
 
@@ -56,7 +58,7 @@ class Record:
 
 
 class Progress:
-    """Tokens so far, those of a run that is gone on with among them, and the seconds that the rest may take."""
+    """Tokens so far, including those before a resume, and the estimated seconds of the remaining steps."""
 
     def __init__(self, steps: int, last: dict[str, Any] | None = None) -> None:
         self.steps = steps
@@ -64,7 +66,7 @@ class Progress:
         self._seconds: deque[float] = deque(maxlen=_LAST)
 
     def add(self, result: StepResult) -> None:
-        """A step has ended: its metrics say how far the run is."""
+        """Count a step, and write the progress into its metrics."""
         metrics = result.metrics
         self.tokens_seen += tokens_of(result.groups)
         self._seconds.append(metrics.seconds["total"])
@@ -73,7 +75,7 @@ class Progress:
 
 
 class Noting:
-    """Writes down each response as it is shown."""
+    """Watcher that also writes each response to the journal."""
 
     def __init__(self, watcher: Watcher, journal: Journal) -> None:
         self.watcher, self.journal = watcher, journal

@@ -1,4 +1,5 @@
-"""What a resumed run may change: what reaches no weight, or does so by rounding alone; and what the user forces."""
+"""Check of what a resumed run may change: fields that never reach a weight, fields that change only the rounding, and
+fields that the user forces."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tlt.config import Config, ConfigError
 from tlt.config.moved import renamed
 from tlt.config.section import section_of
 
-# nothing of these reaches a weight: prompts, model and the user's reward are known by what their files hold
+# These fields never reach a weight. Prompts, the model and the user's reward are compared by their files' content.
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
@@ -24,39 +25,37 @@ _FREE = (
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
     *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token", "train.early_update"),
 )
-# these do by rounding: sums are taken in another order, or by other kernels
+# These fields change the rounding, because sums are taken in another order or by other kernels.
 _ROUNDS = (
     *("train.micro_batch_tokens", "train.logits_mb", "train.gradient_checkpointing", "train.shard"),
     *("cluster.workers", "model.device", "engine", "speculation"),
 )
-_NOT_IN_FLOAT64 = ("engine", "speculation")  # where a pass over one row and over many agree to the bit
+_NOT_IN_FLOAT64 = ("engine", "speculation")  # in float64, results do not depend on the number of rows in a pass
 
 
 class Contents(NamedTuple):
-    """sha256 of files that the recipe names, wherever they lie."""
+    """sha256 of the files that the recipe names, wherever they are."""
 
     model: str
-    """of model.path"""
+    """files in model.path"""
     reward: str
-    """that the user's own functions are in"""
+    """files with the user's reward functions"""
 
 
 def allowed_changes(
     state: Mapping[str, Any], config: Config, contents: Contents, force: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Compare the recipe of a checkpoint (`state`) with the one to go on with. Returns what may change the result, in
-    plain data for the record. Raises ConfigError for what would, and is not forced."""
+    """Compare the recipe of a checkpoint (`state`) with the recipe of the resumed run. Return the changes that may
+    affect the result, as plain data. Raises ConfigError for a change that affects the result and is not forced."""
     _refuse_unknown(force, config)
     done, found = state["step"], []
     if config.train.steps < done:
-        raise ConfigError(
-            f"train.steps = {config.train.steps} is below the {done} that are done: it can only be raised"
-        )
+        raise ConfigError(f"train.steps = {config.train.steps} is below the {done} steps that are done: raise it")
     for key, before, now in _differences(state, config, contents):
         if key == "train.lora.rank":
             raise ConfigError(
-                f"{key} = {now}, but the run to be resumed has {before}, and its weights do not fit: give it that "
-                "value, or start a new run from a model that `tlt export` makes of this one"
+                f"{key} = {now}, but the run to be resumed has {before}, and its weights do not fit: set it to that "
+                "value, or export this run with `tlt export` and start a new run from the exported model"
             )
         change = {"step": done, "key": key, "before": before, "now": now}
         if key in force:
@@ -71,7 +70,8 @@ def allowed_changes(
 
 
 def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> Config:
-    """Fix the time that chat templates are shown, unless the recipe does: that of the checkpoint (`state`), or now."""
+    """Set `data.now`, the time for chat templates, if the recipe does not: to that of the checkpoint (`state`), or to
+    the present time."""
     if config.data.now or not config.data.chat:
         return config
     now = state["config"]["data"].get("now") if state else datetime.now().isoformat(timespec="seconds")
@@ -79,16 +79,16 @@ def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> C
 
 
 def sentence(change: Mapping[str, Any]) -> str:
-    """For the log of the run."""
+    """Return a change as one sentence for the log."""
     values = f"{change['key']} was {json.dumps(change['before'])} and is {json.dumps(change['now'])}"
     if change["effect"] == "forced":
-        return f"{values}, as forced: the run ends elsewhere from here on"
-    return f"{values}: from here on results differ by rounding"
+        return f"{values}, as forced: the result of the run changes"
+    return f"{values}: from this step on, results differ by rounding"
 
 
 def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -> Iterator[tuple[str, Any, Any]]:
-    """Keys with their values before and now. A model is what its files hold, wherever they lie, and a reward of the
-    user's is what its file holds as well."""
+    """Yield each key that differs, with its value before and now. Models and the user's reward functions are compared
+    by the sha256 of their files."""
     old: dict[str, Any] = dict(_fields(renamed(state["config"])))
     new: dict[str, Any] = dict(_fields(config.model_dump(mode="json")))
     reward = config.reward
@@ -96,9 +96,9 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
     for key in sorted(old.keys() | new.keys()):
         values: tuple[Any, Any] = (old.get(key), new.get(key))
         if key == "model.path":
-            commit = config.model.hub  # the hub's cache may hold more files of it than before
+            commit = config.model.hub  # the hub's cache may contain more files than before
             values = (commit, commit) if commit and commit == old.get("model.hub") else (state["model"], contents.model)
-        if key == functions and values[0] == values[1]:  # an older checkpoint knows no file
+        if key == functions and values[0] == values[1]:  # an older checkpoint has no sha256 of the files
             values = (state.get("reward", contents.reward), contents.reward)
         raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]
         if values[0] != values[1] and not raised:
@@ -106,7 +106,7 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
 
 
 def _fields(tree: Mapping[str, Any], section: type[BaseModel] = Config, within: str = "") -> Iterator[tuple[str, Any]]:
-    """All of them by their whole keys, those of tables within tables too."""
+    """Yield all fields with their dotted keys, including those of nested tables."""
     for name, value in tree.items():
         if inner := section_of(section.model_fields.get(name)):
             yield from _fields(value, inner, f"{within}{name}.")
@@ -115,25 +115,25 @@ def _fields(tree: Mapping[str, Any], section: type[BaseModel] = Config, within: 
 
 
 def _is_of(key: str, keys: Collection[str]) -> bool:
-    """Whether it, or a section that it is in, is among them."""
+    """Return whether a key, or a section that contains it, is among `keys`."""
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def _refusal(key: str, before: Any, now: Any, done: int, contents: Contents) -> str:
-    remedy = f"or give --force {key} to go on with another result, or start a new run in another run.folder"
+    remedy = f"or set --force {key} to continue with another result, or start a new run in another run.folder"
     if key == "model.path":
-        return f"the files in model.path are not those of the run to be resumed: give that model, {remedy}"
+        return f"the files in model.path differ from those of the run to be resumed: use the same model, {remedy}"
     if now == contents.reward:
-        return f"the file of the function in {key} is not what it was in the run to be resumed: restore it, {remedy}"
+        return f"the file of the function in {key} has changed since the run to be resumed: restore it, {remedy}"
     if key == "train.steps":
-        said = f"train.steps = {now} is not the {before} of the run to be resumed, of which {done} are done"
-        return f"{said}: it can be raised, where train.schedule is constant; {remedy}"
+        said = f"train.steps = {now}, but the run to be resumed has {before}, of which {done} are done"
+        return f"{said}: it can be raised only if train.schedule is constant; set it to {before}, {remedy}"
     values = f"{key} = {json.dumps(now)}, but the run to be resumed has {json.dumps(before)}"
-    return f"{values}: give it that value, {remedy}"
+    return f"{values}: set it to that value, {remedy}"
 
 
 def _refuse_unknown(force: Collection[str], config: Config) -> None:
     known = dict(_fields(config.model_dump()))
     for key in force:
         if key not in known:
-            raise ConfigError(f"--force {key}: there is no such field; name one such as train.learning_rate")
+            raise ConfigError(f"--force {key}: there is no such field; name a field such as train.learning_rate")

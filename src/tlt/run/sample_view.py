@@ -1,4 +1,4 @@
-"""One response of the last step as a picture: the prompt's end, the response, and what it was worth."""
+"""View of one response of the last step: the end of the prompt, the response, and its reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROMPT_LINES, _RESPONSE_LINES = 2, 4
 
 
 def choose(groups: Sequence[Group], which: str) -> Response | None:
-    """Of the responses that have a reward: the first, or that with most, or least; of equal ones the first."""
+    """Return the first response that has a reward, or the one with the largest or smallest reward."""
     rewarded = [r for group in groups for r in group.responses if r.reward is not None]
     if not rewarded:
         return None
@@ -25,7 +25,7 @@ def choose(groups: Sequence[Group], which: str) -> Response | None:
 
 
 def picture(response: Response, which: str, width: int) -> Text:
-    """At most eight lines."""
+    """Return the view, at most seven lines."""
     reward = response.reward if response.reward is not None else float("nan")
     terms = ", ".join(f"{name} {score:.3g}" for name, score in response.scores.items())
     cut_off = ", cut off" if response.finish_reason != "stop" else ""
@@ -39,7 +39,7 @@ def picture(response: Response, which: str, width: int) -> Text:
 
 
 def _lines(text: str, width: int) -> list[str]:
-    """Wrapped; what is no character of its own (a control, a lone surrogate) is a dot."""
+    """Wrap the text. Unprintable characters become dots."""
     clean = "".join(char if char == "\n" or char.isprintable() else "·" for char in text.strip())
     return [part for line in clean.split("\n") for part in textwrap.wrap(line, width)]
 
@@ -49,7 +49,7 @@ def _last(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _ends(lines: Sequence[str], most: int) -> list[str]:
-    """Its beginning and its end, which has the answer."""
+    """Return the first and the last lines, because the answer is usually at the end."""
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most // 2 - 1], "…", *lines[-(most // 2) :]]

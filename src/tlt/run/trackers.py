@@ -1,7 +1,6 @@
 """Trackers of a run's metrics: TensorBoard, Weights & Biases, MLflow, trackio. Each is an extra.
 
-A new one is a class with `log` and `close`, and its line in `tlt.config.registry`.
-"""
+A new tracker is a class with `log` and `close`, and an entry in `tlt.config.registry`."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _IDS = "trackers.json"
 
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of a step, by the names of docs/metrics.md."""
+        """Log the metrics of a step, with the names of docs/metrics.md."""
         ...
 
     def close(self) -> None: ...
@@ -42,19 +41,19 @@ class TableTracker(Tracker, Protocol):
 
 
 class Place(NamedTuple):
-    """What a tracker is told of the run."""
+    """Facts about the run for a tracker."""
 
     folder: Path
     first_step: int
-    """0: the run is new; else what was told of this step and later ones is void"""
+    """0 for a new run; otherwise, what was logged of this step and later ones is void"""
     config: Mapping[str, Any]
 
 
 class TensorBoard:
-    """Events in the run's folder."""
+    """Tracker that writes events into the run's folder."""
 
     def __init__(self, place: Place) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import: only where a run is recorded
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.board = SummaryWriter(str(place.folder / "tensorboard"), purge_step=place.first_step)
 
@@ -67,8 +66,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Project, entity and mode are those of its environment variables (WANDB_PROJECT, WANDB_MODE=offline, ...). A
-    resumed run goes on in the same one."""
+    """Tracker for Weights & Biases. Its environment variables set project, entity and mode (WANDB_PROJECT,
+    WANDB_MODE=offline, ...). A resumed run continues in the same tracker run."""
 
     def __init__(self, place: Place) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -81,10 +80,10 @@ class WeightsAndBiases:
             config=dict(place.config),
             id=known_id(place, "wandb"),
             resume="allow",
-            settings=wandb.Settings(console="off"),  # else it would keep every frame of the live view
+            settings=wandb.Settings(console="off"),  # otherwise it would store every frame of the live display
         )
         remember_id(place, "wandb", self.run.id)
-        self.run.define_metric("*", step_metric="step")  # its own count must not fall, as it does after a resume
+        self.run.define_metric("*", step_metric="step")  # W&B's own step must not decrease, and a resume does that
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})
@@ -98,8 +97,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Where MLFLOW_TRACKING_URI says, in the experiment of MLFLOW_EXPERIMENT_NAME. A resumed run goes on in the same
-    one."""
+    """Tracker for MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where it logs. A resumed run continues in
+    the same tracker run."""
 
     def __init__(self, place: Place) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
@@ -121,14 +120,15 @@ class MLflow:
 
 
 class Trackio:
-    """A local database, or the Space of TRACKIO_SPACE_ID, in the project of TRACKIO_PROJECT (default `tlt`). A resumed
-    run continues in the run of its name. trackio keeps what it has of the steps that are repeated."""
+    """Tracker for trackio: a local database, or the Space of TRACKIO_SPACE_ID. TRACKIO_PROJECT names the project
+    (default `tlt`). A resumed run continues in the run of its name. trackio does not delete the values of repeated
+    steps."""
 
     def __init__(self, place: Place) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self.table, known = trackio.Table, known_id(place, "trackio")
-        with redirect_stdout(sys.stderr):  # it prints, and stdout is for the run's own lines
+        with redirect_stdout(sys.stderr):  # trackio prints, but stdout is for the run's own lines
             self.run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "tlt"),
                 name=known or place.folder.resolve().name,
@@ -149,7 +149,8 @@ class Trackio:
 
 
 def names_of(trackers: Sequence[str] | None) -> list[str]:
-    """Of `run.trackers`; left out, TensorBoard where it is installed. Raises ConfigError for one that is not."""
+    """Return the names of `run.trackers`; None means TensorBoard if it is installed. Raises ConfigError for one that is
+    not installed."""
     if trackers is None:
         return ["tensorboard"] if find_spec("tensorboard") else []
     for name in trackers:
@@ -159,7 +160,8 @@ def names_of(trackers: Sequence[str] | None) -> list[str]:
 
 
 class Trackers:
-    """All of a run's. One that fails is told no more, and the run goes on: metrics.jsonl has everything."""
+    """All trackers of a run. If one fails, it gets no further metrics and the run continues, because metrics.jsonl is
+    complete."""
 
     def __init__(self, names: Sequence[str], place: Place) -> None:
         self._open: dict[str, Tracker] = {}
@@ -188,14 +190,16 @@ class Trackers:
             return act()
         except Exception as error:  # a network, a service, a disk
             said = " ".join(str(error).split())[:300]
-            _log.warning("%s failed (%s: %s) and is told no more; the run goes on", name, type(error).__name__, said)
+            _log.warning(
+                "%s failed (%s: %s) and gets no further metrics; the run continues", name, type(error).__name__, said
+            )
             self._open.pop(name, None)
             return None
 
 
 def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every number of a line of metrics by its name, such as `seconds/rollout`; without spaces, which TensorBoard does
-    not take in a tag."""
+    """Yield every number of a metrics line with its name, such as `seconds/rollout`. Spaces become `_`, because
+    TensorBoard refuses them."""
     for name, value in _leaves(metrics, "/"):
         if isinstance(value, int | float) and name != "step":
             yield name.replace(" ", "_"), value
@@ -210,7 +214,7 @@ def _leaves(tree: Mapping[str, Any], separator: str, prefix: str = "") -> Iterat
 
 
 def known_id(place: Place, name: str) -> str | None:
-    """Of the run as the service knows it, where this one goes on with it."""
+    """Return the id of the tracker run that a resumed run continues; None for a new run."""
     path = place.folder / _IDS
     return json.loads(path.read_text(encoding="utf-8")).get(name) if place.first_step and path.is_file() else None
 

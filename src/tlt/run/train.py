@@ -1,4 +1,4 @@
-"""A training run in its folder: build the parts, start or resume, record every step, save checkpoints, sum up."""
+"""A training run in its folder: build the parts, start or resume, record and save the steps, write the summary."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from tlt.types import Group, Prompt
 
 @dataclass
 class Standing:
-    """How things were at the end of the last step: with the policy, all that a checkpoint holds."""
+    """State at the end of the last step. With the policy, it is the content of a checkpoint."""
 
     done: int
-    """steps"""
+    """number of steps that are done"""
     saved: int
-    """steps of the newest checkpoint; 0 if there is none"""
+    """number of steps of the newest checkpoint; 0 if there is none"""
     cursor: Cursor
     carried: list[Group]
     metrics: dict[str, Any]
@@ -56,26 +56,26 @@ class Standing:
 
 @dataclass
 class Run:
-    """All of a run that is under way."""
+    """Everything that belongs to the current run."""
 
     config: Config
     folder: RunFolder
     display: Display
     model_files: Mapping[str, bytes]
-    """of the tokenizer and the generation defaults, which checkpoints carry along"""
+    """files of the tokenizer and the generation defaults, which are copied into checkpoints"""
     parts: Parts
     policy: Lasting
     held_out: list[Prompt]
     standing: Standing
     trace: TraceFile
     journal: Journal | None
-    """where speculation makes use of it"""
+    """None if speculation does not use it"""
     progress: Progress
     contents: Contents
     changes: list[dict[str, Any]]
-    """of the recipe, as it was resumed, that may change the result"""
+    """changes of the recipe at a resume that may affect the result"""
     mirror: Mirror | None
-    """of its checkpoints"""
+    """copies the checkpoints to a second place"""
 
     @property
     def watcher(self) -> Watcher:
@@ -86,7 +86,7 @@ class Run:
         return fingerprints(self.parts.prompts, self.config.data)
 
     def stand(self, done: int, metrics: dict[str, Any]) -> None:
-        """A step has ended."""
+        """Store the state at the end of a step."""
         parts, saved = self.parts, self.standing.saved
         self.standing = Standing(done, saved, replace(parts.cursor), list(parts.carried), metrics)
 
@@ -98,10 +98,10 @@ def train(
     wrap: Callable[[Rollout], Rollout] | None = None,
     force: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Run or go on with a run; returns its summary. `wrap` puts another rollout in the place of the run's own; `force`
-    names the fields that a resumed run may change although it will end elsewhere. Raises a ValueError of one sentence
-    for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
-    names_of(config.run.trackers)  # refuses what is not there
+    """Start or resume a run, and return its summary. `wrap` replaces its rollout by another one. `force` names fields
+    that a resumed run may change although the result changes. Raises a ValueError of one sentence for anything that the
+    user can fix, and Stopped after a signal."""
+    names_of(config.run.trackers)  # raises if a tracker is not installed
     refuse_without_pyarrow(config.run)
     config = with_tools(settled(config))
     with stop_request(config.run.stop_within) as stop:
@@ -124,11 +124,11 @@ def train(
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
             name = signal.Signals(stop.number).name
-            raise Stopped(f"stopped by {name} before its first step: it changed nothing", stop.number) from None
+            raise Stopped(f"stopped by {name} before its first step: nothing was changed", stop.number) from None
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
-    """From the first step to the summary."""
+    """Run from the first step to the summary. Save a checkpoint if a signal or an error ends the run."""
     config, folder = run.config, run.folder
     try:
         if not resume:
@@ -204,7 +204,7 @@ def _prepare(
 
 
 def _journal(config: Config) -> Journal | None:
-    """Of what a checkpoint that is gone back to would say once more."""
+    """Return the journal of responses; None without look-ahead or regular checkpoints."""
     if not steps_ahead(config.speculation) or not config.run.save_every:
         return None
     return Journal(Path(config.run.folder) / "journal.bin", config.speculation.look_ahead_tokens)
@@ -215,14 +215,14 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     cursor = Cursor(**state["cursor"])
     prompts, columns = run.fingerprints["prompts"], run.fingerprints["columns"]
     same = state["prompts"] == prompts
-    if not same or state.get("columns", columns) != columns:  # an older checkpoint has none
+    if not same or state.get("columns", columns) != columns:  # an older checkpoint has no columns
         _refuse_other_prompts(run, state, same, force)
     if same:
         parts.cursor = cursor
         parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
     else:
-        parts.cursor.epoch = cursor.epoch + 1  # no request is one that was made before
-        run.display.note("other prompts, as forced: they begin with a new epoch")
+        parts.cursor.epoch = cursor.epoch + 1  # so that no earlier request is repeated
+        run.display.note("other prompts, as forced: starting a new epoch with them")
     run.policy.load_optimizer(found.folder)
     parts.rollout.load_state(state["rollout"])
     run.changes = [*state["changes"], *run.changes]
@@ -230,25 +230,26 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     run.stand(done, found.state["metrics"])
     run.standing.saved = done
     for damaged in found.passed_over:
-        run.display.note(f"passed over: {damaged}")
-    all_done = f"all {done} steps of this run are done: to train on, raise train.steps"
-    run.display.note(all_done if done == run.config.train.steps else f"going on from step {done} ({found.folder})")
+        run.display.note(f"skipped a damaged checkpoint: {damaged}")
+    all_done = f"all {done} steps of this run are done: raise train.steps to continue"
+    run.display.note(all_done if done == run.config.train.steps else f"resuming from step {done} ({found.folder})")
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
-    """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
+    """Raise DataError if the prompts have changed, unless that is forced and recorded. `same`: only columns that the
+    model does not see have changed."""
     key, source = run.config.data.source
     if key not in force:
-        what = f"the prompts of {source} are not those this run began with"
+        what = f"the prompts of {source} are not those of the run to be resumed"
         if same:
-            what = f"the columns of {source}, which the reward may read, are not those this run began with"
+            what = f"the columns of {source}, which the reward may read, are not those of the run to be resumed"
         elif state.get("texts") == run.fingerprints["texts"]:
             what = (
-                "the prompts' texts are those this run began with, but their tokens are not, as the tokenizer, its "
-                "chat template, data.chat or the version of transformers is another"
+                "the prompts have the same texts as in the run to be resumed but other tokens, because the tokenizer, "
+                "its chat template, data.chat or the version of transformers has changed"
             )
-        raise DataError(f"{what}: restore them, or give --force {key} to go on with these, or start a new run")
-    if all(change["key"] != key for change in run.changes):  # the file has the name that it had
+        raise DataError(f"{what}: restore them, or set --force {key} to continue with these, or start a new run")
+    if all(change["key"] != key for change in run.changes):  # the file has changed, but not its name
         run.changes.append({"step": state["step"], "key": key, "before": source, "now": source, "effect": "forced"})
 
 
@@ -256,7 +257,7 @@ def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Co
 
 
 def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
-    """Step after step, each recorded and, where it is due, saved; returns the evaluation after the last one."""
+    """Run all steps. Record each one, and save a checkpoint if one is due. Return the last evaluation."""
     config = run.config
     for result in _steps(run):
         done = result.metrics.step + 1
@@ -277,7 +278,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
             record.page.write_if_quick()
         run.display.step(result)
         if stop and done < config.train.steps:
-            if run.standing.saved < done:  # the signal came since
+            if run.standing.saved < done:  # the signal arrived after the save
                 _save(run)
             record.close()
             raise Stopped(how_to_go_on(done, config.train.steps, config.run.folder, stop.number), stop.number)
@@ -289,7 +290,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
 
 
 def _steps(run: Run) -> Iterator[StepResult]:
-    """From the first to the configured last one, each with the evaluation that is due before it."""
+    """Run each step, preceded by an evaluation if one is due."""
     config = run.config
     for step in range(run.standing.done, config.train.steps):
         run.parts.turns.step = step
@@ -330,7 +331,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def _trace(run: Run) -> list[dict[str, float]]:
-    """Write down what was done since the last time; each worker's seconds by state."""
+    """Write the spans since the last call to the trace. Return each worker's seconds by state."""
     workers = run.parts.rollout.trace()
     named = {f"worker {index}": spans for index, spans in enumerate(workers)}
     run.trace.write({"driver": run.parts.tracer.drain(), **named})
@@ -349,7 +350,7 @@ def _write_policy(run: Run, steps: int, folder: Path) -> None:
 
 
 def _save(run: Run) -> None:
-    """A checkpoint of the last step's end: what a resumed run needs to end as one that was never stopped."""
+    """Save a checkpoint of the end of the last step. A run resumed from it ends like a run that never stopped."""
     parts, standing = run.parts, run.standing
     state = {
         "step": standing.done,
@@ -376,24 +377,24 @@ def _save(run: Run) -> None:
 
 
 def _rescue(run: Run) -> str:
-    """The run ends with an error: save what was done, if it can be; what is left to go on from."""
+    """Save what is done after an error, if possible. Return a sentence that says where the run can continue."""
     standing, failed = run.standing, ""
     if run.policy.version == standing.done > standing.saved:
         try:
             _save(run)
         except Exception as error:
-            failed = f"what was done since cannot be saved ({error}); "
+            failed = f"the steps since then cannot be saved ({error}); "
     return failed + _saved_before(run)
 
 
 def _saved_before(run: Run) -> str:
-    """Return which step is saved, and how to go on from it."""
+    """Return the step that is saved, and how to continue from it."""
     if run.standing.saved:
-        return f"saved after step {run.standing.saved} in {run.folder.path}: go on with --resume"
+        return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
     before = run.folder.before()
-    return f"nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
+    return f"nothing is saved yet{f'; the previous run is in {before[-1]}' if before else ''}"
 
 
 def _stopped_amid_a_step(run: Run, number: int) -> str:
-    took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was given up"
+    took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was abandoned"
     return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"

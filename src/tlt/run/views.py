@@ -1,4 +1,4 @@
-"""How `tlt train` shows a run: the live view or plain lines, one line at the end, or JSON for scripts."""
+"""Views of `tlt train`: live display or plain lines, one last line, or JSON for scripts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def open_view(quiet: bool, as_json: bool) -> Display:
 
 
 class OneLine(Display):
-    """The last line of a run and nothing else. Errors and warnings go to stderr, as in every view."""
+    """Last line of a run only. Errors and warnings go to stderr, as in every view."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(Console(quiet=True, force_terminal=False))
         self._out = out
 
     def end(self, summary: dict[str, Any], folder: str) -> None:
-        print(f"{closing(summary, folder)[0].plain}; everything is in {folder}", file=self._out, flush=True)
+        print(f"{closing(summary, folder)[0].plain}; all files are in {folder}", file=self._out, flush=True)
 
 
 class JsonLines(OneLine):
-    """One JSON object per line: `event` is note, step, evaluation or end."""
+    """One JSON object per line. `event` is note, step, evaluation or end."""
 
     def note(self, text: str) -> None:
         self._write("note", {"text": text})

@@ -1,4 +1,4 @@
-"""What the workers do now, and did in this rollout, as a picture: a line each."""
+"""View of the workers, one line each: their present states, and the active rows over the last seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = {
     ABSENT: "bright_red",
 }
 _CELLS = 40
-_SECONDS = 0.25  # that a cell stands for at first
+_SECONDS = 0.25  # duration of a cell at first
 
 
 class _Cell(NamedTuple):
@@ -33,7 +33,8 @@ class _Cell(NamedTuple):
 
 
 class WorkersView:
-    """Live rows over time, coloured by state. A cell stands for twice as long as soon as a rollout would not fit."""
+    """Number of active rows over time, coloured by state. If a rollout does not fit, each cell covers twice the
+    time."""
 
     def __init__(self) -> None:
         self.seconds = _SECONDS
@@ -42,7 +43,7 @@ class WorkersView:
         self._phase_began = 0.0
 
     def phase(self) -> None:
-        """Another phase of the step begins."""
+        """Begin another phase of the step."""
         self._phase_began = time.monotonic()
 
     def look(self, workers: Sequence[WorkerNow]) -> None:
@@ -55,13 +56,13 @@ class WorkersView:
             self.seconds, self._cells = 2 * self.seconds, self._cells[::2]
 
     def table(self, workers: Sequence[WorkerNow], step: int, width: int) -> Table:
-        """`step` is the present one; what is decoded ahead is named by its own."""
+        """Return the table. `step` is the present step; look-ahead is shown with the numbers of its steps."""
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("worker", justify="right")
         table.add_column("state", width=len(ROLLOUT))
         table.add_column("rows", justify="right", min_width=4)
         table.add_column("longest", justify="right")
-        table.add_column(f"live rows over {self._span(width)}", no_wrap=True, width=width)
+        table.add_column(f"active rows over {self._span(width)}", no_wrap=True, width=width)
         table.add_column("steps ahead", no_wrap=True)
         for index, worker in enumerate(workers):
             table.add_row(
@@ -78,7 +79,7 @@ class WorkersView:
         return f"{width * self.seconds:.0f} s"
 
     def _strip(self, index: int, width: int) -> Text:
-        most = dict.fromkeys(COLOURS, 1)  # in each state: many more may be decoded ahead than are decoded now
+        most = dict.fromkeys(COLOURS, 1)  # by state, because look-ahead may have many more rows
         for cell in (cell for cells in self._cells for cell in cells):
             most[cell.state] = max(most[cell.state], cell.rows)
         mine = [cells[index] for cells in self._cells[-width:] if index < len(cells)]
@@ -90,12 +91,12 @@ def _bar(rows: int, most: int) -> str:
 
 
 def _steps(step: int, ahead: Sequence[int]) -> str:
-    """Numbered as the screen numbers them, from 1."""
+    """Return the numbers of the steps, from 1 as on the screen."""
     return ", ".join(str(step + 1 + offset) for offset in ahead)
 
 
 def stacked(title: str, spent: Mapping[str, float], colours: Mapping[str, str], width: int = 40) -> Text:
-    """A bar of shares, and their legend."""
+    """Return a bar of shares with its legend."""
     total = sum(spent.values()) or 1.0
     bar = [("━" * round(width * seconds / total), colours[name]) for name, seconds in spent.items()]
     legend = [

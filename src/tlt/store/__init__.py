@@ -1,1 +1,1 @@
-"""What is on disk: checkpoints, completions, the journal of a run, names on the Hugging Face hub."""
+"""Files on disk and in stores: checkpoints, completions, a run's journal, names on the Hugging Face hub."""

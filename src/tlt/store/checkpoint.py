@@ -1,7 +1,7 @@
-"""Checkpoints: written to a new folder, flushed, hashed, renamed; the newest whole one is found by its manifest.
+"""Checkpoints. Each is written to a temporary folder, flushed, hashed and renamed. Its manifest shows whether it is
+complete.
 
-A checkpoint holds policy/ (a folder transformers can load), optimizer.safetensors and state.json.
-"""
+A checkpoint contains policy/ (a folder that transformers can load), optimizer.safetensors and state.json."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """No checkpoint to go on from; the message says where it was looked for and what to do."""
+    """There is no checkpoint to continue from, or none can be saved. The message names the place and the remedy."""
 
 
 class Checkpoint(NamedTuple):
     folder: Path
     state: dict[str, Any]
     passed_over: tuple[str, ...] = ()
-    """newer ones that are damaged, and how"""
+    """newer checkpoints that are damaged, and how"""
 
 
 def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Save after `step` steps; `write` fills the folder it is given. All but the newest `keep` go last.
+    """Save after `step` steps. `write` fills the folder that it is given. Then delete all but the newest `keep`
+    checkpoints.
 
-    Raises CheckpointError where the disk is full or fails; those saved before stay.
-    """
+    Raises CheckpointError if the disk is full or fails. Earlier checkpoints are then kept."""
     final, draft = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -48,8 +48,8 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         said = " ".join(str(error).split())
-        raise CheckpointError(f"{final} cannot be saved ({said}): mend that, or make room") from error
-    # a newer one is damaged, as this run fell back behind it: it must not push out a good one
+        raise CheckpointError(f"{final} cannot be saved ({said}): make room, or repair the disk") from error
+    # A newer checkpoint is damaged, because this run was resumed from an older one. It must not replace a good one.
     for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -68,7 +68,7 @@ def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> 
 
 
 def latest(root: Path) -> Checkpoint:
-    """The newest checkpoint whose files all match its manifest. Raises CheckpointError if there is none."""
+    """Return the newest checkpoint whose files all match its manifest. Raises CheckpointError if there is none."""
     damaged = []
     for folder in reversed(_folders(root)):
         found = fault(folder)
@@ -77,13 +77,14 @@ def latest(root: Path) -> Checkpoint:
         damaged.append(f"{folder.name} ({found})")
     seen = f"; damaged: {', '.join(damaged)}" if damaged else ""
     raise CheckpointError(
-        f"there is no whole checkpoint in {root}{seen}: train without --resume, in another run.folder or with "
+        f"there is no complete checkpoint in {root}{seen}: train without --resume, in another run.folder or with "
         "--run.overwrite true"
     )
 
 
 def policy_in(folder: str | Path) -> Path:
-    """The model folder itself, or that of the newest whole checkpoint of a run's folder. Raises CheckpointError."""
+    """Return the model folder of the newest complete checkpoint in a run's folder, or `folder` itself if it is a model
+    folder. Raises CheckpointError."""
     path = Path(folder)
     if (path / "checkpoints").is_dir():
         return latest(path / "checkpoints").folder / "policy"
@@ -95,16 +96,16 @@ def _folders(root: Path) -> list[Path]:
 
 
 def steps_of(name: str) -> int:
-    """After which the checkpoint of this name was saved."""
+    """Return the number of steps in a checkpoint's name."""
     return int(name.removeprefix("step_"))
 
 
 def fault(folder: Path) -> str | None:
-    """How a checkpoint is damaged; None if it is whole."""
+    """Return how a checkpoint is damaged; None if it is complete."""
     try:
         manifest = read_json(folder / MANIFEST)
         if not _lists_all(manifest):
-            return "manifest.json does not list what a checkpoint holds"
+            return "manifest.json does not list all files of a checkpoint"
         return next(
             (f"{name} is damaged" for name, digest in manifest.items() if _sha256(folder / name) != digest), None
         )
@@ -123,13 +124,14 @@ def _sha256(path: Path) -> str:
 
 
 class Best:
-    """The policy that has answered the held-out prompts best so far, in a folder as a checkpoint has."""
+    """Policy with the best evaluation so far, stored like a checkpoint."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def offer(self, step: int, evaluation: dict[str, float], worth: float, write: Callable[[Path], None]) -> None:
-        """After `step` steps; kept where it is worth more than the one before. Raises CheckpointError."""
+        """Save the policy after `step` steps, if its evaluation is better than the best so far. Raises
+        CheckpointError."""
         if step and worth > self._worth():
             save(self.root, step, {"step": step, "worth": worth, "eval": evaluation}, write, keep=1)
 

@@ -1,4 +1,4 @@
-"""completions.jsonl: what the model wrote, what it was worth, and how it was decoded; a response a line."""
+"""completions.jsonl: one line per response with its text, its reward and how it was decoded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAME, OLDER = "completions.jsonl", "completions.old.jsonl"
 
 
 class CompletionsWriter:
-    """Bounded: at half the limit the file becomes `completions.old.jsonl`, in the place of the one before. So at least
-    the newest half of the limit is there. On resume, later lines are dropped first."""
+    """Writer of completions.jsonl with a size limit. At half of the limit the file is renamed to
+    `completions.old.jsonl` and replaces the previous one. On resume, lines from `first_step` on are dropped first."""
 
     def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
         self.path, self.older, self.half = folder / NAME, folder / OLDER, limit_bytes // 2
@@ -24,7 +24,7 @@ class CompletionsWriter:
             _cut(path, first_step)
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
-        """Raises MetricsError."""
+        """Append the responses of a step. Raises MetricsError."""
         lines = b"".join(_line(step, response) for group in groups for response in group.responses)
         try:
             if self.path.exists() and self.path.stat().st_size + len(lines) > self.half:
@@ -37,12 +37,12 @@ class CompletionsWriter:
 
 def _line(step: int, response: Response) -> bytes:
     line = {"step": step} | record(response)
-    # a lone surrogate, which UTF-8 cannot hold, becomes an escape that JSON knows
+    # lone surrogates cannot be encoded as UTF-8 and become JSON escapes
     return json.dumps(line, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def record(response: Response) -> dict[str, Any]:
-    """As docs/metrics.md explains it."""
+    """Return the fields of a response that docs/metrics.md explains."""
     request = response.request
     return {
         "prompt_id": request.prompt.prompt_id,
@@ -76,12 +76,12 @@ def table_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
 
 
 def runs_of(proposed: str) -> str:
-    """Return one letter a token as run lengths: `sss..a` is `3s2.1a`."""
+    """Return one letter per token as run lengths: `sss..a` becomes `3s2.1a`."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))
 
 
 def read_completions(folder: Path) -> list[dict[str, Any]]:
-    """Whole lines, the oldest first."""
+    """Read all complete lines, the oldest first."""
     found = []
     for path in (folder / OLDER, folder / NAME):
         lines: Sequence[bytes] = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
@@ -90,7 +90,7 @@ def read_completions(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, first_step: int) -> None:
-    """Drop the lines from `first_step` on, and one that a killed run has left half."""
+    """Drop the lines from `first_step` on, and an incomplete last line of a killed run."""
     if not path.is_file():
         return
     kept = 0
@@ -105,7 +105,7 @@ def _cut(path: Path, first_step: int) -> None:
 
 
 def _step(line: bytes) -> float:
-    """Lines are in the order of steps; what cannot be read is dropped with all behind it."""
+    """Return the step of a line; infinity if it cannot be read, so that it and all later lines are dropped."""
     try:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

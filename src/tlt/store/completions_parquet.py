@@ -1,4 +1,4 @@
-"""completions/: what completions.jsonl would hold, a Parquet file a step."""
+"""completions/: the content of completions.jsonl as one Parquet file per step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ FOLDER = "completions"
 
 
 def refuse_without_pyarrow(run: RunConfig) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if the format is Parquet and pyarrow is not installed."""
     if run.completions_format == "parquet" and not find_spec("pyarrow"):
         raise ConfigError(f"run.completions_format = 'parquet' needs pyarrow: {install_hint('parquet')}")
 
 
 class ParquetCompletions:
-    """Bounded: the oldest steps go, the newest one stays. On resume, later steps are dropped first."""
+    """Writer of completions/ with a size limit. The oldest steps are deleted, but never the newest one. On resume,
+    steps from `first_step` on are deleted first."""
 
     def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
         self.folder, self.limit = folder / FOLDER, limit_bytes
@@ -35,7 +36,7 @@ class ParquetCompletions:
                 path.unlink()
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
-        """Raises MetricsError."""
+        """Write the responses of a step. Raises MetricsError."""
         import pyarrow
         from pyarrow import parquet
 
@@ -66,7 +67,7 @@ class ParquetCompletions:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """In the types of the schema: the data's own answer, of whatever kind, becomes text."""
+    """Convert a row to the types of the schema. An answer that is not text becomes JSON text."""
     answer = row["answer"]
     if answer is not None and not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
@@ -75,12 +76,12 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(words: str | None) -> str | None:
-    """A lone surrogate, which Parquet's text cannot hold, becomes its escape."""
+    """Replace lone surrogates by escapes, because Parquet's text cannot contain them."""
     return words and words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _schema(pyarrow: Any) -> Any:
-    """The same for all steps, whatever is null in one of them, so that they are read as one table."""
+    """Return the schema, which is the same for all steps so that they can be read as one table."""
     text, whole, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     return pyarrow.schema(
         {

@@ -31,7 +31,7 @@ _CARD = "README.md"
 
 
 class HubError(ValueError):
-    """A name on the hub that cannot be used. The message gives the remedy."""
+    """A name on the hub cannot be used. The message gives the remedy."""
 
 
 class _Name(NamedTuple):
@@ -44,8 +44,8 @@ class _Name(NamedTuple):
 
 
 def from_hub(config: Config, state: Mapping[str, Any] | None = None) -> Config:
-    """Replace names on the hub by local folders, and record the commits in `hub`. A run that resumes from the
-    checkpoint `state` gets the commits of that run. Raises HubError."""
+    """Replace names on the hub by local folders, and record the commits in `hub`. A run that is resumed from the
+    checkpoint `state` uses its commits. Raises HubError."""
     found = {}
     for section, find in (("model", local_model), ("data", local_data), ("eval", local_data)):
         values = getattr(config, section)
@@ -72,7 +72,8 @@ def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None
 
 
 def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]:
-    """Do the same for a data set, whose files are linked into a folder of their own. Raises HubError."""
+    """Return the local folder of a data set, like `local_model`. The chosen files are linked into a folder of their
+    own. Raises HubError."""
     name = _name_of(path, "dataset")
     if not name or path.endswith(KINDS):
         return path, None
@@ -84,7 +85,7 @@ def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]
     chosen = f"{folder.name}-{name.choice}"
     place = cached_assets_path("tlt", name.repository.replace("/", "--"), chosen.replace("/", "-"))
     for number, file in enumerate(files):
-        link = place / f"{number:05}{_kind(file)}"  # in this order, and without the words that name a split
+        link = place / f"{number:05}{_kind(file)}"  # keeps the order, and has no word that names a split
         if not link.exists():
             link.unlink(missing_ok=True)
             with suppress(FileExistsError):  # another run makes the same link
@@ -110,7 +111,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def refuse_no_repository(name: str) -> None:
-    """Raise HubError for what cannot be a repository's name."""
+    """Raise HubError for a text that cannot be a repository's name."""
     if not re.fullmatch(_REPOSITORY, name):
         raise HubError(f"--push {name}: give the name of a repository on the Hugging Face hub, such as me/my-model")
 
@@ -137,20 +138,20 @@ def _with_commit(path: str, commit: str) -> str:
 
 
 def _chosen(name: _Name, folder: Path) -> list[str]:
-    """Return the files of the subset and split that a name asks for."""
+    """Return the files of the subset and split that a name asks for. Raises HubError."""
     from huggingface_hub import errors, get_cached_repo_tree, metadata_load
 
     try:
         tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=folder.name)
         files = sorted(file.path for file in tree)
-    except errors.CachedRepoTreeNotFoundError:  # offline, and an older version filled the cache
+    except errors.CachedRepoTreeNotFoundError:  # offline, with a cache that an older version filled
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files, card = [file for file in files if file.endswith(KINDS)], folder / _CARD
     with telling(HubError, f"the card of {name.repository} on the Hugging Face hub cannot be read"):
         metadata = (metadata_load(card) if card.is_file() else None) or {}
         splits = _by_card(files, metadata.get("configs") or []) or _by_names(files)
     if not splits:
-        raise HubError(f"{name.repository} on the Hugging Face hub holds no {', '.join(KINDS)} file")
+        raise HubError(f"{name.repository} on the Hugging Face hub contains no {', '.join(KINDS)} file")
     if files := _spellings(splits).get(name.choice):
         return files
     known = [f"{subset}/{split}" for subset, split in splits]
@@ -191,8 +192,8 @@ def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _spellings(splits: Mapping[tuple[str, str], list[str]]) -> dict[str, list[str]]:
-    """Return the files of all that a user may type. The subset may be left out if it is the only one or `default`. The
-    split may be left out if it is the only one or `train`."""
+    """Return the files for each text that a user may type. The subset may be left out if it is the only one or
+    `default`. The split may be left out if it is the only one or `train`."""
     found = {f"{subset}/{split}": files for (subset, split), files in splits.items()}
     for (subset, split), files in splits.items():
         subset_is_clear = subset == "default" or len({other for other, _ in splits}) == 1
@@ -267,8 +268,8 @@ def _explained(name: _Name, revision: str | None) -> Iterator[None]:
         missing = f"there is no {repository} on this machine, and {what} is not complete in the hub's cache"
         if is_offline_mode():
             raise HubError(
-                f"{missing}, and HF_HUB_OFFLINE is set: unset it, or run hf download {repository}{options} where there "
-                "is a network"
+                f"{missing}, and HF_HUB_OFFLINE is set: unset it, or run hf download {repository}{options} on a "
+                "machine with a network"
             ) from error
         raise HubError(
             f"{missing}, and the hub cannot be reached ({_first_line(error.__cause__ or error)}): check the network, "

@@ -1,8 +1,8 @@
-"""What was said since the last checkpoint. A run that was killed says it once more, from the same targets: with its
-responses as drafts it is soon where it was.
+"""Journal of the responses since the last checkpoint. A run that was killed decodes the same requests again from the
+same target. The journal's responses are then drafts, so that it catches up quickly.
 
-A record has the seed (8 bytes), the lengths of prompt and response (4 each) and both (4 a token), little-endian.
-"""
+A record has the seed (8 bytes), the lengths of prompt and response (4 bytes each), and their tokens (4 bytes each),
+little-endian."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _HEAD = struct.Struct("<QII")
 
 
 class Journal:
-    """The newest records, of so many tokens at most. Nothing depends on it but speed: where it cannot be written, the
-    run goes on without."""
+    """File of the newest records, with at most `most_tokens` response tokens. It affects only the speed. If it cannot
+    be written, the run continues without it."""
 
     def __init__(self, path: Path, most_tokens: int) -> None:
         self.path, self.most_tokens = path, most_tokens
@@ -35,11 +35,11 @@ class Journal:
             self._keep(self.read())
 
     def clear(self) -> None:
-        """A checkpoint holds all that it was kept for."""
+        """Delete all records, because a checkpoint was saved."""
         self._keep([])
 
     def read(self) -> list[Ahead]:
-        """Whole records: a run that was killed may have left a part of one at the end."""
+        """Read all complete records. A killed run may have left an incomplete one at the end."""
         data, found, at = self.path.read_bytes() if self.path.is_file() else b"", [], 0
         while at + _HEAD.size <= len(data):
             seed, prompt, tokens = _HEAD.unpack_from(data, at)
@@ -51,13 +51,13 @@ class Journal:
         return found
 
     def take_up(self) -> list[Ahead]:
-        """Of a run that goes on: what was said before. A torn end is cut off."""
+        """Return the records of the run that is resumed. An incomplete last record is dropped."""
         found = self.read()
         self._keep(found)
         return found
 
     def _keep(self, found: list[Ahead]) -> None:
-        """Of these the newest, half as many tokens as there may be."""
+        """Keep the newest of these records, with at most half of `most_tokens`."""
         kept: list[Ahead] = []
         self._tokens = 0
         for said in reversed(found):
@@ -74,7 +74,7 @@ class Journal:
             with self.path.open(mode) as file:
                 file.write(data)
         except OSError as error:
-            log.warning("%s cannot be written (%s); going on without", self.path, error.strerror)
+            log.warning("%s cannot be written (%s); the run continues without it", self.path, error.strerror)
             self._fails = True
 
 

@@ -1,6 +1,7 @@
-"""Checkpoints in a second place, such as `s3://bucket/run`: any that fsspec knows. A run works in its own folder, and
-its checkpoints are copied from there in the background. A copy is whole or does not count: its manifest is copied last,
-and is the first file to be removed."""
+"""Copies of checkpoints in a second place that fsspec can reach, such as `s3://bucket/run`.
+
+A run works in its own folder, and its checkpoints are copied from there in the background. A copy counts only if it is
+complete: its manifest is copied last and removed first."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from tlt.store.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, l
 from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
-_TELLS = 3.0  # seconds: a run that waits longer for the last copy says so
+_TELLS = 3.0  # seconds of waiting for the last copy after which a message is logged
 
 
 class Mirror:
     def __init__(self, url: str, keep: int) -> None:
-        """Keeps the newest `keep` checkpoints. Raises ConfigError where fsspec, or what it needs for such a place, is
-        missing, or where nothing can be written there."""
+        """Keep the newest `keep` checkpoints. Raises ConfigError if fsspec or its package for this place is missing, or
+        if nothing can be written there."""
         self.url, self.keep = url, keep
-        self._newest: Path | None = None  # of those that are to be copied
-        self._copied: Path | None = None  # the last one that was
+        self._newest: Path | None = None  # newest checkpoint to be copied
+        self._copied: Path | None = None  # last checkpoint that was copied
         try:
             from fsspec.core import url_to_fs  # an extra
 
@@ -39,13 +40,13 @@ class Mirror:
             raise ConfigError(
                 f"run.mirror = {url!r} cannot be used ({error}): {install_hint('mirror')}, for S3 {install_hint('s3')}"
             ) from None
-        except Exception as error:  # of any library for any place
-            remedy = "see that the bucket, or the folder above, is there, and that these keys may write to it"
+        except Exception as error:  # each place has a library with errors of its own
+            remedy = "check that the bucket or the parent folder exists, and that the credentials may write to it"
             raise ConfigError(f"run.mirror = {url!r} cannot be written to ({_said(error)}): {remedy}") from None
         self._copier = ThreadPoolExecutor(1, "mirror")
 
     def _refuse_to_be_kept_out(self) -> None:
-        """Raises what the library raises where nothing can be written. A bucket that is missing is not made."""
+        """Write a test file. Raises the library's error if that fails. A missing bucket is not created."""
         if "/" in self._root:
             self._make(self._root)
         place = f"{self._root}/.writable"
@@ -54,19 +55,21 @@ class Mirror:
 
     @property
     def newest(self) -> int:
-        """Steps of the newest whole checkpoint; 0 if there is none."""
+        """Number of steps of the newest complete checkpoint; 0 if there is none."""
         return max(map(steps_of, self._there), default=0)
 
     def refuse_another_run(self) -> None:
-        """Raises ConfigError where a run that starts afresh would mix its checkpoints with others."""
+        """Raise ConfigError if there are checkpoints already, which a new run would mix with its own."""
         if self._there:
-            raise ConfigError(f"{self.url} already holds checkpoints: go on with --resume, or give another run.mirror")
+            raise ConfigError(
+                f"{self.url} already contains checkpoints: continue with --resume, or set another run.mirror"
+            )
 
     # -- there ---------------------------------------------------------------------------------------------------------
 
     def copy(self, checkpoint: Path) -> None:
-        """In the background. Where one before is still on its way this one waits for it, in the place of any other that
-        waits."""
+        """Copy a checkpoint in the background. If an earlier copy is still running, this one waits for it and replaces
+        any other that waits."""
         self._newest = checkpoint
         self._copier.submit(self._copy, checkpoint)
 
@@ -81,8 +84,8 @@ class Mirror:
             older = sorted(name for name in whole if name <= checkpoint.name)  # a newer one may be damaged
             for name in sorted(self._found() - {*older[-self.keep :], *(set(whole) - set(older))}):
                 self._remove(name)
-        except Exception as error:  # of any library for any place: the run's own checkpoints are there
-            then = "tried again at the end of the run, unless a newer one is copied until then"
+        except Exception as error:  # any library's error; the run's own checkpoints are safe
+            then = "it is tried again at the end of the run, unless a newer one is copied before"
             log.warning("%s was not copied to %s (%s): %s", checkpoint.name, self.url, _said(error), then)
 
     def _put(self, checkpoint: Path, name: str) -> None:
@@ -94,7 +97,7 @@ class Mirror:
             self._make(place) if path.is_dir() else self._files.put_file(str(path), place)
 
     def _make(self, folder: str) -> None:
-        """Below one that is there. In a store of objects only the bucket is looked for."""
+        """Create a folder below an existing one. In an object store only the bucket must exist."""
         with suppress(FileExistsError):
             self._files.mkdir(folder, create_parents=False)
 
@@ -106,18 +109,18 @@ class Mirror:
             self._files.rm(place, recursive=True)
 
     def close(self) -> None:
-        """Once the newest one is copied, or cannot be."""
+        """Wait until the newest checkpoint is copied, or has failed to be copied."""
         if self._newest:
             under_way = self._copier.submit(self._copy, self._newest)
             if under_way not in wait([under_way], _TELLS).done:
-                log.warning("%s is on its way to %s: the run ends once it is there", self._newest.name, self.url)
+                log.warning("%s is being copied to %s: the run ends when that is done", self._newest.name, self.url)
         self._copier.shutdown(wait=True)
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
     def fetch(self, root: Path, newer_than: int) -> None:
-        """The newest whole checkpoint goes into this folder, if it is one of more steps, in the place of a damaged one.
-        Raises CheckpointError."""
+        """Copy the newest complete checkpoint to `root`, if it has more than `newer_than` steps. It replaces a damaged
+        one of the same name. Raises CheckpointError."""
         for name in sorted((name for name in self._there if steps_of(name) > newer_than), reverse=True):
             draft = root / f".{name}.partial"
             shutil.rmtree(draft, ignore_errors=True)
@@ -129,7 +132,7 @@ class Mirror:
             except Exception as error:
                 raise CheckpointError(f"{name} cannot be fetched from {self.url} ({_said(error)})") from None
             if wrong := fault(draft):
-                log.warning("%s in %s is passed over: %s", name, self.url, wrong)
+                log.warning("%s in %s is damaged and skipped: %s", name, self.url, wrong)
                 shutil.rmtree(draft)
                 continue
             shutil.rmtree(root / name, ignore_errors=True)
@@ -137,7 +140,7 @@ class Mirror:
             return
 
     def _found(self) -> set[str]:
-        """Folders of checkpoints, whole or not."""
+        """Return the names of all checkpoints, complete or not."""
         self._files.invalidate_cache()
         if not self._files.exists(self._root):
             return set()
@@ -150,7 +153,8 @@ class Mirror:
 
 @contextmanager
 def _held(checkpoint: Path) -> Iterator[Path]:
-    """The same files under a name that stays while the run saves others, and removes this one."""
+    """Copy a checkpoint to a name that stays until the block ends, even if the run deletes the checkpoint. Files are
+    linked."""
     held = checkpoint.with_name(f".{checkpoint.name}.copied")
     for left_over in checkpoint.parent.glob(".step_*.copied"):
         shutil.rmtree(left_over)
@@ -163,7 +167,7 @@ def _held(checkpoint: Path) -> Iterator[Path]:
 def _link(path: str, other: str) -> None:
     try:
         os.link(path, other)
-    except OSError:  # as on file systems that have none
+    except OSError:  # the file system has no links
         shutil.copy2(path, other)
 
 
@@ -172,12 +176,13 @@ def _said(error: Exception) -> str:
 
 
 def mirror_of(run: RunConfig) -> Mirror | None:
-    """As the recipe says. Raises ConfigError."""
+    """Return the mirror of a recipe; None without one. Raises ConfigError."""
     return Mirror(run.mirror, run.keep) if run.mirror else None
 
 
 def latest_of(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
-    """The newest whole one, fetched from the mirror if that has one of more steps. Raises CheckpointError."""
+    """Return the newest complete checkpoint. If the mirror has one of more steps, fetch it first. Raises
+    CheckpointError."""
     if mirror:
         try:
             done = latest(checkpoints).state["step"]
