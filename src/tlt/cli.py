@@ -39,9 +39,11 @@ _DRAFTER = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit. Exit codes: 0 success; 1 a check failed; 2 bad input, explained in one sentence; 75 memory,
-    all workers or the cluster were lost; 130 interrupted, 143 terminated, 129 hung up. A run that a signal stopped has
-    been saved."""
+    """Run a command and exit.
+
+    Exit codes: 0 success; 1 a check failed; 2 bad input, explained in one sentence; 75 no memory left, or all workers
+    were lost; 130 interrupted, 143 terminated, 129 hung up. A run that a signal stopped has been saved.
+    """
     arguments, overrides = _parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
@@ -75,7 +77,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _one_line(text: str) -> str:
-    """Return the text in one line. Its middle is cut if it is long, because a library's message may quote a whole file."""
+    """Return the text in one line. The middle of a long text is cut, because libraries may quote a whole file."""
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
 

@@ -35,7 +35,7 @@ class ToolTurns:
     it, the seed of its row and its number."""
 
     def __init__(self, trainer: Any, decode: Callable[[Sequence[Request]], list[Response]]) -> None:
-        """`decode` returns the responses in the order of the requests."""
+        """Wrap `decode`, which returns the responses in the order of the requests."""
         self._decode = decode
         self._rows: list[_Row] = []
         self._turn = 0

@@ -14,7 +14,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Raises ValueError."""
+    """Write the page. Raises ValueError."""
     if overrides:
         raise ValueError(f"unknown option {overrides[0]}: see tlt report --help")
     from tlt.report import write_report

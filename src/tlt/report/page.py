@@ -106,8 +106,8 @@ def _counterfactual(runs: Sequence[Run]) -> str:
 
     note = (
         '<p class="note"><b class="measured">measured</b>: whole steps were decoded a second time by plain decoding, '
-        'with the same tokens (run.compare_every). <b class="estimated">estimated</b>: from rounds that were decoded '
-        "plainly now and then. Every step with a number counts, those that lost included.</p>"
+        'with the same tokens (run.compare_every). <b class="estimated">estimated</b>: from some rounds with plain '
+        "decoding. Every step with a number counts, those that lost included.</p>"
     )
     return columns(runs, block) + note
 

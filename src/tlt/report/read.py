@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Run:
-    """What the page needs of one run. `steps` are lines of metrics.jsonl without their longest lists."""
+    """A run as the page needs it. `steps` are lines of metrics.jsonl without their longest lists."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def _count_workers(run: Run, workers: Any, useful_share: float) -> None:
 
 
 def _read_completions(run: Run) -> list[dict[str, Any]]:
-    """Return the newest responses, as many as a few MiB hold."""
+    """Return the newest responses, up to a few MiB."""
     parquet = sorted((run.folder / "completions").glob("step_*.parquet"))
     if parquet:
         return _read_parquet(run, parquet)

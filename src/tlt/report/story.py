@@ -1,4 +1,4 @@
-"""What a run's numbers say: its speed against plain decoding, where its worker seconds went, and advice."""
+"""Conclusions from a run's numbers: speed against plain decoding, use of worker seconds, and advice."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def _seen_ahead(m: StepMetrics) -> float:
 def _alarms(m: StepMetrics) -> list[str]:
     alarms: dict[str, float] = m.rollout["alarms"]
     return [
-        f"the {name} drafter's first guess is right {now:.0%} of the time, less than half of what it was: no token is "
-        "wrong, but its speed is gone; train it anew"
+        f"the acceptance rate of the {name} drafter fell to {now:.0%}, less than half of before: tokens stay right, "
+        "but speculation is slow; train the drafter again"
         for name, now in alarms.items()
     ]

@@ -1,0 +1,57 @@
+"""Plain English in docstrings and messages: no first words without a subject, no words that must be decoded."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "tlt"
+FIRST = {"Of", "What", "Those", "That", "By", "Where", "Whoever", "Who", "Which", "As", "With", "From"}
+WORDS = (
+    *("amid", "anew", "beside", "held against", "so many", "what it took", "what it gave", "goes live"),
+    *("said to", "those who", "for so long", "as many as", "plainly", "last words", "decoded ahead"),
+)
+FORBIDDEN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
+
+
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def sentences(tree: ast.AST) -> Iterator[str]:
+    """Yield string constants with a space, and the constant parts of f-strings: docstrings and messages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.value
+
+
+def faults(code: str) -> list[str]:
+    tree = ast.parse(code)
+    found = [text for text in docstrings(tree) if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in FIRST]
+    return found + [text for text in sentences(tree) if FORBIDDEN.search(text)]
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_docstrings_and_messages_are_plain_english(path: Path) -> None:
+    assert faults(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "is_fine"),
+    [
+        ('def f():\n    """Of a member\'s own shards."""', False),
+        ('class A:\n    """What a run needs."""', False),
+        ('def f():\n    """Return the shards of a member."""', True),
+        ('raise ValueError(f"worker {n} was lost amid {method}")', False),
+        ('log.info("worker %d failed while decoding", n)', True),
+        ('name = "amid"', True),
+    ],
+)
+def test_the_check_sees_first_words_and_phrases(code: str, is_fine: bool) -> None:
+    assert (faults(code) == []) == is_fine
