@@ -388,7 +388,7 @@ def test_weights_in_several_files_are_one_model(model: Path, tmp_path: Path) -> 
     whole, found = (read_safetensors(folder) for folder in (model, tmp_path / "out"))
     assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())
     next(source.glob("model-*.safetensors")).unlink()
-    with pytest.raises(ModelError, match=r"cannot be loaded as a model .*No such file .*model-0000"):
+    with pytest.raises(ModelError, match=r"has no weights file model-0000"):
         export(source, tmp_path / "again", "hf", "float32")
 
 
