@@ -22,7 +22,7 @@ from tlt.rl.shard_sum import Shard
 from tlt.types import TrainBatch
 
 _SHORT = 32  # tokens of a pass that is measured
-_LOGITS = 5  # memory to compute the gradient of a chunk, in multiples of its logits
+_LOGITS = 3  # memory to compute the gradient of a chunk, in multiples of its logits
 _LEAST_LOGITS = 32  # lowest train.logits_mb that is suggested, in MiB
 _WRONG = 0.8  # settings suggested after a device ran out of memory need at most this share
 

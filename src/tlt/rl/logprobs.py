@@ -33,14 +33,35 @@ def token_logprobs(
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        if temperature != 1.0:  # a division by 1 would write and read all logits again, and their gradient
-            wide = wide / max(temperature, lowest_temperature(wide.dtype))
-        log_p = torch.log_softmax(wide, dim=-1)
-        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
-        with torch.no_grad():
-            return chosen, -(log_p.exp() * log_p).sum(-1)
+        return _LogProbs.apply(wide, targets, max(temperature, lowest_temperature(wide.dtype)))
 
     return in_chunks(law, hidden, micro.targets, chunk_tokens(model, logits_mb))
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probs [n] of targets [n] under softmax(logits / temperature), and entropies [n] (no gradient).
+
+    The logits [n, V] are overwritten: by probabilities, then by their own gradient. On a CPU a new tensor of
+    this size takes a quarter of the time of the head's product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if temperature != 1.0:
+            logits.div_(temperature)
+        log_p = torch.log_softmax(logits, dim=-1)
+        p = torch.exp(log_p, out=logits)
+        ctx.save_for_backward(p, targets)
+        ctx.temperature = temperature
+        entropies = -torch.linalg.vecdot(p, log_p)
+        ctx.mark_non_differentiable(entropies)
+        return log_p.gather(-1, targets[:, None]).squeeze(-1), entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        p, targets = ctx.saved_tensors
+        own = gradients[0][:, None] / ctx.temperature
+        return p.mul_(-own).scatter_add_(-1, targets[:, None], own), None, None
 
 
 def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
