@@ -453,5 +453,5 @@ def test_generate_refuses_rows_whose_columns_it_would_overwrite(
 
 
 def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    assert "give --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
+    assert "no prompt given: use --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
     assert "--system" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--system", "be brief")

@@ -144,11 +144,11 @@ def open_engine(
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
-    """Return the drafter whose training starts with the run; None if no drafter is trained. It is loaded from
-    `speculation.path`, or random but the same on all workers.
+    """Return the learned drafter that the run begins with; None if the run does not train one. It is loaded from
+    `speculation.path`. Without a path its weights are random, and the same on all workers.
 
-    With vLLM only the drafter `eagle` is trained, and only if the policy is not sharded, because the policy then
-    computes its training data."""
+    vLLM returns no hidden states, so the policy computes the training data. A sharded policy cannot do that. So with
+    vLLM a drafter is trained only if `speculation.drafter` is `eagle` and the policy is not sharded."""
     speculation = config.speculation
     trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
     if not may_be_learned(speculation.drafter) or not trains:

@@ -1,4 +1,4 @@
-"""tlt train | estimate | config | generate | verify | draft | bench: parse and validate first, import torch after."""
+"""Command line of tlt. It checks options and recipes before it imports torch, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         ),
     )
     if not arguments.prompt and not arguments.data:
-        raise ConfigError("nothing is asked: give --prompt TEXT or --data FILE")
+        raise ConfigError("no prompt given: use --prompt TEXT or --data FILE")
     from tlt.commands.generate import Asked, generate
 
     backend = parse_section(EngineConfig, {"backend": arguments.backend}, "tlt generate")
@@ -254,7 +254,7 @@ def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     for line in export(arguments.source, arguments.out, arguments.to, arguments.dtype, arguments.model):
         print(line)
     if arguments.push:
-        print(f"it is uploaded to {push(arguments.out, arguments.push)}")
+        print(f"uploaded {arguments.out} to {push(arguments.out, arguments.push)}")
     return 0
 
 

@@ -6,9 +6,9 @@
 4. Update the policy on the batch, in prompt order whatever the order of arrival.
 5. Give the new weights to the engine.
 
-Groups that dynamic sampling leaves over are used first in the next step, or dropped (`rollout.leftover`). They are one
-update old then, because the next step uses all of them. Their ratio is to the policy that decoded them. Decoding their
-prompts again would be on-policy, but it would cost up to half the rollout.
+Groups that dynamic sampling leaves over are used first in the next step, or dropped (`rollout.leftover`). The next step
+uses all of them, so they are never more than one update old. Their old log-probs are those of the policy that decoded
+them. Decoding their prompts again would be on-policy, but it would cost up to half the rollout.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Watcher(Protocol):
 
 @dataclass
 class Parts:
-    """Parts of a run."""
+    """Objects that a step uses, built once per run by `run/parts.py`."""
 
     prompts: Sequence[Prompt]
     cursor: Cursor

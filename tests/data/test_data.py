@@ -436,7 +436,7 @@ def test_long_prompts_are_left_out_and_counted_where_that_is_asked_for(
     prompts = load_prompts(DataConfig(path=path, max_prompt_tokens=5, long_prompts="drop"), encode)
     assert [(p.prompt_id, p.text) for p in prompts] == [(0, "xxx"), (1, "xxxx")]
     assert "1 of 3 prompts" in caplog.text
-    with pytest.raises(DataError, match="no prompt has at most"):
+    with pytest.raises(DataError, match="all prompts are longer than"):
         load_prompts(DataConfig(path=path, max_prompt_tokens=2, long_prompts="drop"), encode)
 
 

@@ -217,7 +217,7 @@ def test_lora_adapters_are_merged_and_the_base_stays_as_it_is(home: Path) -> Non
 
 def test_other_adapters_are_refused_by_their_name(home: Path) -> None:
     shape = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(ValueError, match=r"does not do the adapter 'default' with use_dora"):
+    with pytest.raises(ValueError, match=r"does not support the adapter 'default' with use_dora"):
         make(home, Rollout(), peft=shape).train()
 
 
@@ -230,7 +230,7 @@ def test_other_adapters_are_refused_by_their_name(home: Path) -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(home: Path, changes: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"tlt inside TRL does not do {name}"):
+    with pytest.raises(ValueError, match=f"tlt in TRL does not support {name}"):
         make(home, Rollout(), **changes).train()
 
 

@@ -184,7 +184,7 @@ def test_messages_go_through_the_trainers_template(folder: Path) -> None:
     found = off()([[{"role": "user", "content": "go"}]], trainer)
     assert found["prompt_ids"] == [trainer.processing_class("go>")["input_ids"]]
     picture = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "go"}]}]]
-    with pytest.raises(ValueError, match="does not do images"):
+    with pytest.raises(ValueError, match="does not support images"):
         off()(picture, trainer)
 
 
@@ -467,7 +467,7 @@ def test_an_evaluation_is_kept_as_drafts_of_the_next_one_and_training_is_not(fol
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
-    with pytest.raises(trl_terms.UnsupportedError, match=f"tlt inside TRL does not do {name}"):
+    with pytest.raises(trl_terms.UnsupportedError, match=f"tlt in TRL does not support {name}"):
         off()(PROMPTS, FakeTrainer(folder, **changes))
 
 
@@ -503,7 +503,7 @@ def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     trainer.tools = (print,)
     with pytest.raises(
-        trl_terms.UnsupportedError, match="tools inside this TRL: its trainer has no _generate_single_turn"
+        trl_terms.UnsupportedError, match="tools in this TRL, whose trainer has no _generate_single_turn"
     ):
         off()(PROMPTS, trainer)
     trainer = FakeTrainer(folder)

@@ -297,7 +297,7 @@ def test_an_export_is_pushed(
         assert ended.value.code == 0
         assert hub.commits["models/me/mine"][hub.heads["models/me/mine"]] == files_in(tmp_path / out)
     assert hub.private == {"models/me/mine": True}
-    assert f"it is uploaded to {hub.address}/me/mine" in capsys.readouterr().out
+    assert f"uploaded {out} to {hub.address}/me/mine" in capsys.readouterr().out
 
 
 def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,9 +156,10 @@ class Crew:
         return [Done(index, "take_state", None, lost=True) for index in in_vain]
 
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
-        """Return the worker that hangs, and its method, if this worker is late. In a joint call it is a worker that
-        does not answer at all. If this worker is new, it is the worker whose state it is waiting for. Else it is this
-        worker."""
+        """Return the worker that causes the delay of this late worker, and the method that hangs there.
+
+        In a joint call, return a worker that does not answer a ping. If the late worker is new and still waits for the
+        state of another worker, return that one. Otherwise return the late worker itself."""
         if method in _JOINT:
             silent = [i for i in self.present if self.pool.updated(i, _PING) is None]
             return max(silent, default=index), method

@@ -106,7 +106,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     console = Console(highlight=False, markup=False, emoji=False)
     _print(console, results)
     console.print(curve.advice())
-    console.print(f"the drafter is in {folder}: --speculation.drafter adaptive --speculation.path {folder}")
+    console.print(f"the drafter is in {folder}: use it with --speculation.drafter adaptive --speculation.path {folder}")
 
 
 def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:

@@ -19,7 +19,7 @@ class RewardTerm(Section):
     filled by name: response (the whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and
     columns of the data."""
     weight: float = Field(default=1.0, ge=-1e30, le=1e30)
-    """The reward is the sum of weight * score over the terms."""
+    """Weight of this term. The reward is the sum of weight * score over the terms."""
     pattern: str = ""
     """For `format`: regular expression. The score is 1 if it is found in the response, else 0."""
     length_from: int = Field(default=0, ge=0)

@@ -107,7 +107,9 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, le=100)
     """Weight decay of matrices. Norms and biases are not decayed."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay rate of AdamW's first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay rate of AdamW's second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm."""
     advantage: Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
@@ -141,10 +143,10 @@ class TrainConfig(Section):
     """Cap of truncated importance weights min(trainer / rollout, cap) on the loss. Because rollout log-probs enter the
     update only here, runs that round differently then end in different bits. 0 turns it off."""
     updates_per_step: int = Field(default=1, gt=0)
-    """Number of optimizer steps on each rollout. The responses are split into this many mini-batches, in prompt
-    order."""
+    """Number of optimizer steps in each pass over the rollout. The responses are split into this many mini-batches, in
+    prompt order."""
     epochs: int = Field(default=1, gt=0, le=1000)
-    """Number of passes of the update over the rollout."""
+    """Number of passes over the rollout in an update. There are `epochs` x `updates_per_step` optimizer steps."""
     early_update: bool = True
     """Let idle workers compute gradients of finished groups early. If there are several optimizer steps per rollout, if
     train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and reference log-probs
@@ -206,8 +208,8 @@ class ClusterConfig(Section):
     allow_no_token: bool = False
     """Join a Ray cluster without authentication. Use it only on a private network."""
     min_workers: int | None = Field(default=None, gt=0)
-    """Smallest number of workers with which a run starts and continues, if the others have no place to run. They join
-    when there is a place again, and the result is the same (default: all to start, 1 to continue; all if
+    """Smallest number of workers with which a run starts and continues if the cluster has no room for the others. The
+    others join as soon as there is room. The result does not depend on it (default: all to start, 1 to continue; all if
     train.shard)."""
     grace: float = Field(default=60.0, gt=0, le=LONGEST)
     """Timeout in seconds for the start of a worker's process. If a worker exceeds it, the run continues without that

@@ -15,11 +15,12 @@ class DrafterTrainConfig(Section):
     """Training of the learned drafter, by `tlt draft train` and during a run."""
 
     unroll: int = Field(default=7, gt=0, le=16)
-    """Largest number of consecutive draft tokens in training. Each is drafted from the drafter's own output for the one
-    before. The number used is one more than the number of tokens accepted at present."""
+    """Largest length of the chains of draft tokens in training. The drafter predicts each token from its own output for
+    the one before. Chains in use are one token longer than the mean number of accepted draft tokens."""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
-    """Loss of the drafter. From random weights `cross_entropy` and `hybrid` learn equally well; `total_variation` and
-    `agreement` hardly learn."""
+    """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `agreement` is the probability that
+    a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and the other two
+    hardly learn."""
     decay: float = Field(default=0.4, gt=0, le=1)
     """Weight of each draft token in the loss, relative to the one before."""
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -34,8 +35,8 @@ class DrafterTrainConfig(Section):
     """Train the drafter on idle workers (several workers only). Training starts from `speculation.path`, or from random
     weights if `speculation.drafter` is adaptive and no path is given."""
     extra: float = Field(default=0.0, ge=0, le=1)
-    """Share of the rollout's time during which training of the drafter may delay a step. A single worker is never idle,
-    so it trains a drafter only if this is above 0."""
+    """Extra time for training the drafter after each rollout, as a fraction of the rollout's time. It delays the step.
+    A single worker is never idle, so it trains a drafter only if this is above 0."""
     buffer_tokens: int = Field(default=200_000, gt=0)
     """Number of tokens of training data kept in host memory. Up to half of them are from earlier rollouts."""
 

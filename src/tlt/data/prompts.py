@@ -62,7 +62,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
         said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
         log.warning(said, left_out, len(rows), config.max_prompt_tokens)
     if not prompts:
-        raise DataError(f"no prompt has at most data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
+        raise DataError(f"all prompts are longer than data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
     return _without_many_tasks(prompts, config)
 
 

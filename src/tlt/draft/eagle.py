@@ -84,7 +84,7 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
 
 
 class EagleLayer(nn.Module):
-    """Trainable tensors. `fuse`, `inputs` and `finish` differ between the two kinds."""
+    """Trainable tensors of a learned drafter. `fuse`, `inputs` and `finish` differ between eagle1 and eagle3."""
 
     vocabulary: Tensor | None
     """[draft_vocab_size] ids of the tokens that it can propose, ascending; None: all tokens"""

@@ -184,7 +184,7 @@ class Bandit:
 
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
         """Set `current` to the fastest arm, unless it is hardly faster than plain decoding or than the arm in use.
-        Return it, or now and then the arm that was measured least among those that are nearly as fast."""
+        Return it. At regular intervals, return the arm that was measured least among those that are nearly as fast."""
         speeds = {arm: self.tokens(arm) / self._seconds_now(arm, bucket) for arm in arms}
         best = max(arms, key=lambda arm: speeds[arm])
         kept = (arm for arm in (PLAIN, self.current) if arm in speeds and speeds[best] < (1 + _MARGIN) * speeds[arm])

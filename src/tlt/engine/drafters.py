@@ -23,8 +23,9 @@ _WATCHED = 1000  # number of drafts in the running acceptance rate
 
 
 class Agreement:
-    """Acceptance rate of a drafter's first draft token over its last 1,000 drafts, and the same at its publication: as
-    measured in training, else over its first 1,000 drafts here."""
+    """Acceptance rates of a drafter's first draft token: now, over its last 1,000 drafts, and at its publication.
+
+    The second one was measured in training. If it was not, it is the rate over the first 1,000 drafts in the engine."""
 
     def __init__(self, published: float | None) -> None:
         self.published = published

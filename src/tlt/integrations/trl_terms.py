@@ -46,10 +46,10 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (engine.backend != "tlt", f"engine.backend = {engine.backend!r}", "leave it out"),
         (plugin is not None and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", "set fsdp_version: 2"),
         (isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy), "FSDP's cpu_offload", "set it to False"),
-        (zero == 3, "DeepSpeed ZeRO-3", "take ZeRO-2 or FSDP2"),
+        (zero == 3, "DeepSpeed ZeRO-3", "use ZeRO-2 or FSDP2"),
     ):
         if asked:
-            raise UnsupportedError(f"tlt inside TRL does not do {what}: {remedy}")
+            raise UnsupportedError(f"tlt in TRL does not support {what}: {remedy}")
     if has_tools(trainer):
         refuse_other_methods(trainer)
 
@@ -62,7 +62,7 @@ def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
     parts = [message["content"] for messages in prompts for message in messages]
     if any(isinstance(part, list) and any(piece.get("type") != "text" for piece in part) for part in parts):
-        raise UnsupportedError("tlt inside TRL does not do images: leave rollout_func out")
+        raise UnsupportedError("tlt in TRL does not support images: leave rollout_func out")
     if has_tools(trainer):  # each prompt with the tools of its environment
         return [tuple(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
     rendered = tokenizer.apply_chat_template(
@@ -95,6 +95,6 @@ def refuse_impossible(token_ids: Sequence[int], law: SamplingParams, most: int) 
     longest = len(token_ids) + law.max_new_tokens
     if longest > most:
         raise ValueError(
-            f"a prompt of {len(token_ids)} tokens and its completion may reach {longest}, but the model is good for "
+            f"a prompt of {len(token_ids)} tokens and its completion may reach {longest}, but the model supports "
             f"{most}: lower max_completion_length, or drop long prompts from the data set"
         )

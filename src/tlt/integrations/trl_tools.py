@@ -59,7 +59,7 @@ class ToolTurns:
         results of tools. A row whose results fill max_completion_length gets no tokens."""
         if images or has_tool_images:
             raise UnsupportedError(
-                "tlt inside TRL does not do images: let tools return text, or leave rollout_func out"
+                "tlt in TRL does not support images: let tools return text, or leave rollout_func out"
             )
         self._turn += 1
         rows = self._continued(prompt_ids)
@@ -93,5 +93,5 @@ def refuse_other_methods(trainer: Any) -> None:
     if missing or list(inspect.signature(getattr(trainer, _SEAM)).parameters) != _ARGUMENTS:
         what = missing[0] if missing else f"{_SEAM} with the arguments {', '.join(_ARGUMENTS)}"
         raise UnsupportedError(
-            f"tools inside this TRL: its trainer has no {what}: install trl 1.16, or leave tools out"
+            f"tlt does not support tools in this TRL, whose trainer has no {what}: install trl 1.16, or leave tools out"
         )

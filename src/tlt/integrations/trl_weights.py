@@ -52,10 +52,10 @@ class Trained:
             beyond = [kind] if kind != "LORA" else [what for what in _BEYOND_LORA if getattr(peft, what, None)]
             if beyond:
                 raise UnsupportedError(
-                    f"tlt inside TRL does not do the adapter {name!r} with {beyond[0]}: take plain LoRA"
+                    f"tlt in TRL does not support the adapter {name!r} with {beyond[0]}: use plain LoRA"
                 )
         if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            raise UnsupportedError("tlt inside TRL does not do LoRA adapters in shards of FSDP2: train on DDP")
+            raise UnsupportedError("tlt in TRL does not support LoRA adapters sharded by FSDP2: train with DDP")
 
     def has_changed(self, trainer: Any) -> bool:
         """Return whether a weight changed since the last call. Compares the step and the norm of each parameter in

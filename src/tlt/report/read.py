@@ -1,4 +1,4 @@
-"""Reading a run's files for its page. Any of them may be missing, cut off or damaged: the page says so."""
+"""Reader of a run's files for report.html. If a file is missing, cut off or damaged, the page says so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Run:
-    """A run as the page needs it. `steps` are lines of metrics.jsonl without their longest lists."""
+    """Data of a run for its page. `steps` are the lines of metrics.jsonl without the fields in `_DROPPED`."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)

@@ -84,8 +84,8 @@ class Cut(NamedTuple):
 
 
 def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers: int) -> Cut:
-    """Cut a batch into early shards and the rest. `counts`: whether a response is computed. `prompts`: those of a
-    step. `workers`: those of the recipe."""
+    """Cut a batch into early shards and the rest. `counts` returns whether a response is computed. `prompts` is the
+    number of prompts in a step, and `workers` that of workers in the recipe."""
     groups = [group for group in batch.groups() if any(map(counts, group))]
     order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
     early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
@@ -94,7 +94,8 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
 
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
-    """Cut the first groups of the early order into shards. `count`: groups in the batch, or a lower bound of it."""
+    """Cut the first groups of the early order into shards. `count` is the number of groups in the batch, or a lower
+    bound of it."""
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
     whole = min(len(order), _num_early(count)) // each
     return [order[k * each : (k + 1) * each] for k in range(whole)]
@@ -105,11 +106,11 @@ def _num_early(groups: int) -> int:
 
 
 def owners_of(work: Sequence[float], held: Sequence[Mapping[int, float]]) -> list[list[int]]:
-    """Deal out the shards of an update: [member] -> its shards, in their order.
+    """Return the shards of each member in an update, in ascending order.
 
-    `work`: that of each shard. `held`: of each member, the share of the work that is done of each shard that it has
-    begun. A shard stays with the member that has begun it. The others go to the member with least left to do, the
-    largest first (LPT: Graham, 1969)."""
+    `work` has the work of each shard. `held` has for each member the shards that it has begun, and the fraction of each
+    that is done. A shard stays with the member that has begun it. The others are assigned in descending order of work,
+    each to the member with least work left (LPT: Graham, 1969)."""
     owners: list[list[int]] = [[] for _ in held]
     loads = [0.0] * len(held)
     left = dict(enumerate(work))
@@ -158,8 +159,8 @@ class EarlyGroups:
         is_last_wave: bool,
         settle: Callable[[Sequence[Response]], bool],
     ) -> None:
-        """`before`: groups that open the batch, with their rewards. `settle`: sets the rewards of responses if all are
-        known, and returns whether they are."""
+        """Create it for the requests of a wave. `before` are groups with rewards that come first in the batch.
+        `settle` sets the rewards of responses if all are known, and returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
         self._heard: dict[int, Response] = {}
         self._finished = {number: self._look_at(group) for number, group in enumerate(before)}

@@ -44,9 +44,10 @@ def take_weights(target: Target, policy: Weighed, version: int) -> None:
 
 
 def check_parity(target: Target, policy: Weighed) -> None:
-    """Compare next-token distributions at each token of a short text, for vLLM at its last token only.
+    """Compare the next-token distributions of target and policy on a short text.
 
-    Raises ModelError if they differ by more than rounding explains. All members of a sharded policy make this call."""
+    They are compared at each token, or with vLLM at the last token only. Raises ModelError if they differ by more than
+    rounding explains. All members of a sharded policy make this call."""
     count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
     decoded = _logits(target, tokens)

@@ -38,7 +38,8 @@ _ONE_IN = 8  # of the responses that have no gradient, one in so many is measure
 
 
 class Policy:
-    """Trained model with its optimizer. Masters are float32 (float64 if asked); bfloat16 means autocast over them.
+    """Trained model with its optimizer. Master weights are float32, or float64 if `dtype` is. With bfloat16 the passes
+    run under autocast.
 
     Memory per parameter: master weight, gradient and Adam's two moments, 4 x 4 bytes in float32. If `kl_weight` is set,
     the frozen `reference`, the model that training started from, adds 4 bytes.

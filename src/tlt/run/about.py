@@ -38,7 +38,7 @@ def about_model(config: Config) -> str:
 
 
 def about_memory(config: Config) -> str:
-    """Return the free memory of this machine, and the largest size of an engine's key-value cache."""
+    """Return a line with the free memory of this machine, and the largest size of an engine's key-value cache."""
     free = f"memory: {free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free on this machine"
     if config.engine.backend == "vllm":
         return free
@@ -48,7 +48,7 @@ def about_memory(config: Config) -> str:
 
 
 def about_folder(config: Config) -> str:
-    """Return the files that the run will write, and when it saves a checkpoint."""
+    """Return a line with the files that the run will write, the steps that save a checkpoint, and the trackers."""
     run = config.run
     completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
     files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), *["report.html"] * run.report, "summary.json"]

@@ -57,8 +57,10 @@ class Transcript(NamedTuple):
 
 
 class HarvestBuffer:
-    """Buffer of up to `max_tokens` entries: the newest items of the current rollout, and of the last finished rollout
-    and up to `steps` before it the items that end latest in their sequences. Newer rollouts get room first."""
+    """Buffer of up to `max_tokens` entries from the current rollout, the last finished one, and `steps` before it.
+
+    If there is no room for all items, the current rollout keeps its newest ones. A finished rollout keeps those that
+    end latest in their sequences. Newer rollouts get room first."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0

@@ -84,9 +84,11 @@ def unroll(
     steps: int,
     roots: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yield columns 0 .. steps - 1, each the input of the target's head: column 0 for all entries [T, D], later columns
-    for the `roots` [R, D] (indices of entries, ascending; None: all). Entry i of column t predicts token i + t + 2; at
-    the end of a sequence its input is some other token, and its output means nothing.
+    """Yield the layer's outputs for draft tokens 0 .. steps - 1 of each chain. They are inputs of the target's head.
+
+    The outputs for one draft token are a column. Column 0 has all entries [T, D]. Later columns have only the `roots`
+    [R, D], which are ascending indices of entries (None: all). Entry i of column t predicts token i + t + 2. If that
+    token is beyond the end of the sequence, the output must be ignored.
 
     `cos_sin`: cos and sin of the target's rotary embedding, [positions, E] each, in Hugging Face's order.
     """

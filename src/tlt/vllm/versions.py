@@ -34,8 +34,8 @@ def require_vllm() -> None:
     found, tested = vllm_version(), " or ".join(TESTED)
     if found is None:
         raise VllmError(
-            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')} (without a GPU: make vllm), "
-            "or set engine.backend = 'tlt'"
+            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')} (on a machine without a "
+            "GPU: run make vllm in a clone of the repository), or set engine.backend = 'tlt'"
         )
     if not is_tested(found):
         log.warning("vLLM %s is not tested with tlt (tested: %s); its tokens are checked at the start", found, tested)
