@@ -80,6 +80,7 @@ def desk(*texts: str) -> tuple[str, bool, float]:
         ('{"name": "add", "arguments": {"first": 2, "second": 3, "third": 4}}', "unexpected keyword argument 'third'"),
         ('{"name": "add", "arguments": {"first": "two", "second": 3}}', "add: first: Input should be a valid integer"),
         ('{"name": "look_up", "arguments": {"word": "e", "table": [1]}}', "look_up: table: Input should be"),
+        ('{"name": "look_up", "arguments": {"word": "\\ud83d"}}', "the call has a lone surrogate"),
         ("<function=add><parameter=first>2</function>", "add: missing a required argument"),
     ],
 )
@@ -94,6 +95,13 @@ def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, erro
     (found,) = environments.answer_all([(PROMPT, Turn(1, 1, texts))])
     assert (found.reply, found.reward) == (None, 1.0), "the episode goes on"
     assert found.scores["malformed_calls"] == 1, "of the whole episode"
+
+
+def test_a_bare_call_that_is_nested_too_deeply_is_malformed() -> None:
+    depth = 100_000
+    reply, done, _ = desk('[{"name": ' + "[" * depth + "]" * depth + "}]")
+    assert reply.startswith("Error: the call is not JSON")
+    assert not done
 
 
 def test_a_tool_that_raises_is_counted_apart() -> None:

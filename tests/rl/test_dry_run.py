@@ -100,19 +100,25 @@ def test_a_model_that_does_not_fit_at_all_gets_another_remedy(home: Path, monkey
 
 
 def test_a_batch_smaller_than_a_micro_batch_needs_less(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 responses of up to 110 tokens are 7,040 tokens, whatever the budget is."""
-    needs = [refusal(home, monkeypatch, 0, config_of(home, micro=micro, new=10)) for micro in (7040, 10**6)]
-    assert needs[0].partition("free")[0] == needs[1].partition("free")[0]
+    """64 responses of up to 110 tokens are 7,040 tokens, whatever the budget is, and 1,760 in each of four optimizer
+    steps."""
+    for updates, tokens in ((1, 7040), (4, 1760)):
+        budgets = (tokens, 10**6)
+        configs = [config_of(home, micro=micro, new=10, updates_per_step=updates) for micro in budgets]
+        needs = [refusal(home, monkeypatch, 0, config) for config in configs]
+        assert f"with {tokens:,} tokens" in needs[0]
+        assert needs[0].partition("free")[0] == needs[1].partition("free")[0]
 
 
 def test_each_worker_of_a_machine_has_its_share(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And keeps a copy of weights and moments during an update, so that another may be lost."""
+    """And keeps a copy of weights and moments during an update, so that another may be lost. Seven of the eight groups
+    are early shards, so one worker keeps four more gradients."""
     config = config_of(home)
     two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": 2})})
     policy = policy_of(config)
     one_need, two_need = (module._Need.measured(policy, each) for each in (config, two))
     weights = sum(p.nbytes for p in policy.model.parameters())
-    assert (one_need.fixed, two_need.fixed) == (3 * weights, 6 * weights)
+    assert (one_need.fixed, two_need.fixed) == (3 * weights, 10 * weights)
     need = two_need.of(module._Update.of(two, PROMPT))
     assert not refusal(home, monkeypatch, 2 * need, two)
     assert "for each of 2 workers" in refusal(home, monkeypatch, 2 * need - 2, two)

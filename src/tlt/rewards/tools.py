@@ -11,6 +11,7 @@ from typing import Any, ClassVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from tlt.config import Config
+from tlt.files import is_text
 from tlt.rewards.isolated import Answering, IsolatedScore
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict
@@ -94,9 +95,9 @@ def calls_in(text: str) -> list[str]:
         return []
     try:
         found = json.loads(bare)
-    except ValueError:
+        return [json.dumps(each) for each in (found if isinstance(found, list) else [found])]
+    except (ValueError, RecursionError):
         return [bare]
-    return [json.dumps(each) for each in (found if isinstance(found, list) else [found])]
 
 
 def parsed(call: str) -> tuple[str, dict[str, Any]]:
@@ -105,12 +106,15 @@ def parsed(call: str) -> tuple[str, dict[str, Any]]:
         return written[1], dict(_PARAMETER.findall(written[2]))
     try:
         found = json.loads(call)
+        valid = is_text(json.dumps(found, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise MalformedCall(f"the call is not JSON: {error}") from None
     name = found.get("name") if isinstance(found, dict) else None
     arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise MalformedCall('a call is a JSON object with "name" and "arguments"')
+    if not valid:  # a tool may return its argument, and a reply must be valid text
+        raise MalformedCall("the call has a lone surrogate, which is not valid text")
     return name, arguments
 
 

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tlt.config import Config, ConfigError
 from tlt.engine.memory import free_bytes
 from tlt.rl.batching import Layout
+from tlt.rl.early import most_early_gradients
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
 from tlt.rl.shard_sum import Shard
@@ -59,7 +60,7 @@ class _Update:
     new: int
     """rollout.max_new_tokens"""
     budget: int
-    """train.micro_batch_tokens, or fewer if a step has fewer"""
+    """train.micro_batch_tokens, or fewer if an optimizer step has fewer"""
     logits_mb: int
     checkpoints: bool
     """train.gradient_checkpointing"""
@@ -67,7 +68,8 @@ class _Update:
     @staticmethod
     def of(config: Config, longest_prompt: int) -> _Update:
         rollout, train = config.rollout, config.train
-        most = rollout.prompts_per_step * rollout.group_size * (longest_prompt + rollout.max_new_tokens)
+        responses = -(-rollout.prompts_per_step * rollout.group_size // train.updates_per_step)
+        most = responses * (longest_prompt + rollout.max_new_tokens)
         budget = min(train.micro_batch_tokens, most)
         return _Update(longest_prompt, rollout.max_new_tokens, budget, train.logits_mb, train.gradient_checkpointing)
 
@@ -144,9 +146,10 @@ class _Need:
 def _copies(policy: Policy, config: Config) -> int:
     """Return the memory of gradients and two moments, in multiples of the trained weights.
 
-    The state before the update, which is in host memory, is added if a worker can be lost."""
+    If a worker can be lost, host memory also has the state before the update. A worker has one gradient for each of its
+    shards, and all but one are in host memory."""
     keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
-    return 6 if keeps else 3
+    return 6 + most_early_gradients(config) if keeps else 3
 
 
 def _trained_bytes(policy: Policy) -> int:

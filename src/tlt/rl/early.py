@@ -39,6 +39,14 @@ def has_early_gradients(train: TrainConfig) -> bool:
     return not (_has_several_steps(train) or _has_kl_in_reward(train) or train.shard) and train.advantage in _OF_A_GROUP
 
 
+def most_early_gradients(config: Config) -> int:
+    """Return the number of early gradients of a worker, if all workers have an equal part of them."""
+    prompts, workers = config.rollout.prompts_per_step, config.cluster.workers
+    if not (has_early_shards(config.train, workers) and has_early_gradients(config.train)):
+        return 0
+    return -(-len(in_shards(range(prompts), prompts, prompts, workers)) // workers)
+
+
 def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
     """Return which log-probs are computed before the first gradient, as fields of `Fixed`. With one optimizer step the
     policy is still the old one."""
