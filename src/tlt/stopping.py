@@ -63,7 +63,8 @@ class StopRequest:
         signal.setitimer(signal.ITIMER_REAL, self.patience)
         self.acknowledge(
             f"{signal.Signals(number).name}: this step has {self.patience:g} s to end (run.stop_within), twice as long "
-            "during an update; then the run saves and stops. A second signal stops it at once without saving."
+            "if its weights are already updated; then the run saves and stops. "
+            "A second signal stops it at once without saving."
         )
 
     def time_is_up(self, number: int, frame: FrameType | None) -> None:

@@ -334,6 +334,14 @@ def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(
     assert capfd.readouterr().err == ""
 
 
+def test_the_number_of_responses_is_shown_before_the_first_ends() -> None:
+    display = Display(Console(quiet=True))
+    display.phase(0, "eval", 256)
+    assert str(display._work).endswith("so far, eval 0/256")
+    display.phase(0, "save", 0)
+    assert str(display._work).endswith("so far, save")
+
+
 def test_the_line_of_a_step_says_what_was_seen_ahead(tmp_path: Path) -> None:
     display = Watched()
     run.train(tiny_config(tmp_path), False, display)

@@ -496,6 +496,17 @@ def test_every_prompt_is_consumed_once_an_epoch(home: Path) -> None:
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("section", [{"data": {}}, {"eval": {"every": 1}}], ids=["data", "eval"])
+def test_a_missing_file_is_refused_before_the_model_is_read(
+    section: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: pytest.fail("the model is read"))
+    (name, values), *_ = section.items()
+    sections = {name: values | {"path": str(tmp_path / "nowhere.jsonl")}}
+    with pytest.raises(DataError, match=r"there is no file .*nowhere\.jsonl"):
+        train(tiny_config(tmp_path, **sections))
+
+
 def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:
     path = home / "unseen.jsonl"
     path.write_text("\n".join(json.dumps({"question": q}) for q in ("unseen", "a", "other")), encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 from tlt.config import DataConfig, EvalConfig
 from tlt.data import verifiers
 from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
-from tlt.data.tables import DataError, read_rows
+from tlt.data.tables import DataError, files_of, read_rows
 from tlt.files import is_text
 from tlt.types import Prompt, column
 from tlt_rl import install_hint
@@ -90,9 +90,18 @@ def _asked(question: Question, config: DataConfig) -> Question:
     return question
 
 
+def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
+    """Raise DataError if a data file does not exist. This check is fast, so it comes before the model is read."""
+    for path in (config.path, held_out.path if held_out.every else None):
+        if path:
+            files_of(path)
+
+
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
     """Return up to `eval.size` prompts that are not in `training`, evenly spaced in `eval.path`, or from the tasks with
-    another seed. Raises DataError."""
+    another seed. Without evaluations there are none. Raises DataError."""
+    if not held_out.every:
+        return []
     tasks = [] if held_out.path else config.tasks
     changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
     seen = {prompt.text for prompt in training}

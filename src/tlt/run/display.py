@@ -94,7 +94,7 @@ class Display:
 
     def phase(self, step: int, name: str, total: int) -> None:
         self.now = (name, step, 0, total)
-        self._work.note = name
+        self._work.note = f"{name} 0/{total}" if total and name != "update" else name
         self.workers.phase()
 
     def response(self, response: Response) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tlt.build import eval_sampling, refuse_misfits, settled, steps_ahead
 from tlt.config import Config
-from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out
+from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out, refuse_missing_files
 from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
@@ -168,6 +168,7 @@ def _prepare(
     mirror: Mirror | None = None,
     force: Collection[str] = (),
 ) -> Run:
+    refuse_missing_files(config.data, config.eval)
     display.note(about_folder(config))
     display.note(f"loading {config.model.hub or config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
@@ -178,8 +179,7 @@ def _prepare(
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
     ending.callback(parts.reward.close)
-    encode = encoder(tokenizer, config.data)
-    held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
+    held_out = load_held_out(config.data, config.eval, encoder(tokenizer, config.data), parts.prompts)
     refuse_misfits(config, held_out, held_out=True)
     refuse_unanswered(config, held_out)
     run = Run(
