@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError
 from tlt.rewards.environments import Environments, Turn
-from tlt.rewards.tools import Tools, calls_in, parsed, with_tools
+from tlt.rewards.tools import MalformedCall, Tools, calls_in, parsed, with_tools
 from tlt.types import Prompt
 
 ADD = ("add", {"first": 2, "second": 3})
@@ -55,8 +56,9 @@ def test_an_answer_is_no_call(text: str) -> None:
 def test_calls_of_one_turn_are_carried_out_in_order() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"first": %d, "second": 1}}</tool_call>'
     assert desk(call % 1 + call % 2) == ("2\n3", False, 0.0)
-    assert desk('[{"name": "add", "arguments": {"first": 1, "second": 1}}, {"name": "look_up", "arguments": '
-                '{"word": "é"}}]') == ('2\n{"found": "e"}', False, 0.0)  # fmt: skip
+    found = desk('[{"name": "add", "arguments": {"first": 1, "second": 1}}, {"name": "look_up", "arguments": '
+                 '{"word": "é"}}, {"name": "look_up", "arguments": {"word": "a", "table": {"a": "ä"}}}]')  # fmt: skip
+    assert found == ('2\n{"found": "e"}\n{"found": "ä"}', False, 0.0)
 
 
 def desk(*texts: str) -> tuple[str, bool, float]:
@@ -96,6 +98,12 @@ def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, erro
     assert found.scores["malformed_calls"] == 1, "of the whole episode"
 
 
+def test_an_unknown_name_is_not_repeated_at_length() -> None:
+    """Because the error takes room from the response."""
+    with pytest.raises(MalformedCall, match=r"^there is no tool 'x{99}: the tools are add, look_up$"):
+        tiny_environments.Desk()._function("x" * 10_000)
+
+
 def test_a_tool_that_raises_is_counted_apart() -> None:
     made = tiny_environments.Desk()
     made.reset(PROMPT)
@@ -109,6 +117,7 @@ def config(name: str, **data: Any) -> Config:
 
 
 def test_the_chat_template_is_given_the_tools() -> None:
+    before = set(multiprocessing.active_children())
     schemas = [get_json_schema(function) for function in tiny_environments.Desk.tools]
     assert with_tools(config("Desk")).data.chat_arguments == {"tools": schemas}
     own = config("Desk", chat_arguments={"tools": []})
@@ -116,6 +125,7 @@ def test_the_chat_template_is_given_the_tools() -> None:
     plain = config("Desk", chat=False)
     assert with_tools(plain) is plain, "there is no template"
     assert with_tools(config("Echo")).data.chat_arguments == {}
+    assert set(multiprocessing.active_children()) <= before, "no process is left"
 
 
 def test_a_function_that_does_not_describe_itself_is_refused_at_the_start() -> None:

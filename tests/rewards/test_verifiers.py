@@ -129,6 +129,52 @@ def test_what_an_episode_cannot_give_is_refused_by_name(changes: Callable[[], di
     load.cache_clear()
 
 
+class Counted(vf.State):
+    count: int = 0
+
+
+class Shared(vf.Toolset[vf.ToolsetConfig, Counted]):
+    pass
+
+
+class TwoSeats(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+    other: vf.AgentConfig = vf.AgentConfig()
+
+
+class Duel(vf.Env[TwoSeats]):
+    async def run(self, task: Any, agents: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("Env", type("Service", (Duel,), {"start": with_runtime}), "a service of its own"),
+        ("Env", Duel, "several models"),
+        ("toolsets", classmethod(lambda cls, config: [Shared(vf.ToolsetConfig())]), "a state that its tools share"),
+    ],
+)
+def test_an_environment_that_needs_more_is_refused_by_name(name: str, value: Any, why: str) -> None:
+    load.cache_clear()
+    module = module_of("tiny_needs")
+    if name == "Env":
+        module.Env, module.__all__ = value, ["Env", "Given"]  # type: ignore[attr-defined]
+    else:
+        setattr(module.Given, name, value)
+    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
+    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
+        load_prompts(config("tiny_needs").data, lambda text: (1,))
+    load.cache_clear()
+
+
+def test_tasks_are_loaded_once_and_no_more_than_needed() -> None:
+    """A taskset may be endless."""
+    load.cache_clear()
+    found = load("tiny_verifiers", "{}")
+    assert found.tasks(2) == found.tasks(3)[:2] == found.tasks(2)
+    assert len(found._tasks) == 3
+
+
 def test_an_environment_that_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"data\.environment = 'nowhere' cannot be loaded"):
         load_prompts(config("nowhere").data, lambda text: (1,))
