@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -117,7 +116,6 @@ def config(name: str, **data: Any) -> Config:
 
 
 def test_the_chat_template_is_given_the_tools() -> None:
-    before = set(multiprocessing.active_children())
     schemas = [get_json_schema(function) for function in tiny_environments.Desk.tools]
     assert with_tools(config("Desk")).data.chat_arguments == {"tools": schemas}
     own = config("Desk", chat_arguments={"tools": []})
@@ -125,7 +123,6 @@ def test_the_chat_template_is_given_the_tools() -> None:
     plain = config("Desk", chat=False)
     assert with_tools(plain) is plain, "there is no template"
     assert with_tools(config("Echo")).data.chat_arguments == {}
-    assert set(multiprocessing.active_children()) <= before, "no process is left"
 
 
 def test_a_function_that_does_not_describe_itself_is_refused_at_the_start() -> None:
