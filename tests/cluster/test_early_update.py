@@ -160,7 +160,9 @@ def test_each_shard_has_one_worker_until_that_is_lost() -> None:
     assert crew.log == [
         (w, METHOD, k, name, 0.5) for w, k, name in [(1, 0, "a"), (0, 1, "b"), (1, 0, "a"), (2, 1, "b")]
     ]
-    assert early.take_seconds() == 7.0
+    assert [early.take_seconds(), early.take_seconds()] == [7.0, 0.0]
+    early.begin(None)
+    assert early.held_by([0, 1, 2]) == [{}, {}, {}], "a step begins without shards of the one before"
 
 
 def test_a_worker_keeps_a_few_gradients() -> None:
@@ -171,6 +173,14 @@ def test_a_worker_keeps_a_few_gradients() -> None:
         early.came_back(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
     assert not early.next_call(0, {}, 0.5)
     assert early.next_call(1, {}, 0.5)
+
+
+def test_a_worker_keeps_any_number_of_logprobs() -> None:
+    early = EarlyUpdate(Calls(), TrainConfig(epochs=2))  # type: ignore[arg-type]
+    early.begin(SimpleNamespace(shards=lambda so_far: list("abcdef")))  # type: ignore[arg-type]
+    for shard in range(6):
+        assert early.next_call(0, {}, 0.5)
+        early.came_back(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
 
 
 def test_a_worker_without_the_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:

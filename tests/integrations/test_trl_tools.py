@@ -35,9 +35,9 @@ class Generation:
         self.turns = ToolTurns(self.trainer, self.decode)
         law = SamplingParams(max_new_tokens=MOST)
         prompts = [(1, 2), (1, 2), (4, 5, 6)]
-        first = [Request(Prompt(0, "", ids), i, 0, 100 + i, law) for i, ids in enumerate(prompts)]
+        self.first = first = [Request(Prompt(0, "", ids), i, 0, 100 + i, law) for i, ids in enumerate(prompts)]
         short = [Request(r.prompt, r.index, 0, r.seed, SamplingParams(max_new_tokens=4)) for r in first]
-        responses = self.decode(short)
+        self.responses = responses = self.decode(short)
         self.turns.begin(first, responses)
         pairs = zip(first, responses, strict=True)
         self.texts = [[*r.prompt.token_ids, *response.token_ids, *RESULT] for r, response in pairs]
@@ -71,6 +71,14 @@ def test_each_turn_has_noise_of_its_own() -> None:
     assert len(seeds) == 4
 
 
+def test_turns_are_numbered_from_the_first_of_their_generation() -> None:
+    """So a resumed run has the turns of one that was not interrupted."""
+    generation = Generation()
+    before = generation.next_turn(generation.texts)
+    generation.turns.begin(generation.first, generation.responses)
+    assert generation.next_turn(generation.texts) == before
+
+
 def test_rows_that_began_alike_are_told_apart_by_their_later_turns() -> None:
     """The third turn of a row is the same whether the other one has a third turn or not."""
 
@@ -79,6 +87,7 @@ def test_rows_that_began_alike_are_told_apart_by_their_later_turns() -> None:
         rows = generation.turns._rows
         rows[1].text = rows[0].text
         second = generation.next_turn([generation.texts[0]] * 2)
+        assert second[0] != second[1], "each row has its own seed"
         for row in rows[:2]:
             row.text = row.text[:-10]  # so that there is room for a third turn
         texts = [[*generation.texts[0], *tokens[:-10], *RESULT] for tokens in second]

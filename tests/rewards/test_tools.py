@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError
 from tlt.rewards.environments import Environments, Turn
-from tlt.rewards.tools import Tools, calls_in, parsed, with_tools
+from tlt.rewards.tools import MalformedCall, Tools, calls_in, parsed, with_tools
 from tlt.types import Prompt
 
 ADD = ("add", {"first": 2, "second": 3})
@@ -55,8 +55,9 @@ def test_an_answer_is_no_call(text: str) -> None:
 def test_calls_of_one_turn_are_carried_out_in_order() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"first": %d, "second": 1}}</tool_call>'
     assert desk(call % 1 + call % 2) == ("2\n3", False, 0.0)
-    assert desk('[{"name": "add", "arguments": {"first": 1, "second": 1}}, {"name": "look_up", "arguments": '
-                '{"word": "é"}}]') == ('2\n{"found": "e"}', False, 0.0)  # fmt: skip
+    found = desk('[{"name": "add", "arguments": {"first": 1, "second": 1}}, {"name": "look_up", "arguments": '
+                 '{"word": "é"}}, {"name": "look_up", "arguments": {"word": "a", "table": {"a": "ä"}}}]')  # fmt: skip
+    assert found == ('2\n{"found": "e"}\n{"found": "ä"}', False, 0.0)
 
 
 def desk(*texts: str) -> tuple[str, bool, float]:
@@ -102,6 +103,12 @@ def test_a_bare_call_that_is_nested_too_deeply_is_malformed() -> None:
     reply, done, _ = desk('[{"name": ' + "[" * depth + "]" * depth + "}]")
     assert reply.startswith("Error: the call is not JSON")
     assert not done
+
+
+def test_an_unknown_name_is_not_repeated_at_length() -> None:
+    """Because the error takes room from the response."""
+    with pytest.raises(MalformedCall, match=r"^there is no tool 'x{99}: the tools are add, look_up$"):
+        tiny_environments.Desk()._function("x" * 10_000)
 
 
 def test_a_tool_that_raises_is_counted_apart() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,6 +128,89 @@ def test_what_an_episode_cannot_give_is_refused_by_name(changes: Callable[[], di
     with patch.dict(sys.modules, {"tiny_needs": module}), refused:
         load_prompts(config("tiny_needs").data, lambda text: (1,))
     load.cache_clear()
+
+
+class Counted(vf.State):
+    count: int = 0
+
+
+class Shared(vf.Toolset[vf.ToolsetConfig, Counted]):
+    pass
+
+
+class TwoSeats(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+    other: vf.AgentConfig = vf.AgentConfig()
+
+
+class Duel(vf.Env[TwoSeats]):
+    async def run(self, task: Any, agents: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("Env", type("Service", (Duel,), {"start": with_runtime}), "a service of its own"),
+        ("Env", Duel, "several models"),
+        ("toolsets", classmethod(lambda cls, config: [Shared(vf.ToolsetConfig())]), "a state that its tools share"),
+    ],
+)
+def test_an_environment_that_needs_more_is_refused_by_name(name: str, value: Any, why: str) -> None:
+    load.cache_clear()
+    module = module_of("tiny_needs")
+    if name == "Env":
+        module.Env, module.__all__ = value, ["Env", "Given"]  # type: ignore[attr-defined]
+    else:
+        setattr(module.Given, name, value)
+    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
+    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
+        load_prompts(config("tiny_needs").data, lambda text: (1,))
+    load.cache_clear()
+
+
+def test_tasks_are_loaded_once_and_no_more_than_needed() -> None:
+    """A taskset may be endless."""
+    load.cache_clear()
+    found = load("tiny_verifiers", "{}")
+    assert found.tasks(2) == found.tasks(3)[:2] == found.tasks(2)
+    assert len(found._tasks) == 3
+
+
+async def no_turn(self: Any, task: Any, agents: Any) -> None: ...
+
+
+async def two_conversations(self: Any, task: Any, agents: Any) -> None:
+    for _ in range(2):
+        await agents.player.run(task)
+
+
+@pytest.mark.parametrize(
+    ("run", "texts", "error"),
+    [
+        (no_turn, ("1",), "ended without a turn of the model"),
+        (two_conversations, ("1",), "lets the model play several times in an episode"),
+    ],
+)
+def test_an_episode_is_one_conversation(run: Any, texts: tuple[str, ...], error: str) -> None:
+    import tiny_verifiers
+
+    load.cache_clear()
+    module = module_of("tiny_needs")
+    module.Env, module.__all__ = type("Own", (tiny_verifiers.CountEnv,), {"run": run}), ["Env", "Given"]  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, {"tiny_needs": module}):
+        (prompt,) = load_prompts(config("tiny_needs").data, lambda text: (1,))
+        (found,) = Environments(Episode, 20.0).answer_all([(prompt, Turn(1, 1, texts))])
+    assert found.outcome == "error"
+    assert error in str(found)
+    load.cache_clear()
+
+
+def test_another_task_of_the_same_number_is_an_error() -> None:
+    """An episode that is made again would have another reward."""
+    (prompt,) = prompts(size=1)
+    other = replace(prompt, data=dict(prompt.data) | {"key": "of another task"})
+    (found,) = Environments(Episode, 20.0).answer_all([(other, Turn(1, 1, ("0",)))])
+    assert "task 0 of tiny_verifiers differs each time it is loaded" in str(found)
 
 
 def test_an_environment_that_is_not_there_is_named() -> None:

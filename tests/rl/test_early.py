@@ -161,6 +161,7 @@ def test_each_shard_has_one_owner(work: list[int], data: st.DataObject) -> None:
 
 def test_who_has_done_least_gets_most() -> None:
     assert owners_of([4, 4, 6, 6], [{}, {}]) == [[0, 2], [1, 3]]
+    assert owners_of([1, 1, 4], [{}, {}]) == [[2], [0, 1]], "the largest first"
     assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.5}, {}]) == [[0, 1, 3], [2]]
     assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.0}, {}]) == [[0, 1, 3], [2]]
 

@@ -39,7 +39,10 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
     assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
-    assert "3.00 times as fast as plain decoding, measured on" in both[1].plain
+    measured = "rollouts took 9.0 s: 3.00 times as fast as plain decoding, measured on 1 steps (2.0 s against 6.0 s), "
+    assert both[1].plain == measured + "same tokens"
+    differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")[1].plain
+    assert differ.startswith(measured + "3 of 8 responses differ: `tlt verify`")
     alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
     assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
         "peak memory: driver 2,048 MiB and 100 MiB on CUDA"

@@ -31,7 +31,7 @@ from tlt.spot import losses
 from tlt.spot.buffer import Harvest
 from tlt.spot.losses import LOSSES, total_variation
 from tlt.spot.trainer import DrafterTrainer
-from tlt.spot.unroll import bundles, pack, packs, unroll
+from tlt.spot.unroll import bundles, pack, packs, product_dtype, unroll
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 CPU = torch.device("cpu")
@@ -453,3 +453,13 @@ def test_training_reads_the_targets_present_head() -> None:
     one = made.loss(batch)[0].item()
     model.decoder.load(other.hf.state_dict(), version=1)
     assert made.loss(batch)[0].item() != pytest.approx(one, abs=1e-6)
+
+
+@pytest.mark.parametrize(("has_units", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_products_are_in_bfloat16_where_the_cpu_has_units_for_it(
+    monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: torch.dtype
+) -> None:
+    """On other CPUs they would be slower. float64 stays, because references need it."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "amx_bf16": has_units})
+    assert product_dtype(torch.zeros(1)) == expected
+    assert product_dtype(torch.zeros(1, dtype=torch.float64)) == torch.float64
