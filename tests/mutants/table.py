@@ -189,6 +189,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.early", "rl/test_early.py"): [
         ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
         ("owners_of", "operand", 3, "Each shard has one owner."),
+        ("owners_of", "operand", 8, "The largest shards are dealt out first."),
         ("cut", "operand", 1, "A group of an early shard counts once."),
         ("cut", "never", 1, "A group that is in no early shard counts."),
         ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),
@@ -213,6 +214,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("cluster.early", "cluster/test_early_update.py"): [
         ("EarlyUpdate.came_back", "drop", 1, "Another worker computes the early shards of a lost one."),
+    ],
+    ("integrations.trl_tools", "integrations/test_trl_tools.py"): [
+        ("ToolTurns.begin", "drop", 2, "Turns are numbered from the first of their generation."),
+        ("ToolTurns._request", "operand", 1, "A turn has at most what is left of max_completion_length."),
     ],
     ("rl.parallel", "rl/test_parallel.py"): [
         ("_deal", "opposite", 0, "The next part goes to the shard with least work."),
