@@ -36,5 +36,5 @@ def test_a_reward_that_nobody_made_is_no_other_one() -> None:
     term = RewardTerm.model_construct(name="fluency", weight=1.0)
     config = parse_config(RECIPE)
     reward = RewardConfig.model_construct(**{**dict(config.reward), "terms": [term]})
-    with pytest.raises(RewardError, match="there is no reward 'fluency': give one of reasoning_gym, math"):
+    with pytest.raises(RewardError, match="there is no reward 'fluency': use one of reasoning_gym, math"):
         make_terms(Config.model_construct(**{**dict(config), "reward": reward}))

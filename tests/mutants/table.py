@@ -176,7 +176,9 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("share_prefixes", "unwrap", 0, "A model is compared before it shares prompts."),
     ],
     ("rl.logprobs", "rl/test_logprobs.py"): [
-        ("token_logprobs.law", "operand", 1, "The trainer's log-probabilities use the rollout's temperature."),
+        ("LogProbs.forward", "never", 0, "The trainer's log-probabilities use the rollout's temperature."),
+        ("LogProbs.backward", "operand", 1, "A gradient is that of the logits divided by the temperature."),
+        ("LogProbs.backward", "operand", 2, "The gradient of the other tokens is minus their probability."),
     ],
     ("rl.policy", "rl/test_policy.py"): [
         ("Policy._step", "always", 1, "A step whose gradient is not finite changes nothing."),

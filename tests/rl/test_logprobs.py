@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import pack
-from tlt.rl.logprobs import chunk_tokens, in_chunks, token_logprobs
+from tlt.rl.logprobs import LogProbs, chunk_tokens, in_chunks, token_logprobs
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -52,6 +52,18 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(
     for ours, theirs in zip(*found, strict=True):
         assert ours.shape == theirs.shape
         assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
+    hidden, head, targets = random_head()
+    pull = torch.linspace(-1, 2, T, dtype=torch.float64)
+    log_p = torch.log_softmax(hidden @ head.T / temperature, -1)
+    theirs = log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    ours = LogProbs.apply(hidden @ head.T, targets, temperature)
+    gradients = [torch.autograd.grad((logprobs * pull).sum(), (hidden, head)) for logprobs, _ in (ours, theirs)]
+    for found, expected in zip((*ours, *gradients[0]), (*theirs, *gradients[1]), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_gradcheck() -> None:

@@ -33,12 +33,12 @@ def token_logprobs(
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return _LogProbs.apply(wide, targets, max(temperature, lowest_temperature(wide.dtype)))
+        return LogProbs.apply(wide, targets, max(temperature, lowest_temperature(wide.dtype)))
 
     return in_chunks(law, hidden, micro.targets, chunk_tokens(model, logits_mb))
 
 
-class _LogProbs(torch.autograd.Function):
+class LogProbs(torch.autograd.Function):
     """Log-probs [n] of targets [n] under softmax(logits / temperature), and entropies [n] (no gradient).
 
     The logits [n, V] are overwritten: by probabilities, then by their own gradient. On a CPU a new tensor of
