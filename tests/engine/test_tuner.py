@@ -225,6 +225,23 @@ def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
     assert play(bandit, world, rows, 300).regret < 0.05
 
 
+def test_time_that_an_unknown_drafter_lost_does_not_count_against_one_that_was_evaluated() -> None:
+    world = World()
+    bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
+    eagle, suffix = (next(arm for arm in ARMS if arm.drafter == name) for name in ("eagle", "suffix"))
+    for arm in [PLAIN] * 4 + [suffix] * 4:
+        bandit.choose(4, 300.0, BOTH)
+        bandit.record(RoundResult(arm, world.seconds(arm, 4), [1] * 4, scored=True))
+    assert bandit.tokens(suffix) < 1.1
+    assert bandit.tokens(eagle) == pytest.approx(1.6)
+
+
+def test_a_drafter_that_is_worse_than_its_evaluation_costs_little() -> None:
+    world = World({"eagle": 0.05, "suffix": 0.0})
+    bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
+    assert play(bandit, world, lambda turn: 64 if turn % 120 < 80 else 4, 2400).against_plain > 0.98
+
+
 def test_short_chains_tell_of_long_ones() -> None:
     """After a text in which only short chains paid, those that are right to their end say that longer ones would be."""
     chains = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4, 6, 8))]

@@ -2,9 +2,9 @@
 
 Speed is tokens over seconds. The tokens are learned from all rounds of a drafter (`AcceptanceModel`). The seconds
 depend on the bucket (active rows and context). They come from the start-up profile, then from the medians of the
-rounds. Each 64th round of a bucket tries an arm that is nearly as fast. An unknown drafter is used until all drafts
-together have lost 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an
-epsilon-greedy bandit here, which tries strategies at any cost.)
+rounds. Each 64th round of a bucket tries an arm that is nearly as fast. A drafter that was never evaluated is used
+until all drafts together have lost 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5,
+has an epsilon-greedy bandit here, which tries strategies at any cost.)
 
 This module does not import torch. `bench/tuner.py` runs it with recorded tables.
 """
@@ -225,13 +225,13 @@ class Bandit:
 
     @property
     def _hope(self) -> float:
-        """Acceptance rate of an unknown drafter: 0 while drafts have lost too much time against plain decoding."""
+        """Acceptance rate of a drafter that was never evaluated: 0 while drafts have lost too much time."""
         most = _LOST * self.spent
         return 0.0 if self.lost > most else _HOPED_ACCEPTANCE if self.lost < -most else _ACCEPTANCE
 
     def tokens(self, arm: Strategy) -> float:
         """Return the expected tokens per row in a round."""
-        prior = self._hope and self.chances.get(arm.drafter, self._hope)
+        prior = self.chances.get(arm.drafter, self._hope)
         rates = self.seen.chances((arm.drafter, 1), arm.depth, [prior])
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])
