@@ -105,6 +105,13 @@ def test_a_row_may_have_what_is_left_of_max_completion_length() -> None:
     assert generation.next_turn([[*generation.texts[0], *tokens]]) == [[]], "nothing is left"
 
 
+def test_a_turn_whose_tokens_have_changed_is_refused() -> None:
+    """Some chat templates leave out what an earlier turn reasoned."""
+    generation = Generation()
+    with pytest.raises(UnsupportedError, match=r"tokens have changed: use a chat template"):
+        generation.next_turn([generation.texts[0][:2] + generation.texts[0][3:]])
+
+
 def test_images_are_refused() -> None:
     generation = Generation()
     with pytest.raises(UnsupportedError, match="images"):

@@ -77,7 +77,14 @@ class ToolTurns:
     def _continued(self, prompt_ids: Sequence[Sequence[int]]) -> list[_Row]:
         """Return the rows that these tokens continue. TRL keeps the order of the rows, and does not number them."""
         left = iter(self._rows)
-        return [next(row for row in left if tuple(ids[: len(row.text)]) == row.text) for ids in prompt_ids]
+        found = [next((row for row in left if tuple(ids[: len(row.text)]) == row.text), None) for ids in prompt_ids]
+        rows = [row for row in found if row is not None]
+        if len(rows) < len(found):
+            raise UnsupportedError(
+                "tlt in TRL cannot continue a turn whose tokens have changed: use a chat template that keeps earlier "
+                "turns, or leave tools out"
+            )
+        return rows
 
     def _request(self, row: _Row, text: tuple[int, ...]) -> Request:
         first = row.first
