@@ -79,15 +79,20 @@ def test_weights_may_be_bfloat16(model: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def began_with(run: Path, drafter: Path) -> None:
+    """Make it seem that the run began with this drafter."""
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(drafter)
+    (run / "config.json").write_text(json.dumps(recipe))
+
+
 def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
     """That of the newest checkpoint; the drafter is that of its recipe, as none was published."""
     config = tiny_config(tmp_path)
     layer = a_drafter(Path(config.model.path), tmp_path / "drafter")
     train(config)
     run = Path(config.run.folder)
-    recipe = json.loads((run / "config.json").read_text())
-    recipe["speculation"]["path"] = str(tmp_path / "drafter")
-    (run / "config.json").write_text(json.dumps(recipe))
+    began_with(run, tmp_path / "drafter")
     out = tmp_path / "out"
     said = export(run, out, "vllm", "float32")
     assert said == [f"the model is in {out}", f"the drafter is in {out / 'drafter'}"]
@@ -231,9 +236,7 @@ def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: P
     old = a_drafter(Path(config.model.path), tmp_path / "drafter")
     train(config)
     run = Path(config.run.folder)
-    recipe = json.loads((run / "config.json").read_text())
-    recipe["speculation"]["path"] = str(tmp_path / "drafter")
-    (run / "config.json").write_text(json.dumps(recipe))
+    began_with(run, tmp_path / "drafter")
     layer = EagleLayer(old.options)
     target = make_target(config.model)
     target.load(read_safetensors(config.model.path), 0)
