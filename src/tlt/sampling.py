@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from randomgen import Philox
 from torch import Tensor
 
 from tlt.types import Prompt, Request, SamplingParams
 
-Words = TypeVar("Words", Tensor, np.ndarray)
-
 _MASK = 0xFFFFFFFF
-_BLOCK = 1 << 14  # counters per block, whose four int64 words fit a core's L2 cache
 
 
 def request_seed(run_seed: int, domain: str, prompt_id: int, epoch: int, index: int) -> int:
@@ -44,8 +42,46 @@ def make_requests(
     ]
 
 
-def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
-    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011). Counter, key and result are int64 arrays of
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Return g(seed, position, v) for M (seed, position) pairs as [M, V] float32. The bits depend on nothing else.
+
+    `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the position in the response.
+    """
+    if seeds.device.type != "cpu":
+        return _gumbel(philox_words(seeds, positions, vocab_size)).float()
+    out = torch.empty(len(seeds), vocab_size)
+    for row, seed, position in zip(out, seeds.tolist(), positions.tolist(), strict=True):
+        row.copy_(_gumbel(_host_words(seed, position, vocab_size)))  # one row at a time fits a core's cache
+    return out
+
+
+def _gumbel(words: Tensor) -> Tensor:
+    """Return -log(-log(1 - u)) in float64 for u = (word + 0.5) / 2^32, with 32-bit words as int64.
+
+    u has 32 bits, because the largest noise comes from the smallest u. 1 - u is exact in float64.
+    """
+    rest = words.double().mul_(-(2.0**-32)).add_(1 - 2.0**-33)
+    return rest.log_().neg_().log_().neg_()  # log is three times as fast as log1p
+
+
+def _host_words(seed: int, position: int, count: int) -> Tensor:
+    """Return a row of `philox_words`. randomgen takes half the time, and increments its counter before each block."""
+    before = ((position << 64) - 1) % 2**128
+    generator = Philox(counter=before, key=seed % 2**64, number=4, width=32)
+    return torch.from_numpy(np.asarray(generator.random_raw(count)).view(np.int64))
+
+
+def philox_words(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Return the first `count` words of Philox4x32-10 with key = seed and counter = (word index div 4, 0, position, 0),
+    [M, count]."""
+    lanes = torch.arange((count + 3) // 4, device=seeds.device)
+    zero = torch.zeros_like(lanes)
+    words = philox((lanes, zero, positions[:, None], zero), (seeds[:, None] & _MASK, seeds[:, None] >> 32 & _MASK))
+    return torch.stack(words, dim=-1).flatten(1)[:, :count]
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011). Counter, key and result are int64 tensors of
     32-bit words, which broadcast together."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
@@ -55,33 +91,6 @@ def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
         c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & _MASK, p1, (p0 >> 32 ^ c3 ^ k1) & _MASK, p0
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
     return c0, c1 & _MASK, c2, c3 & _MASK
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return g(seed, position, v) for M (seed, position) pairs as [M, V] float32. The bits depend on nothing else.
-
-    `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the position in the response.
-    u has 32 bits, because the largest noise comes from the smallest u. 1 - u is exact in float64, and
-    -log(-log(1 - u)) is rounded to float32 once.
-    """
-    lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)
-    out = torch.empty(len(seeds), 4 * len(lanes), dtype=torch.float32, device=seeds.device)
-    rows = max(1, _BLOCK // len(lanes)) if seeds.device.type == "cpu" else len(seeds)
-    for lo in range(0, len(seeds), rows):
-        for lane in range(0, len(lanes), _BLOCK):
-            block = slice(lo, lo + rows), slice(lane, lane + _BLOCK)
-            out.view(len(seeds), -1, 4)[block] = _gumbel_block(seeds[block[0]], positions[block[0]], lanes[block[1]])
-    return out[:, :vocab_size]
-
-
-def _gumbel_block(seeds: Tensor, positions: Tensor, lanes: Tensor) -> Tensor:
-    arrays = seeds[:, None], positions[:, None], lanes, torch.zeros_like(lanes)
-    if lanes.device.type == "cpu":  # NumPy multiplies and shifts integers twice as fast as torch
-        arrays = [array.numpy() for array in arrays]
-    seed, position, lane, zero = arrays
-    words = philox((lane, zero, position, zero), (seed & _MASK, seed >> 32 & _MASK))
-    u = torch.stack([torch.as_tensor(word) for word in words], dim=-1).double().add_(0.5).mul_(2.0**-32)
-    return u.neg_().add_(1).log_().neg_().log_().neg_()  # log is three times as fast as log1p
 
 
 class Law(NamedTuple):
@@ -94,6 +103,9 @@ class Law(NamedTuple):
     restricted: bool
     tempered: bool = True
     greedy: bool = True
+
+    def of(self, rows: slice) -> Law:
+        return self._replace(temperature=self.temperature[rows], top_k=self.top_k[rows], top_p=self.top_p[rows])
 
 
 def lowest_temperature(dtype: torch.dtype) -> float:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
@@ -260,11 +261,10 @@ class SlotAttention:
         heads, rows = self.shape.num_kv_heads, span.high - span.low
         if rows * heads < len(query):
             query = query.narrow(0, span.low * heads, rows * heads)
-        keys, values = both[:, first + span.low : first + span.high, :, : span.tokens].flatten(1, 2)
-        scale, beta = self.shape.head_dim**-0.5, 0 if bias is None else 1
-        scores = torch.baddbmm(self._seen if bias is None else bias, query, keys.mT, alpha=scale, beta=beta)
-        wide = torch.float32 if self.shape.dtype == torch.bfloat16 else None
-        return torch.bmm(torch.softmax(scores, dim=-1, dtype=wide).to(self.shape.dtype), values)
+        keys, values = both[:, first + span.low : first + span.high, :, : span.tokens]
+        mask = None if bias is None else bias.view(rows, heads, -1, span.tokens)
+        query = query.view(rows, heads, -1, self.shape.head_dim)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).flatten(0, 1)
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[Span]:

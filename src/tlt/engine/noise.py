@@ -12,8 +12,7 @@ from tlt.types import Row
 
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
-_LEAST_WINDOW = 16
-_LEAST_CALL = 32  # fewest positions in one call, because on a CPU a call costs as much as twenty positions
+_LEAST_CALL = 2**17  # fewest values in one call, because on a CPU a call costs as much as 2^14 values
 
 
 class NoiseWindow:
@@ -50,19 +49,15 @@ class NoiseWindow:
     @torch.inference_mode()
     def prepare(self, positions: Sequence[int], depth: int) -> None:
         """Compute the noise of positions[b] .. positions[b] + depth of every row. If one row lacks some, all rows are
-        filled further in the same call. Long responses are filled further than short ones, because short ones may end
-        before they use it."""
+        filled in the same call. A small vocabulary is filled further ahead, so that calls are few."""
         rows = list(zip(self.ready, positions, self.ends, strict=True))
         if all(ready >= min(at + depth + 1, end) for ready, at, end in rows):
             return
-        least = max(_LEAST_WINDOW, _LEAST_CALL // len(rows))
-        ahead = [
-            min(at + max(depth + 1, min(self.width, max(at, least))), end)
-            for at, end in zip(positions, self.ends, strict=True)
-        ]
+        fill = max(depth + 1, min(self.width, _LEAST_CALL // (len(rows) * self.vocab_size)))
+        ahead = [min(at + fill, end) for at, end in zip(positions, self.ends, strict=True)]
         self.ready, before = [max(a, r) for a, r in zip(ahead, self.ready, strict=True)], self.ready
-        fill = [(row, t) for row, at in enumerate(positions) for t in range(max(before[row], at), self.ready[row])]
-        row, time = (torch.tensor(x, device=self.device) for x in zip(*fill, strict=True))
+        todo = [(row, t) for row, at in enumerate(positions) for t in range(max(before[row], at), self.ready[row])]
+        row, time = (torch.tensor(x, device=self.device) for x in zip(*todo, strict=True))
         seeds = torch.tensor(self.seeds, dtype=torch.uint64).view(torch.int64).to(self.device)
         self.ring[row, time % self.width] = gumbel_noise(seeds[row], time, self.vocab_size)
 

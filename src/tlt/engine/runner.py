@@ -20,6 +20,7 @@ from tlt.models.decoder import Decoder
 from tlt.sampling import Law, gumbel_topk, log_law
 
 _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
+_CACHE_BYTES = 1 << 21  # log-probs of a part that stays in the cache of a core
 
 
 def most_nodes(rows: int, vocab_size: int) -> int:
@@ -107,13 +108,14 @@ class Runner:
         """Run one pass over all trees in slots 0.. and sample the target's token at each node, under the noise of the
         node's position. In plain decoding this is the only time in a round that the host waits for the device."""
         hidden, features = self._pass(0, trees, lengths)
-        log_p, log_full = log_law(self.target.logits(hidden), law)
-        rows = torch.arange(len(lengths), device=self.target.device)[:, None]
-        token = gumbel_topk(log_p, noise.at(rows, times[:, None] + trees.depths)).picks
-        logprob = log_p.gather(-1, token)
-        if law.greedy:
-            logprob = logprob.masked_fill((law.temperature == 0)[:, None, None], 0.0)
-        tokens, logprobs, full = (x[..., 0] for x in to_host(token, logprob, log_full.gather(-1, token)))
+        logits, positions = self.target.logits(hidden), times[:, None] + trees.depths
+        parts = [
+            _sample(
+                logits[part], noise.at(self._tensor(range(len(logits))[part])[:, None], positions[part]), law.of(part)
+            )
+            for part in _parts(logits)
+        ]
+        tokens, logprobs, full = (x[..., 0] for x in to_host(*map(torch.cat, zip(*parts, strict=True))))
         finite = None if math.isfinite(full.sum()) else [bool(row.all()) for row in np.isfinite(full)]
         return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, features)
 
@@ -131,3 +133,20 @@ class Runner:
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)
+
+
+def _parts(logits: Tensor) -> list[slice]:
+    """Cut the rows of `logits` [B, N, V] into parts that fit the cache on a CPU."""
+    rows, nodes, vocab_size = logits.shape
+    size = max(1, _CACHE_BYTES // (4 * nodes * vocab_size)) if logits.device.type == "cpu" else rows
+    return [slice(low, low + size) for low in range(0, rows, size)]
+
+
+def _sample(logits: Tensor, noise: Tensor, law: Law) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the token at each node of [B, N, V] and its two log-probs, [B, N, 1] each."""
+    log_p, log_full = log_law(logits, law)
+    token = gumbel_topk(log_p, noise).picks
+    logprob = log_p.gather(-1, token)
+    if law.greedy:
+        logprob = logprob.masked_fill((law.temperature == 0)[:, None, None], 0.0)
+    return token, logprob, log_full.gather(-1, token)
