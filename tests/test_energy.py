@@ -14,8 +14,6 @@ import pytest
 
 from tlt.config.run import RunConfig
 from tlt.energy import Meter, MeteredTracer, Nvml, Rapl, cpu_seconds, total_energy
-from tlt.report.energy import energy_rows
-from tlt.report.read import Run
 
 RANGE = 262_143_328_850  # microjoules, as an Intel package has it
 
@@ -161,12 +159,3 @@ def test_totals_by_hand() -> None:
     assert found["compared"] == {"steps": 2, "plain": {"gpu_joules": 6}, "ours": {"gpu_joules": 4}}
     assert total_energy(lines(0.3, 0.1))["per_reward_point"] == {}  # nothing was gained
     assert total_energy([{"step": 0, "energy": {}}]) == {}
-
-
-def test_the_page_labels_each_number_and_says_when_speculation_used_more() -> None:
-    steps = lines(0.1, 0.1)
-    steps[1]["energy"]["phases"]["rollout"]["gpu_joules"] = 4.5
-    page = energy_rows(Run(Path("run"), steps=steps))
-    assert page.count('class="measured"') == 2
-    assert "estimated</b>" not in page
-    assert "<td>1.50</td>" in page

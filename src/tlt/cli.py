@@ -27,7 +27,7 @@ from tlt.config import (
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.progress import shown
-from tlt.report.command import add_report
+from tlt.report import add_report
 from tlt.run.restarts import LOST
 from tlt.stopping import Stopped
 

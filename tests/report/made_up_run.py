@@ -62,10 +62,10 @@ def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> di
         "scores": {"exact": float(index % 3 == 0)},
         "outcome": "",
         "advantage": 0.0,
-        "length": 9,
+        "length": 9 + step,
         "finish_reason": "stop",
         "decoded": {"row_passes": 3, "drafted": 8, "accepted": 6},
-        "proposed": "2e1.3a1.2s",
+        "proposed": f"{2 + step}e1.3a1.2s",
     }
 
 

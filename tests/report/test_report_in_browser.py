@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: every control is used, and what it changes is read back."""
+"""The page in a headless Chromium: its words are read, every control is used, and what it changes is read back."""
 
 from __future__ import annotations
 
@@ -11,24 +11,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_run import make_run
+from made_up_run import completion, make_run
 
 from tlt.report import write_report
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium, such as Debian's chromium-headless-shell")
 
+# put first on the page, so that it sees all errors
 SCRIPT = """
 <script>
 const seen = {errors: []}, find = (what) => document.querySelector(what);
 const all = (what) => [...document.querySelectorAll(what)];
 window.addEventListener("error", (event) => seen.errors.push(event.message));
+setTimeout(() => {
+  seen.wide = document.documentElement.scrollWidth <= window.innerWidth;
+  seen.fetched = performance.getEntriesByType("resource").length;
+  seen.sections = Object.fromEntries(all("section").map((one) => [one.id, one.innerText]));
+  seen.links = all("nav a").map((link) => link.getAttribute("href"));
+  seen.tabs = all("button, select, input, summary, canvas, .chart > svg").every((one) => one.tabIndex === 0);
+  seen.responses = all(".group pre").map((one) => one.textContent);
+  use();
+  document.body.textContent = "SEEN" + JSON.stringify(seen) + "NEES";
+}, 300);
+</script>
+"""
+
+USE = """
+<script>
 const press = (element, key) => element.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
 const choose = (select, value) => { select.value = value; select.dispatchEvent(new Event("change", {bubbles: true})); };
 const picture = () => find("canvas").toDataURL();
-setTimeout(() => {
-  seen.wide = document.documentElement.scrollWidth <= window.innerWidth;
-  const chart = find("[data-chart]");
+function use() {
+  const chart = find(".chart > svg");
   press(chart, "Home"); seen.first = chart.parentElement.querySelector("output").textContent;
   press(chart, "ArrowRight"); seen.second = chart.parentElement.querySelector("output").textContent;
   const box = chart.getBoundingClientRect();
@@ -36,8 +52,8 @@ setTimeout(() => {
   seen.last = chart.parentElement.querySelector("output").textContent;
   seen.buttons = {};
   for (const button of all(".timeline button")) {
-    const before = picture(); button.click(); seen.buttons[button.dataset.do] = picture() !== before;
-    if (button.dataset.do === "out") find("[data-do=in]").click();
+    const before = picture(); button.click(); seen.buttons[button.ariaLabel] = picture() !== before;
+    if (button.ariaLabel === "zoom out") find("[aria-label='zoom in']").click();
   }
   seen.keys = ["-", "+", "ArrowRight", "ArrowLeft"].map((key) => {
     const before = picture(); press(find("canvas"), key); return picture() !== before; });
@@ -45,23 +61,19 @@ setTimeout(() => {
   const canvas = find("canvas").getBoundingClientRect();
   find("canvas").dispatchEvent(new PointerEvent("pointermove", {clientX: canvas.left + 5, clientY: canvas.top + 22}));
   seen.span = find(".timeline output").textContent;
-  choose(find(".ribbons select"), "3");
-  seen.ribbon = all(".ribbons [data-step]").filter((one) => !one.hidden).map((one) => one.dataset.step);
-  const search = find("#search"); search.value = "What is 1"; search.dispatchEvent(new Event("input"));
+  choose(find(".ribbons select"), "0"); seen.ribbon = find(".ribbon").getAttribute("aria-label");
+  const search = find("#search"); search.value = "Step 3 · gcd · what is 1"; search.dispatchEvent(new Event("input"));
   seen.hits = find("#hits").textContent;
   find(".group:not([hidden]) summary").click(); seen.opened = find(".group:not([hidden])").open;
-  seen.links = all("nav a").every((link) => find(link.getAttribute("href")));
-  seen.tabs = all("button, select, input, summary, canvas, [data-chart]").every((one) => one.tabIndex === 0);
-  document.body.textContent = "SEEN" + JSON.stringify(seen) + "NEES";
-}, 300);
+}
 </script>
 """
 
 
-def seen_in(path: Path, width: int) -> dict[str, Any]:
-    """Open a page with the script in a frame of this width, use all controls, and return what was seen."""
+def seen_in(path: Path, width: int = 1200, use: str = "<script>function use() {}</script>") -> dict[str, Any]:
+    """Open a page in a window of this width, use its controls, and return what was seen."""
     assert BROWSER
-    path.write_text(path.read_text(encoding="utf-8").replace("</body>", SCRIPT + "</body>"), encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace("<head>", "<head>" + SCRIPT + use, 1), encoding="utf-8")
     options = [
         "--headless",
         "--no-sandbox",
@@ -71,26 +83,74 @@ def seen_in(path: Path, width: int) -> dict[str, Any]:
     ]
     command = [BROWSER, *options, "--dump-dom", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search("SEEN(.*)NEES", unescape(dom), re.DOTALL)
+    found = re.search(r"SEEN(\{.*)NEES", unescape(dom), re.DOTALL)
     assert found, dom[-2000:]
     return json.loads(found[1])
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium, such as Debian's chromium-headless-shell")
 @pytest.mark.parametrize("width", [1200, 500])
 def test_every_control_does_what_it_says(tmp_path: Path, width: int) -> None:
-    seen = seen_in(write_report([make_run(tmp_path / "run", steps=4)]), width)
+    seen = seen_in(write_report([make_run(tmp_path / "run", steps=4)]), width, USE)
     assert seen["errors"] == []
     assert seen["wide"], "the page is wider than the window"
     assert seen["first"].startswith("step 0: tlt, measured 4, plain decoding, measured 6")
     assert seen["second"].startswith("step 1: ")
     assert seen["last"].startswith("step 3: ")
-    assert seen["buttons"] == dict.fromkeys(("in", "out", "left", "right"), True)
+    assert seen["buttons"] == dict.fromkeys(("zoom in", "zoom out", "left", "right"), True)
     assert seen["keys"] == [True] * 4
     assert seen["lanes"] == "IDLEROLLOUTrollout"
     assert seen["span"].startswith("worker 0: ROLLOUT, 6.00 s")
-    assert seen["ribbon"] == ["3"]
-    assert seen["hits"] == "4 of 8 groups"
+    assert seen["ribbon"] == "look-ahead 33%, learned drafter 22%, suffix 22%, nobody (the model's own) 22%"
+    assert seen["hits"] == "1 of 8 groups"
     assert seen["opened"]
-    assert seen["links"]
     assert seen["tabs"]
+
+
+def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
+    seen = seen_in(write_report([make_run(tmp_path / "run", steps=8)]))
+    assert seen["fetched"] == 0
+    assert seen["links"] == [f"#{name}" for name in seen["sections"]]
+    words = {
+        "words": ["small was trained for 8 of 8 steps in 86 s on 2 workers; the run ended."],
+        "plain": ["measured\t27.0 s\t20.0 s\t1.35", "estimated\t64.0 s\t32.0 s\t2.00"],
+        "proof": ["ab" * 32, "800 in 40 responses", "responses that differ\t0", "restarts survived\t0"],
+        "time": ["Useful share of worker time: 65.0%.", "verify\t8 s\t5.0%", "Timeline of"],
+        "learning": ["Mean reward", "gcd", "mean@2", "99.9 % of tokens"],
+        "tokens": ["Longest", "look-ahead 19%, learned drafter 56%, suffix 13%, nobody (the model's own) 13%"],
+        "groups": ["Of the 16 newest groups, steps 0 to 7.", "reward 0.500 · step 0 · gcd · What is 0?"],
+        "drafter": ["Acceptance rate by depth: eagle", "depth 1\ndepth 2\n\nOf the drafts", "Version of the drafter"],
+        "energy": ["measured\t80 s\t10 s", "Does speculation save energy?", "measured\t40 s\t32 s\t0.80"],
+    }
+    assert list(seen["sections"]) == list(words)
+    missing = [(name, word) for name in words for word in words[name] if word not in seen["sections"][name]]
+    assert missing == [], seen["sections"]
+
+
+def test_several_runs_begin_with_their_differences_and_share_charts(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, config={"train": {"learning_rate": rate}}) for name, rate in (("a", 1), ("b", 4))]
+    seen = seen_in(write_report(runs, tmp_path / "both.html"))
+    assert seen["errors"] == []
+    assert seen["links"][:2] == ["#differences", "#words"]
+    assert "train.learning_rate\t1\t4" in seen["sections"]["differences"]
+    assert "a: median" in seen["sections"]["learning"]
+    assert "b: median" in seen["sections"]["learning"]
+
+
+def test_a_run_that_was_killed_in_its_first_step_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "rew', encoding="utf-8")
+    seen = seen_in(write_report([tmp_path]))
+    assert seen["errors"] == []
+    for said in ("The run of m has not ended a step yet.", "metrics.jsonl has 1 damaged", "summary.json is missing"):
+        assert said in seen["sections"]["words"]
+
+
+def test_what_a_model_wrote_is_shown_as_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    bad = "</pre></script><img src=x onerror='seen.errors.push(1)'><b>&amp;{{content}}"
+    rows = [completion(0, index, bad) | {"task": bad, "scores": {bad: float("nan")}} for index in range(8)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    seen = seen_in(write_report([folder]))
+    assert (seen["errors"], seen["fetched"]) == ([], 0)
+    assert seen["responses"].count(bad) == 8
+    assert bad in seen["sections"]["groups"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     path = out or (folders[0] / NAME if len(folders) == 1 else Path("comparison.html"))
     draft = path.with_name(path.name + ".partial")
     try:
-        draft.write_text(page_of([read_run(folder) for folder in folders]), encoding="utf-8", errors="replace")
+        draft.write_text(page_of([read_run(folder) for folder in folders]), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise ReportError(f"{path} cannot be written ({error.strerror}): give another --out") from None
@@ -57,3 +58,18 @@ class Page:
             _log.warning("report.html was not written (%s: %s); the run goes on", type(error).__name__, error)
         self._written = time.monotonic()
         self._took = self._written - start
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN, or comparison.html here")
+    parser.set_defaults(command=_report)
+
+
+def _report(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write the page. Raises ValueError."""
+    if overrides:
+        raise ValueError(f"unknown option {overrides[0]}: see tlt report --help")
+    out = write_report(arguments.runs, arguments.out)
+    print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB, open it in a browser")
+    return 0

@@ -1,0 +1,379 @@
+"use strict";
+const { runs, differences } = JSON.parse(document.getElementById("content").textContent);
+const SVG = ["svg", "path", "rect", "text", "title"];
+
+// Make an element. Texts of models are only ever inserted as text, never as HTML.
+function el(tag, attributes, ...children) {
+  const node = SVG.includes(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
+  node.append(...children.flat(Infinity).filter((child) => child || child === 0));
+  return node;
+}
+function format(value) {
+  if (value == null) return "–";
+  if (Number.isInteger(value) || Math.abs(value) >= 100) return Math.round(value).toLocaleString("en");
+  const short = +value.toPrecision(3);
+  return Math.abs(value) < 1e-4 ? short.toExponential() : String(short);
+}
+const percent = (share, digits = 1) => (100 * share).toFixed(digits) + "%";
+const note = (...children) => el("p", { class: "note" }, ...children);
+const badge = (measured) => el("b", { class: measured ? "measured" : "estimated" }, measured ? "measured" : "estimated");
+const cell = (value) => value == null || typeof value === "number" ? format(value) : value;
+const key = (colour) => el("i", { class: "key", style: `background: ${colour}` });
+
+function table(head, rows) {
+  const top = head.map((name) => el("th", { scope: "col" }, name));
+  const body = rows.map(([first, ...rest]) =>
+    el("tr", {}, el("th", { scope: "row" }, first), rest.map((value) => el("td", {}, cell(value)))));
+  const parts = [head.length > 0 && el("thead", {}, el("tr", {}, top)), el("tbody", {}, body)];
+  return el("div", { class: "scroll", tabindex: 0 }, el("table", {}, parts));
+}
+
+// Return the blocks of each run, side by side if there are several.
+function columns(blocks) {
+  const found = runs.map((run) => blocks(run).filter(Boolean));
+  if (runs.length === 1 || !found.some((one) => one.length)) return found[0];
+  const side = (one, i) => el("div", {}, el("h3", {}, runs[i].name), one.length ? one : "not recorded");
+  return [el("div", { class: "cols" }, found.map(side))];
+}
+
+// -- charts: lines differ by colour and by dash. The pointer or the arrow keys choose a step.
+
+const WIDTH = 640, HEIGHT = 200, LEFT = 60, RIGHT = 632, BOTTOM = 176, TOP = 10;
+const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 4", "12 3", "1 3", "6 2 1 2"];
+
+function ticksOf(low, high) {
+  const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const size = [1, 2, 5, 10].map((factor) => power * factor).find((one) => one >= rough);
+  const first = Math.floor(low / size), last = Math.ceil(high / size);
+  return Array.from({ length: last - first + 1 }, (_, i) => +((first + i) * size).toPrecision(12));
+}
+
+// `lines` are { name, points: [[step, value], ...], dots }.
+function chart(title, unit, lines, words) {
+  lines = lines.filter((line) => line.points.length);
+  if (!lines.length) return null;
+  const steps = [...new Set(lines.flatMap((line) => line.points.map(([step]) => step)))].sort((a, b) => a - b);
+  const values = lines.flatMap((line) => line.points.map(([, value]) => value));
+  const low = Math.min(0, ...values), high = Math.max(0, ...values), ticks = ticksOf(low, high > low ? high : low + 1);
+  const first = steps[0], last = Math.max(steps.at(-1), first + 1), span = ticks.at(-1) - ticks[0];
+  const x = (step) => LEFT + (step - first) / (last - first) * (RIGHT - LEFT);
+  const y = (value) => BOTTOM - (value - ticks[0]) / span * (BOTTOM - TOP);
+  const style = (i) => `color: var(--c${i % 8})`;
+  const stroke = (i, d) => el("path", { class: "line", d, style: style(i), "stroke-dasharray": lines[i].dots ? "" : DASHES[i % 8] });
+  const path = ({ points, dots }) => dots || points.length === 1
+    ? points.map(([step, value]) => `M${x(step) - 5} ${y(value)}h10m-5-5v10`).join("")
+    : "M" + points.map(([step, value]) => `${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("L");
+  const cursor = el("path", { class: "cursor" }), out = el("output", { "aria-live": "polite" });
+  const label = `${title}${unit && ", " + unit}, over steps`;
+  const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": label },
+    ticks.map((tick) => [el("path", { class: "grid", d: `M${LEFT} ${y(tick)}H${WIDTH}` }),
+      el("text", { x: LEFT - 6, y: y(tick) + 4, class: "end" }, format(tick))]),
+    el("text", { x: LEFT, y: HEIGHT - 6 }, first), el("text", { x: RIGHT, y: HEIGHT - 6, class: "end" }, last),
+    lines.map((line, i) => stroke(i, path(line))), cursor);
+  let at = steps.length - 1;
+  function show(index) {
+    at = Math.max(0, Math.min(steps.length - 1, index));
+    const step = steps[at], here = lines.map((line) => [line.name, line.points.find((point) => point[0] === step)]);
+    cursor.setAttribute("d", `M${x(step)} 0V${BOTTOM}`);
+    const words = here.filter(([, point]) => point).map(([name, point]) => `${name} ${format(point[1])}`);
+    out.textContent = `step ${step}: ${words.join(", ")} ${unit}`;
+  }
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), away = (step) => Math.abs(x(step) - (event.clientX - box.left) / box.width * WIDTH);
+    show(steps.reduce((best, step, i) => away(step) < away(steps[best]) ? i : best, 0));
+  });
+  svg.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }[event.key];
+    if (move) { event.preventDefault(); show(at + move); }
+  });
+  const legend = lines.map(({ name, dots }, i) => el("li", { style: style(i) },
+    el("svg", { viewBox: "0 0 24 8", "aria-hidden": true }, stroke(i, dots ? "M7 4h10m-5-4v8" : "M0 4H24")), name));
+  return el("figure", { class: "chart" }, el("figcaption", {}, title, " ", el("small", {}, unit)), svg, out,
+    el("ul", { class: "legend" }, legend), words && note(words));
+}
+
+// Return a chart of some columns of metrics.jsonl, [[name, path], ...], with the lines of all runs.
+function curve(title, unit, paths, words) {
+  const lines = runs.flatMap((run) => paths.map(([name, path]) => {
+    const points = run.columns[path] || [];
+    return { name: runs.length > 1 ? `${run.name}: ${name}` : name, points, dots: points.length < Math.min(run.num_steps, 500) };
+  }));
+  return chart(title, unit, lines, words);
+}
+
+// Return [[name, path], ...] of the columns that match, with the first group of the pattern as name.
+function matching(pattern) {
+  const paths = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))];
+  return paths.map((path) => [path.match(pattern)?.[1], path]).filter(([name]) => name);
+}
+const used = (path) => runs.some((run) => run.columns[path]?.some(([, value]) => value));
+
+// -- where the time went
+
+const KINDS = {  // the colours of page.html by their other names
+  rollout: "verify", speculative: "verify", plain: "decode", commit: "decode", "other decoding": "decode", eval: "draft",
+  "look-ahead": "ahead", early: "update", judge: "spot", "drafter training": "spot",
+};
+const kind = (name) => "--" + (KINDS[name.toLowerCase()] || name.toLowerCase().replace(/\W/g, "-"));
+const colour = (name) => `var(${kind(name)}, var(--other))`;
+
+function bar(seconds) {
+  const parts = Object.entries(seconds), total = parts.reduce((sum, [, spent]) => sum + spent, 0);
+  if (!total) return [];
+  const numbers = ([name, spent]) => [name, format(spent) + " s", percent(spent / total)];
+  let x = 0;
+  const rects = parts.map((part) => {
+    const width = 100 * part[1] / total, place = { style: `fill: ${colour(part[0])}`, x, width, height: 10 };
+    x += width;
+    return el("rect", place, el("title", {}, numbers(part).join(", ")));
+  });
+  const label = "Worker seconds by kind of work";
+  return [el("svg", { class: "bar", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": label }, rects),
+    table([], parts.map(numbers).map(([name, ...rest]) => [[key(colour(name)), name], ...rest]))];
+}
+
+function choice(steps) {
+  const options = Object.keys(steps).map((step) => el("option", { value: step }, "step " + step));
+  return el("select", { "aria-label": "step" }, options);
+}
+
+// One lane for the driver, two for each worker: its state, and below it its work. `steps` are spans by step.
+function timeline(steps) {
+  const select = choice(steps), label = "What the driver and each worker did when. Keys: plus, minus, left, right.";
+  const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": label });
+  const out = el("output", { "aria-live": "polite" }), legend = el("ul", { class: "legend" });
+  const acts = {
+    "zoom in": ["+", () => zoom(.5)], "zoom out": ["−", () => zoom(2)], left: ["←", () => move(-.25)], right: ["→", () => move(.25)],
+  };
+  const buttons = Object.entries(acts).map(([label, [sign, act]]) => {
+    const button = el("button", { type: "button", "aria-label": label }, sign);
+    button.addEventListener("click", act);
+    return button;
+  });
+  const figure = el("figure", { class: "timeline" }, el("figcaption", {}, "Timeline of ", select, " ", buttons), canvas, out, legend);
+  let spans, names, from, to, end, lanes, drag = null;
+  const laneOf = ([, process, isState]) => process && 2 * process - isState;
+  const rowHeight = () => Math.min(18, Math.max(5, 420 / lanes));
+  function draw() {
+    const width = canvas.clientWidth, height = lanes * rowHeight() + 22, scale = window.devicePixelRatio || 1;
+    canvas.width = width * scale; canvas.height = height * scale; canvas.style.height = height + "px";
+    const pen = canvas.getContext("2d"), style = getComputedStyle(canvas);
+    pen.scale(scale, scale);
+    const colourOf = (name) => style.getPropertyValue(kind(name)) || style.getPropertyValue("--other");
+    const colours = Object.fromEntries(names.map((name) => [name, colourOf(name)]));
+    for (const span of spans) {
+      const [name, process, isState, start, seconds] = span;
+      const x = (start - from) / (to - from) * width, w = seconds / (to - from) * width;
+      if (x + w < 0 || x > width) continue;
+      pen.fillStyle = colours[name];
+      pen.fillRect(x, laneOf(span) * rowHeight() + 1, Math.max(.6, w), rowHeight() - (process && !isState ? 3 : 1));
+    }
+    pen.fillStyle = style.color; pen.font = "12px system-ui";
+    for (let i = 0; i <= 4; i++) {
+      pen.textAlign = i === 0 ? "left" : i === 4 ? "right" : "center";
+      pen.fillText((from + (to - from) * i / 4).toPrecision(3) + " s", width * i / 4, height - 6);
+    }
+  }
+  function load() {
+    spans = steps[select.value];
+    lanes = Math.max(...spans.map(laneOf)) + 1;
+    from = 0; to = end = Math.max(...spans.map(([, , , start, seconds]) => start + seconds));
+    names = [...new Set(spans.map(([name]) => name))].sort();
+    legend.replaceChildren(...names.map((name) => el("li", {}, key(colour(name)), name)));
+    draw();
+  }
+  function view(start, size) { from = Math.max(0, Math.min(end - size, start)); to = from + size; draw(); }
+  function zoom(factor, centre = (from + to) / 2) {
+    const size = Math.min(end, Math.max(end / 5000, (to - from) * factor));
+    view(centre - (centre - from) / (to - from) * size, size);
+  }
+  const move = (share) => view(from + share * (to - from), to - from);
+  const timeAt = (event) => from + event.offsetX / canvas.clientWidth * (to - from);
+  canvas.addEventListener("keydown", (event) => {
+    const act = { "+": "zoom in", "=": "zoom in", "-": "zoom out", ArrowLeft: "left", ArrowRight: "right" }[event.key];
+    if (act) { event.preventDefault(); acts[act][1](); }
+  });
+  canvas.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.altKey) return;  // a plain wheel scrolls the page
+    event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : .8, timeAt(event));
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", (event) => { drag = event.clientX; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerup", () => { drag = null; });
+  canvas.addEventListener("dblclick", (event) => zoom(.5, timeAt(event)));
+  canvas.addEventListener("pointermove", (event) => {
+    if (drag !== null) { move((drag - event.clientX) / canvas.clientWidth); drag = event.clientX; return; }
+    const lane = Math.floor(event.offsetY / rowHeight()), time = timeAt(event);
+    const found = spans.find((span) => laneOf(span) === lane && span[3] <= time && time <= span[3] + span[4]);
+    const who = lane === 0 ? "driver" : "worker " + Math.floor((lane - 1) / 2);
+    out.textContent = found ? `${who}: ${found[0]}, ${found[4].toPrecision(3)} s from ${found[3].toPrecision(3)} s` : "";
+  });
+  select.addEventListener("change", load);
+  new ResizeObserver(draw).observe(figure);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  load();
+  return figure;
+}
+
+// -- responses
+
+function facts({ reward, outcome, scores, length, finish_reason }) {
+  const terms = Object.entries(scores || {}).map(([name, score]) => ` · ${name} ${format(score)}`);
+  const first = reward == null ? outcome || "no reward" : el("b", {}, format(reward));
+  return el("p", {}, first, terms, ` · ${format(length)} tokens · ${finish_reason}`);
+}
+
+const SOURCES = {  // letter, name and colour
+  a: ["look-ahead", "ahead"], e: ["learned drafter", "verify"], s: ["suffix", "reward"], ".": ["nobody (the model's own)", "idle"],
+};
+const sourceColour = (letter) => `var(--${SOURCES[letter]?.[1] || "spot"})`;
+
+// A cell for each of the first 4,000 tokens. `proposed` are run lengths, such as 3s2.1a.
+function ribbon(proposed) {
+  const CELLS = 80, counts = {}, parts = [];
+  let at = 0, total = 0;
+  for (let [, count, letter] of proposed.matchAll(/(\d+)(\D)/g)) {
+    counts[letter] = (counts[letter] || 0) + +count; total += +count;
+    for (let here; count > 0 && at < 4000; at += here, count -= here) {  // a run goes on in the next row of cells
+      here = Math.min(count, CELLS - at % CELLS);
+      const place = { x: at % CELLS, y: 2 * Math.floor(at / CELLS), width: here, height: 1.7 };
+      parts.push(el("rect", { style: `fill: ${sourceColour(letter)}`, ...place }));
+    }
+  }
+  const shares = Object.keys(SOURCES).filter((letter) => counts[letter]);
+  const words = shares.map((letter) => `${SOURCES[letter][0]} ${percent(counts[letter] / total, 0)}`).join(", ");
+  const viewBox = `0 0 ${CELLS} ${2 * Math.ceil(at / CELLS)}`;
+  return [el("svg", { class: "ribbon", viewBox, role: "img", "aria-label": words }, parts), el("p", {}, words)];
+}
+
+function ribbons(steps) {
+  const names = Object.keys(steps), block = el("div");
+  if (!names.length) return [];
+  const select = choice(steps);
+  const show = () => block.replaceChildren(...Object.entries(steps[select.value]).flatMap(([name, row]) => [
+    el("h3", {}, name), facts(row), ...ribbon(row.proposed),
+    el("details", {}, el("summary", {}, "Text"), el("pre", {}, row.prompt), el("pre", {}, row.response))]));
+  select.addEventListener("change", show);
+  select.value = names.at(-1);
+  show();
+  const legend = Object.entries(SOURCES).map(([letter, [name]]) => el("li", {}, key(sourceColour(letter)), name));
+  return [el("div", { class: "ribbons" }, el("p", {}, el("label", {}, "Responses of ", select)), el("ul", { class: "legend" }, legend), block)];
+}
+
+function group({ reward, step, task, prompt, answer, responses, left }) {
+  const title = [el("b", {}, reward == null ? "no reward" : "reward " + reward.toFixed(3)), ` · step ${step}`, task && " · " + task,
+    " · " + (prompt.length > 90 ? prompt.slice(0, 90) + " […]" : prompt)];
+  return el("details", { class: "group" }, el("summary", {}, title), el("pre", {}, prompt),
+    answer != null && el("p", {}, "answer: ", el("code", {}, answer)),
+    responses.map((row) => [facts(row), el("pre", {}, row.response)]),
+    left > 0 && el("p", {}, `${left} more responses are in the file.`));
+}
+
+function groups({ num_groups, first_step, last_step, best, worst }) {
+  if (!num_groups) return [];
+  const side = (name, found) => el("div", {}, el("h3", {}, name), found.map(group));
+  return [note(`Of the ${format(num_groups)} newest groups, steps ${first_step} to ${last_step}.`),
+    el("div", { class: "cols" }, side("Best", best), side("Worst", worst))];
+}
+
+function search() {
+  const input = el("input", { type: "search", id: "search" }), hits = el("output", { id: "hits" });
+  input.addEventListener("input", () => {
+    const wanted = input.value.toLowerCase(), all = [...document.querySelectorAll(".group")];
+    for (const one of all) one.hidden = !one.textContent.toLowerCase().includes(wanted);
+    hits.textContent = wanted ? `${all.filter((one) => !one.hidden).length} of ${all.length} groups` : "";
+  });
+  return el("p", {}, el("label", {}, "Search prompts and responses ", input), " ", hits);
+}
+
+// -- the sections
+
+const UNMEASURED = ["Not measured: set ", el("code", {}, "run.compare_every"), " to decode some steps by plain decoding too."];
+
+function againstPlain({ ratios, columns }) {
+  const seconds = (value) => value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) + " s";
+  const rows = ratios.map(({ measured, plain, ours, times, interval, steps, lost }) => [
+    badge(measured), seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
+    interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost]);
+  const head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "steps that lost"];
+  const line = (name, path, dots) => ({ name, points: columns[path] || [], dots });
+  return !rows.length ? [el("p", {}, UNMEASURED)] : [table(head, rows), chart("Seconds of each rollout", "s", [
+    line("tlt, measured", "seconds/rollout", false), line("plain decoding, measured", "seconds/compare", true),
+    line("plain decoding, estimated", "rollout/against_plain/plain_seconds", false)])];
+}
+
+const COUNTERS = {  // a measured number and an estimated one are never added
+  gpu_joules: ["GPU energy, whole cards (NVML)", " J", true],
+  cpu_joules: ["CPU energy, whole packages (RAPL)", " J", true],
+  cpu_seconds: ["CPU time of the run's processes", " s", true],
+  estimated_cpu_joules: ["CPU energy (CPU time × run.watts_per_core)", " J", false],
+  cost: ["cost (time × run.price_per_hour)", "", false],
+};
+
+function energy({ sums, per_step, per_million_tokens, per_reward_point, compared }) {
+  if (!sums) return [];
+  const row = (name, ...parts) => [[COUNTERS[name][0], " ", badge(COUNTERS[name][2])],
+    ...parts.map((part) => part[name] == null ? "–" : format(part[name]) + COUNTERS[name][1])];
+  const known = Object.keys(COUNTERS).filter((name) => name in sums);
+  const { plain = {}, ours = {}, steps } = compared, both = known.filter((name) => plain[name] && name in ours);
+  const blocks = [table(["", "the run", "per step", "per million tokens", "per reward point"],
+    known.map((name) => row(name, sums, per_step, per_million_tokens, per_reward_point)))];
+  if (both.length) blocks.push(el("h3", {}, "Does speculation save energy?"),
+    table([`same tokens, ${format(steps)} step(s)`, "plain decoding", "tlt", "tlt / plain"],
+      both.map((name) => [...row(name, plain, ours), (ours[name] / plain[name]).toFixed(2)])),
+    note("Above 1, speculation used more than plain decoding. The rollout of tlt includes look-ahead and drafter training in idle time, ",
+      "which plain decoding does without."));
+  return [...blocks, note("A reward point is 0.01 of mean reward, gained from the first to the last tenth of the steps.",
+    !("gpu_joules" in sums) && " No GPU counter was read.",
+    !("cpu_joules" in sums) && " No CPU energy counter was readable, so joules of the CPU are estimated or left out.")];
+}
+
+const names = runs.map((run) => run.name);
+const SECTIONS = {
+  differences: ["Differences", names.length < 2 ? [] : [
+    table(["result", ...names], Object.keys(runs[0].results).map((name) => [name, ...runs.map((run) => run.results[name])])),
+    differences.length ? table(["field of the recipe", ...names], differences.map(([field, values]) =>
+      [el("code", {}, field), ...values.map((value) => JSON.stringify(value))])) : el("p", {}, "The recipes are the same.")]],
+  words: ["In words", columns(({ sentences, advice, faults }) => [
+    el("div", { class: "lead" }, sentences.map((sentence) => el("p", {}, sentence))),
+    advice.length && el("details", {}, el("summary", {}, "More advice"), el("ul", {}, advice.map((line) => el("li", {}, line)))),
+    faults.length && el("ul", { class: "faults" }, faults.map((fault) => el("li", {}, fault)))])],
+  plain: ["Against plain decoding, on the same tokens", [...columns(againstPlain), note(
+    badge(true), ": whole steps were decoded a second time by plain decoding, with the same tokens (run.compare_every). ",
+    badge(false), ": from some rounds with plain decoding. Every step with a number counts, those that lost included.")]],
+  proof: ["Proof", columns(({ policy_sha256, proof }) => [
+    table([], [["policy sha256", el("code", {}, policy_sha256 || "known when the run ends")], ...Object.entries(proof)])])],
+  time: ["Where the time went", columns((run) => [
+    run.useful_share != null && el("p", {}, "Useful share of worker time: ", el("strong", {}, percent(run.useful_share)), "."),
+    ...bar(run.worker_seconds), Object.keys(run.timelines).length && timeline(run.timelines)])],
+  learning: ["Learning", [
+    curve("Mean reward", "", [["all", "reward"], ...matching(/^tasks\/(.*)\/mean$/).slice(0, 7)]),
+    curve("Held-out reward", "", matching(/^eval\/((?:mean|pass)@.*)/)),
+    curve("Length of responses", "tokens", [["median", "lengths/median"], ["p99", "lengths/p99"], ["max", "lengths/max"]]),
+    curve("Shares", "", [["truncated responses", "lengths/truncated"], ["groups of equal rewards", "batch/without_spread_share"]]),
+    curve("Entropy", "nats", [["entropy", "update/entropy"]]),
+    curve("Divergence from the first model", "nats", [["KL", "update/kl"]]),
+    curve("Mismatch between trainer and rollout", "nats", [["mean", "update/mismatch_mean"], ["99.9 % of tokens", "update/mismatch_p999"]])]],
+  tokens: ["Who proposed each token", columns((run) => ribbons(run.ribbons))],
+  groups: ["Best and worst groups", runs.some((run) => run.groups.num_groups) ? [search(), ...columns((run) => groups(run.groups))] : []],
+  drafter: ["The drafter", [
+    ...[...new Set(matching(/^rollout\/by_depth\/(.*)\/\d+$/).map(([drafter]) => drafter))].map((drafter) =>
+      curve("Acceptance rate by depth: " + drafter, "",
+        [1, 2, 3, 4, 6, 8, 12, 16].map((depth) => [`depth ${depth}`, `rollout/by_depth/${drafter}/${depth}`]),
+        "Of the drafts whose earlier tokens were all accepted.")),
+    curve("Accept length", "tokens", [["tokens per target pass", "accept_length"]]),
+    curve("Accept length on the last rollout's data", "tokens",
+      [["drafter in use", "rollout/spot/accept_length"], ["drafter in training", "rollout/spot/candidate"]]),
+    used("rollout/spot/version") && curve("Version of the drafter", "", [["version", "rollout/spot/version"]]),
+    used("rollout/drafter_tokens") && curve("Training of the drafter", "tokens", [["drafter tokens", "rollout/drafter_tokens"]]),
+    used("rollout/spot_seconds") && curve("Rollout blocked by drafter training", "s", [["spot seconds", "rollout/spot_seconds"]])]],
+  energy: ["Energy and cost", columns((run) => energy(run.energy))],
+};
+
+document.querySelector("h1").textContent = names.join(" and ");
+document.title = names.join(" and ") + " · tlt report";
+for (const [id, [name, blocks]] of Object.entries(SECTIONS)) {
+  if (!blocks.some(Boolean)) continue;
+  document.querySelector("nav").append(el("a", { href: "#" + id }, name));
+  document.querySelector("main").append(el("section", { id }, el("h2", {}, name), blocks));
+}
