@@ -32,13 +32,12 @@ from tlt.cluster.actor import portable
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
 from tlt.cluster.worker import Work
-from tlt.cluster.workers import RayPool, _own_signals, share_of_cores
+from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
 from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra")
@@ -266,79 +265,6 @@ def test_sigterm_while_workers_come_up_is_heard(tmp_path: Path, monkeypatch: pyt
     assert run.returncode == 128 + signal.SIGTERM, said
     assert "stopped by SIGTERM before its first step: nothing was changed" in said
     assert "Traceback" not in said
-
-
-class Ignored:
-    """Python ignores what is raised in `__del__`."""
-
-    def __del__(self) -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("fails", [True, False])
-@pytest.mark.parametrize("rays", [True, False])
-def test_a_signal_whose_handler_raised_in_vain_is_heard_once(
-    rays: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ray's handler, or before Ray has put its own in place; whether Ray then starts or not. Nothing is printed of
-    what Python ignored."""
-    printed = list[Any]()
-    monkeypatch.setattr("sys.unraisablehook", printed.append)
-
-    def start() -> None:
-        with _own_signals():
-            if rays:
-                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
-            Ignored()
-            if fails:
-                raise ConnectionError
-
-    with stop_request(60.0) as request:
-        own = signal.getsignal(signal.SIGTERM)
-        with pytest.raises(GivenUp):
-            start()
-        assert (request.number, signal.getsignal(signal.SIGTERM)) == (signal.SIGTERM, own)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert printed == []
-
-
-def test_what_fails_without_a_signal_fails() -> None:
-    with pytest.raises(ConnectionError), _own_signals():
-        raise ConnectionError
-
-
-@pytest.mark.parametrize("rays", [True, False])
-def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
-    """As while a run ends; whether Ray's handler hears it or the run's."""
-    noted = list[int]()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
-    try:
-        with _own_signals():
-            if rays:
-                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert noted == [signal.SIGTERM]
-
-
-def test_who_notes_signals_by_a_pipe_notes_these_too() -> None:
-    """As asyncio does, whose handler in Python does nothing."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    outer, before = signal.set_wakeup_fd(writer), signal.signal(signal.SIGTERM, lambda number, frame: None)
-    try:
-        with _own_signals():
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
-            signal.raise_signal(signal.SIGTERM)
-        assert signal.set_wakeup_fd(outer) == writer
-        assert os.read(reader, 10) == bytes([signal.SIGTERM])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.close(reader)
-        os.close(writer)
 
 
 DRIVER = """

@@ -13,19 +13,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tlt.cluster.actor import Actor, Place, last_words
 from tlt.cluster.control import Control, lets_in_anybody, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
+from tlt.cluster.signals import keep_signal_handlers, unwrap_given_up
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
-from tlt.stopping import SIGNALS, GivenUp
 from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
@@ -45,7 +43,7 @@ class RayPool:
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()
         try:
-            with _own_signals():
+            with keep_signal_handlers():
                 self._join(config.cluster.address) if config.cluster.address else self._start()
             self._amid_update = False
             self._control = Control(self._ray.get_runtime_context().gcs_address)
@@ -122,7 +120,7 @@ class RayPool:
     def updated(self, index: int, seconds: float) -> float | None:
         handle = self._actors[index].updated.options(concurrency_group=_BESIDE).remote()
         try:
-            with _given_up():
+            with unwrap_given_up():
                 return self._ray.get(handle, timeout=seconds)
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
@@ -134,7 +132,7 @@ class RayPool:
         if not self._amid_update:  # an update must end before a save, and it has the time to
             self._control.look()
         waiting = list(handles)
-        with _given_up():
+        with unwrap_given_up():
             done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)
         if done and rest:
             done += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
@@ -143,7 +141,7 @@ class RayPool:
     def result(self, handle: Handle) -> Any:
         errors = self._ray.exceptions
         try:
-            with _given_up():
+            with unwrap_given_up():
                 return self._ray.get(handle)
         except errors.RayTaskError as error:
             if isinstance(error.cause, errors.RayError):
@@ -167,7 +165,7 @@ class RayPool:
         self._ray.kill(self._actors[index], no_restart=True)
         process = self._processes[index]
         if self.folder and self._ray.wait([process], timeout=0)[0]:
-            with suppress(self._ray.exceptions.RayError, ProcessLookupError), _given_up():
+            with suppress(self._ray.exceptions.RayError, ProcessLookupError), unwrap_given_up():
                 os.kill(self._ray.get(process), signal.SIGKILL)
 
     def has_begun(self, index: int) -> bool:
@@ -183,7 +181,7 @@ class RayPool:
     def close(self) -> None:
         """Disconnect from Ray, and end it if it is the run's own."""
         _take_threads(self._threads)
-        with _own_signals():
+        with keep_signal_handlers():
             self._ray.shutdown()
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
@@ -232,7 +230,7 @@ def _import_ray(alone: bool) -> Any:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
-        with _own_signals():
+        with keep_signal_handlers():
             import ray
     except ImportError:
         raise ConfigError(f"cluster.workers above 1 needs Ray: {install_hint('cluster')}") from None
@@ -260,93 +258,3 @@ def _short_folder() -> str:
         shutil.rmtree(folder)
         folder = tempfile.mkdtemp(prefix=prefix, dir="/tmp")
     return folder
-
-
-@contextmanager
-def _given_up() -> Iterator[None]:
-    """Raise `GivenUp` if a signal handler raised it while Ray waited. Ray raises a SystemError from it instead."""
-    try:
-        yield
-    except SystemError as error:
-        if isinstance(error.__cause__, GivenUp):
-            raise error.__cause__ from None
-        raise
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Restore the run's signal handlers afterwards, because Ray replaces them. Then call them for signals that arrived
-    meanwhile. An exception of a handler is lost if Python ignores exceptions at that point, such as in a `__del__` or
-    around a fork; so it is raised again here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    handlers = {number: handler for number, handler in before.items() if callable(handler)}
-    heard: dict[int, BaseException | None] = {}
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard[number] = None
-        try:
-            handlers[signal.Signals(number)](number, frame)
-        except BaseException as error:
-            heard[number] = error
-            raise
-
-    came, failed = set[int](), None
-    try:
-        for number in handlers:
-            signal.signal(number, hear)
-        with _given_up(), _silently_ignored(), _noted(came):
-            yield
-    except SystemExit:  # of Ray's handler
-        came.add(signal.SIGTERM)
-    except Exception as error:
-        failed = error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for number, handler in before.items():
-        if error := heard.get(number):
-            raise error
-        if number in came - heard.keys():
-            handler(number, None) if callable(handler) else signal.raise_signal(number)
-    if failed:
-        raise failed
-
-
-@contextmanager
-def _silently_ignored() -> Iterator[None]:
-    """Do not print ignored exceptions of signal handlers, because they are raised again."""
-    before = sys.unraisablehook
-
-    def report(ignored: sys.UnraisableHookArgs) -> None:
-        if not isinstance(ignored.exc_value, SystemExit | GivenUp):
-            before(ignored)
-
-    sys.unraisablehook = report
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
-
-
-@contextmanager
-def _noted(came: set[int]) -> Iterator[None]:
-    """Record the signals that arrive in the block, whichever handler they had. Forward them to the former wakeup file
-    descriptor, such as that of asyncio."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    outer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(outer)
-        with suppress(BlockingIOError):
-            numbers = os.read(reader, 4096)
-            came.update(numbers)
-            if outer >= 0:
-                os.write(outer, numbers)
-        os.close(reader)
-        os.close(writer)

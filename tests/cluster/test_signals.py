@@ -1,0 +1,86 @@
+"""The run's signal handlers, which Ray replaces while it starts and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from tlt.cluster.signals import keep_signal_handlers
+from tlt.stopping import GivenUp, stop_request
+
+
+class Ignored:
+    """Python ignores what is raised in `__del__`."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("rays", [True, False])
+def test_a_signal_whose_handler_raised_in_vain_is_heard_once(
+    rays: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ray's handler, or before Ray has put its own in place; whether Ray then starts or not. Nothing is printed of
+    what Python ignored."""
+    printed = list[Any]()
+    monkeypatch.setattr("sys.unraisablehook", printed.append)
+
+    def start() -> None:
+        with keep_signal_handlers():
+            if rays:
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            Ignored()
+            if fails:
+                raise ConnectionError
+
+    with stop_request(60.0) as request:
+        own = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(GivenUp):
+            start()
+        assert (request.number, signal.getsignal(signal.SIGTERM)) == (signal.SIGTERM, own)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert printed == []
+
+
+def test_what_fails_without_a_signal_fails() -> None:
+    with pytest.raises(ConnectionError), keep_signal_handlers():
+        raise ConnectionError
+
+
+@pytest.mark.parametrize("rays", [True, False])
+def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
+    """As while a run ends; whether Ray's handler hears it or the run's."""
+    noted = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        with keep_signal_handlers():
+            if rays:
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [signal.SIGTERM]
+
+
+def test_who_notes_signals_by_a_pipe_notes_these_too() -> None:
+    """As asyncio does, whose handler in Python does nothing."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    outer, before = signal.set_wakeup_fd(writer), signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with keep_signal_handlers():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.set_wakeup_fd(outer) == writer
+        assert os.read(reader, 10) == bytes([signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(reader)
+        os.close(writer)
