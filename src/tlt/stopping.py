@@ -52,7 +52,7 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.number != 0
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def receive_signal(self, number: int, frame: FrameType | None) -> None:
         if self.number:
             raise KeyboardInterrupt
         self.number = number
@@ -95,8 +95,8 @@ def stop_request(patience: float) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, request.hear) for number in heard}
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, request.receive_signal) for number in handled}
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, request.time_is_up)
     try:
         yield request

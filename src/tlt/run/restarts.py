@@ -57,12 +57,12 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
     signals: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def record_and_forward(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         if number == signal.SIGTERM and children:
             children[0].send_signal(number)
 
-    before = {number: signal.signal(number, hear) for number in SIGNALS}
+    before = {number: signal.signal(number, record_and_forward) for number in SIGNALS}
     try:
         children.append(subprocess.Popen([sys.executable, "-m", "tlt", *arguments]))
         if signals:  # received before the process had started
