@@ -110,7 +110,7 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "look-ahead": {"at": (f"{_WORKER}look_ahead", "tlt.engine.engine:Engine.round"), "call": 3},
         "update": {"at": (f"{_WORKER}update", "tlt.rl.parallel:Processes.sum_shards"), "call": 3},
         "sync": {"at": (f"{_WORKER}sync", "tlt.cluster.worker:take_weights")},
-        "save": {"at": (f"{_WORKER}save", "tlt.rl.policy:save_file")},
+        "save": {"at": (f"{_WORKER}save", "tlt.rl.trained_model:save_file")},
         "evaluation": {"at": (f"{_WORKER}decode", "tlt.engine.engine:Engine.round"), "during": (_EVALUATION,)},
         "rollback": {"at": (f"{_WORKER}rollback",), "first": "update"},
         "gives its state": {"at": (f"{_WORKER}state",), "first": "decode"},

@@ -33,10 +33,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = TrainConfig(micro_batch_tokens=case["micro_batch_tokens"], learning_rate=1e-9)
     policy = Policy(case["model"], torch.float32, torch.device("cpu"), config, RolloutConfig())
-    policy.packer.shares = case["shares"]
+    policy.passes.packer.shares = case["shares"]
     batch = make_batch(case["prompt"], case["group"], policy.model.config.vocab_size)
-    layouts = policy.packer.plan(batch, range(len(batch.response_ids)))
-    tokens = sum(policy.packer.pack(batch, layout).input_ids.numel() for layout in layouts)
+    layouts = policy.passes.packer.plan(batch, range(len(batch.response_ids)))
+    tokens = sum(policy.passes.packer.pack(batch, layout).input_ids.numel() for layout in layouts)
     before, seconds, metrics = peak_mib(), [], {}
     for step in range(case["repeats"]):
         start = time.process_time()

@@ -518,7 +518,11 @@ def test_a_run_that_cannot_go_on_says_why(
 @pytest.mark.parametrize(
     ("owner", "name", "expected"),
     [
-        ("tlt.rl.policy.save_file", None, r"step_00000001 cannot be saved .*No space left.*; .*nothing is saved yet$"),
+        (
+            "tlt.rl.trained_model.save_file",
+            None,
+            r"step_00000001 cannot be saved .*No space left.*; .*nothing is saved yet$",
+        ),
         (
             "tlt.store.checkpoint.flush",
             None,

@@ -46,7 +46,7 @@ POINTS = {
     "tlt.spot.spot": ("SpotTrainer.evaluate",),
     "tlt.spot.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
-    "tlt.rl.policy": ("save_file",),
+    "tlt.rl.trained_model": ("save_file",),
     "tlt.rl.shard_sum": ("ShardSum.count_as_early", "take_gradients"),
     "tlt.cluster.coordinator": ("Coordinator._took", "Coordinator._look_at_update", "Coordinator.sync"),
     "tlt.cluster.ahead": ("LookingAhead.heard",),

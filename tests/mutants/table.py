@@ -181,9 +181,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("LogProbs.backward", "operand", 2, "The gradient of the other tokens is minus their probability."),
     ],
     ("rl.policy", "rl/test_policy.py"): [
-        ("Policy._step", "always", 1, "A step whose gradient is not finite changes nothing."),
-        ("Policy.update", "drop", 3, "The learning rate follows its schedule."),
-        ("Policy._fixed", "drop", 9, "A carried response keeps the log-probs of the policy that decoded it."),
+        ("Policy.update", "drop", 2, "The learning rate follows its schedule."),
+    ],
+    ("rl.trained_model", "rl/test_policy.py"): [
+        ("TrainedModel.apply_gradients", "always", 2, "A step whose gradient is not finite changes nothing."),
+    ],
+    ("rl.update", "rl/test_policy.py"): [
+        ("Update.compute_fixed", "drop", 10, "A carried response keeps the log-probs of the policy that decoded it."),
     ],
     ("rl.early", "rl/test_policy.py"): [
         ("has_gradient", "operand", 3, "A masked response teaches nothing."),

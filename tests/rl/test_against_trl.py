@@ -16,7 +16,9 @@ from tlt.rl.batching import MicroBatch
 from tlt.rl.fixed import penalized
 from tlt.rl.groups import advantages_of
 from tlt.rl.parallel import Alone
+from tlt.rl.passes import Passes
 from tlt.rl.policy import Policy
+from tlt.rl.update import Update
 from tlt.types import TrainBatch
 
 TRL = json.loads((Path(__file__).parent.parent / "peers" / "trl.json").read_text(encoding="utf-8"))
@@ -63,22 +65,29 @@ def wide(rows: list[list[float]]) -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
-class Told(Policy):
-    """A policy whose model, and the reference, say what they are told to: log-probs by response."""
+class GivenLogprobs(Passes):
+    """Passes whose model and reference return given log-probs, by response."""
 
-    def tell(self, policy: list[Tensor], reference: list[Tensor]) -> None:
-        self.policy_says, self.reference_says = policy, reference
+    policy_logprobs: list[Tensor]
+    reference_logprobs: list[Tensor]
 
-    def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        said = self.policy_says if model is self.model else self.reference_says
-        found = torch.cat([said[i] for i in micro.sequences])
+    def logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        given = self.policy_logprobs if model is self.model else self.reference_logprobs
+        found = torch.cat([given[i] for i in micro.sequences])
         return found, torch.zeros_like(found)
 
 
-def told(folder: Path, train: dict[str, Any]) -> Told:
+class GivenPolicy(Policy):
+    passes_type = GivenLogprobs
+    passes: GivenLogprobs
+
+
+def given_policy(folder: Path, train: dict[str, Any], policy: list[Tensor]) -> GivenPolicy:
     config = TrainConfig(**({"micro_batch_tokens": 40, "dual_clip": 0.0} | train))
     rollout = RolloutConfig(max_new_tokens=GIVEN["longest"])
-    return Told(folder, torch.float64, torch.device("cpu"), config, rollout)
+    found = GivenPolicy(folder, torch.float64, torch.device("cpu"), config, rollout)
+    found.passes.policy_logprobs, found.passes.reference_logprobs = policy, wide(GIVEN["reference"])
+    return found
 
 
 def batch(train: dict[str, Any], one_step: bool = False) -> TrainBatch:
@@ -99,11 +108,10 @@ def test_the_numbers_are_of_the_trl_that_the_documents_name() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_its_gradient_are_those_of_trl(folder: Path, name: str) -> None:
     expected, one_step = TRL["losses"][name], name.endswith("one_step")
-    policy = told(folder, LOSSES[name])
     leaves = [row.requires_grad_() for row in wide(GIVEN["old" if one_step else "policy"])]
-    policy.tell(leaves, wide(GIVEN["reference"]))
+    policy = given_policy(folder, LOSSES[name], leaves)
     given = batch(LOSSES[name], one_step)
-    found, total = policy.update(given, 0), policy.objective.total(given, range(COUNT))
+    found, total = policy.update(given, 0), policy.passes.objective.total(given, range(COUNT))
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
     for i, (leaf, gradient) in enumerate(zip(leaves, expected["gradient"], strict=True)):
         none = [0.0] * len(gradient)
@@ -120,8 +128,8 @@ def test_advantages_are_those_of_trl(name: str) -> None:
 
 
 def test_a_divergence_in_the_reward_is_that_of_trl(folder: Path) -> None:
-    policy = told(folder, {"advantage": "rloo", "kl_weight": 0.1, "kl_in": "reward"})
-    policy.tell(wide(GIVEN["old"]), wide(GIVEN["reference"]))
-    fixed, _ = policy._fixed(batch({}), Alone(), ())
-    found, _ = penalized(batch({}), fixed, policy.objective.kl, policy.config)
+    train = {"advantage": "rloo", "kl_weight": 0.1, "kl_in": "reward"}
+    policy = given_policy(folder, train, wide(GIVEN["old"]))
+    fixed, _ = Update(policy, policy.passes, policy.planner, batch({}), 0, Alone(), ()).compute_fixed()
+    found, _ = penalized(batch({}), fixed, policy.passes.objective.kl, policy.config)
     assert found.advantages == pytest.approx(TRL["advantages"]["rloo_kl"]["advantages"], abs=1e-10)

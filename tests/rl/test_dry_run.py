@@ -130,13 +130,13 @@ def test_each_worker_of_a_machine_has_its_share(home: Path, monkeypatch: pytest.
 def passes(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
     """Micro-batches of which gradients are computed."""
     found: list[MicroBatch] = []
-    real = policy._backward
+    real = policy.passes._add_gradient
 
     def backward(to: Any, micro: MicroBatch) -> None:
         real(to, micro)
         found.append(micro)
 
-    monkeypatch.setattr(policy.sums, "add", backward)
+    monkeypatch.setattr(policy.passes.gradients, "add", backward)
     return found
 
 
@@ -151,7 +151,7 @@ def test_the_largest_micro_batch_leaves_nothing_behind(
     assert [tuple(batch.input_ids.shape) for batch in found] == [shape]
     assert policy.sha256() == before
     assert torch.equal(torch.get_rng_state(), random)
-    assert not policy.sums.early
+    assert not policy.passes.gradients.early
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     assert policy.updated == 0.0
 
@@ -164,9 +164,9 @@ def test_a_device_that_runs_out_of_memory_names_a_field(home: Path, monkeypatch:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(policy.sums, "add", fail)
+    monkeypatch.setattr(policy.passes.gradients, "add", fail)
     assert not module._has_room(policy, module._Need.measured(policy, config), module._Update.of(config, PROMPT))
-    assert not policy.sums.early
+    assert not policy.passes.gradients.early
 
 
 @pytest.mark.parametrize("has_room", [True, False])

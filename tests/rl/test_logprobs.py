@@ -117,7 +117,7 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperat
     """Log-probs in bfloat16 are good to 1 % at best."""
     policy, batch, seen = make_policy(save_weights(tmp_path, 31), torch.bfloat16), random_batch(31), []
     policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits.detach().double()))
-    (micro,) = policy._micro_batches([policy.model], batch, range(6), Alone())
+    (micro,) = policy.passes.micro_batches([policy.model], batch, range(6), Alone())
     logprobs, entropy = token_logprobs(policy.model, micro, temperature, 512, autocast=True)
     law = torch.distributions.Categorical(logits=seen[0] / temperature)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)

@@ -27,7 +27,7 @@ from tlt.models.hugging_face import is_tied
 from tlt.models.weights import sha256
 from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
-from tlt.rl.policy import Policy
+from tlt.rl.update import Update
 from tlt.run.display import Display
 from tlt.run.train import train
 from tlt.stopping import Stopped
@@ -196,15 +196,15 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="saved after step 2 of 3"):
         run(tmp_path, "stopped", display=Stopping(Console(quiet=True)), **training)
     assert run(tmp_path, "stopped", True, **training) == whole
-    step, calls = Policy._optimizer_step, count()
+    step, calls = Update._optimizer_step, count()
 
-    def fails(self: Policy, *arguments: Any) -> dict[str, Any]:
+    def fails(self: Update, *arguments: Any) -> dict[str, Any]:
         if next(calls) == per_step + per_step // 2:
             raise ValueError("amid the second step")
         return step(self, *arguments)
 
     per_step = 3 * 2
-    with patch.object(Policy, "_optimizer_step", fails), pytest.raises(ValueError, match="amid the second step"):
+    with patch.object(Update, "_optimizer_step", fails), pytest.raises(ValueError, match="amid the second step"):
         run(tmp_path, "failed", **training)
     assert run(tmp_path, "failed", True, **training) == whole
     assert len(read_metrics(tmp_path / "failed")) == len(read_metrics(tmp_path / "stopped")) == 3

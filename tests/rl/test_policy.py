@@ -518,9 +518,9 @@ def test_the_betas_are_those_of_the_recipe(folder: Path) -> None:
 
 
 def test_clips_are_the_losss_own_unless_given(folder: Path) -> None:
-    assert make_policy(folder, loss="gspo").objective.clip == (3e-4, 4e-4, 3.0)
-    assert make_policy(folder, loss="dapo", clip_low=0.1).objective.clip == (0.1, 0.28, 3.0)
-    assert make_policy(folder, loss="dapo", clip_high=0.5).objective.clip == (0.2, 0.5, 3.0)
+    assert make_policy(folder, loss="gspo").passes.objective.clip == (3e-4, 4e-4, 3.0)
+    assert make_policy(folder, loss="dapo", clip_low=0.1).passes.objective.clip == (0.1, 0.28, 3.0)
+    assert make_policy(folder, loss="dapo", clip_high=0.5).passes.objective.clip == (0.2, 0.5, 3.0)
 
 
 @pytest.mark.parametrize(("steps", "rates"), [(0, [1e-2, 1e-2, 1e-2]), (4, [2.5e-3, 5e-3, 7.5e-3])])
@@ -638,13 +638,13 @@ def without_spread(batch: TrainBatch, members: Iterable[int]) -> TrainBatch:
 
 def passed(policy: Policy, batch: TrainBatch) -> int:
     """Updates, and says how many response tokens went through the model."""
-    seen, before = [0], policy._logprobs
+    seen, before = [0], policy.passes.logprobs
 
     def count(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         seen[0] += len(micro.targets) if model is policy.model else 0
         return before(model, micro)
 
-    policy._logprobs = count  # type: ignore[method-assign]
+    policy.passes.logprobs = count  # type: ignore[method-assign]
     policy.update(batch, 0)
     return seen[0]
 
@@ -727,13 +727,13 @@ def test_a_sample_counts_by_what_it_stands_for() -> None:
 @pytest.mark.parametrize("updates_per_step", [1, 2])
 def test_an_update_says_how_much_of_it_is_done(folder: Path, updates_per_step: int) -> None:
     policy = make_policy(folder, micro_batch_tokens=1, updates_per_step=updates_per_step)
-    seen, before = [], policy._logprobs
+    seen, before = [], policy.passes.logprobs
 
     def look(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         seen.append(policy.updated)
         return before(model, micro)
 
-    policy._logprobs = look  # type: ignore[method-assign]
+    policy.passes.logprobs = look  # type: ignore[method-assign]
     for step in range(2):
         seen.clear()
         policy.update(random_batch(VOCAB), step)

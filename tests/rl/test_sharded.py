@@ -389,7 +389,7 @@ def test_a_member_lost_amid_the_comparison_breaks_the_group(folder: Path) -> Non
 def lost(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[str, float]:
     """The last member dies at its second pass; what the others say, and how soon."""
     policy = make_policy(group, folder, {"updates_per_step": 2})
-    real, calls = policy._logprobs, 0
+    real, calls = policy.passes.logprobs, 0
 
     def logprobs(*arguments: Any) -> Any:
         nonlocal calls
@@ -398,7 +398,7 @@ def lost(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[str, flo
             os._exit(1)
         return real(*arguments)
 
-    policy._logprobs = logprobs
+    policy.passes.logprobs = logprobs  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         policy.update(batch, 0, group)
@@ -418,7 +418,7 @@ def test_a_lost_member_breaks_the_group_soon(folder: Path) -> None:
 
 def wrong(group: ProcessGroup, folder: Path, batch: TrainBatch) -> str:
     policy = make_policy(group, folder, {})
-    policy._logprobs = lambda *arguments: torch.ones(2) @ torch.ones(3)
+    policy.passes.logprobs = lambda *arguments: torch.ones(2) @ torch.ones(3)  # type: ignore[method-assign]
     try:
         policy.update(batch, 0, group)
     except RuntimeError as error:

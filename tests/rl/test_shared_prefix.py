@@ -89,8 +89,8 @@ def make_policy(folder: Path, shares: bool, lora: bool = False, **train: Any) ->
         fields["lora"] = {"rank": 4}
     kind = AdaptedPolicy if lora else Policy
     policy = kind(folder, torch.float64, CPU, TrainConfig(**fields), RolloutConfig(max_new_tokens=12), folder)
-    assert policy.packer.shares
-    policy.packer.shares = shares
+    assert policy.passes.packer.shares
+    policy.passes.packer.shares = shares
     for model in filter(None, (policy.model, policy.reference)):
         widen_norms(model)
     return policy
@@ -110,7 +110,7 @@ def grouped_batch() -> TrainBatch:
 def updated(policy: Policy, batch: TrainBatch) -> tuple[dict[str, float], dict[str, Tensor], int]:
     """Metrics, the first gradient that the optimizer gets, and tokens that went through the policy."""
     gradients: dict[str, Tensor] = {}
-    tokens, before = [0], policy.packer.pack
+    tokens, before = [0], policy.passes.packer.pack
 
     def look(*_: Any) -> None:
         gradients.update({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
@@ -121,7 +121,7 @@ def updated(policy: Policy, batch: TrainBatch) -> tuple[dict[str, float], dict[s
         return micro
 
     policy.optimizer.register_step_pre_hook(lambda *_: None if gradients else look())
-    policy.packer.pack = count  # type: ignore[method-assign]
+    policy.passes.packer.pack = count  # type: ignore[method-assign]
     return policy.update(batch, 0), gradients, tokens[0]
 
 
@@ -175,7 +175,7 @@ def test_every_way_to_train_shares_prompts(folders: Callable[[str], Path], train
     batch.rewards = [[1.0, 0.0, 0.0, 2.0], [1.0, 0.0, 1.0, 0.5, 0.7], [1.0, 0.0]]
     if train.get("micro_batch_tokens") == 1:
         policy = make_policy(folders("qwen3"), True, **train)
-        sizes = [len(row) for layout in policy.packer.plan(batch, range(11)) for row in layout.rows]
+        sizes = [len(row) for layout in policy.passes.packer.plan(batch, range(11)) for row in layout.rows]
         assert sizes == [1] * 11, "no two responses fit a micro-batch"
         return
     assert_same(folders("qwen3"), batch, **train)

@@ -256,17 +256,17 @@ def test_a_run_that_ends_with_an_error_is_saved_and_goes_on_to_the_same_end(home
 
 def test_an_error_amid_an_update_leaves_the_checkpoint_before(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are then of no step."""
-    from tlt.rl.policy import Policy
+    from tlt.rl.update import Update
 
-    real, calls = Policy._optimizer_step, [0]
+    real, calls = Update._optimizer_step, [0]
 
-    def fails(self: Policy, *arguments: Any) -> dict[str, Any]:
+    def fails(self: Update, *arguments: Any) -> dict[str, Any]:
         calls[0] += 1
         if calls[0] == 8:  # the second of the fourth step
             raise ValueError("what went wrong")
         return real(self, *arguments)
 
-    monkeypatch.setattr(Policy, "_optimizer_step", fails)
+    monkeypatch.setattr(Update, "_optimizer_step", fails)
     config = afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2})
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(config)

@@ -257,7 +257,7 @@ class Worker:
                 if self._wanted < number:
                     done = self.policy.early_update(shard, batch, stop)
         except torch.OutOfMemoryError:
-            self.policy.early.forget()
+            self.policy.forget_early()
             torch.cuda.empty_cache()
             return None
         return EarlySlice(shard, done, time.perf_counter() - began)
@@ -338,7 +338,7 @@ class Worker:
         self.spot.target_moved()
 
     def _restore(self, state: State) -> None:
-        self.policy.early.forget()
+        self.policy.forget_early()
         self.policy.load_state_dict(state.policy)
         self.policy.load_optimizer_state(state.optimizer)
 

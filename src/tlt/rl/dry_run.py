@@ -188,16 +188,17 @@ def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
     length = max(update.budget // rows, update.longest if rows == 1 else 0)
     new = min(update.new, length - 1)
     batch = TrainBatch([(0,) * (length - new)] * rows, [[0] * new] * rows, [1.0] * rows, [[0.0] * new] * rows)
-    micro = policy.packer.pack(batch, Layout([[row] for row in range(rows)]))
+    micro = policy.passes.packer.pack(batch, Layout([[row] for row in range(rows)]))
+    gradients = policy.passes.gradients
     try:
         moments = torch.empty(2 * need.fixed // 3, dtype=torch.uint8, device=policy.device)
-        policy.sums.add(policy.sums.begin(Shard(0, batch, list(range(rows)))), micro)
+        gradients.add(gradients.begin(Shard(0, batch, list(range(rows)))), micro)
         del moments
         return True
     except torch.OutOfMemoryError:
         return False
     finally:
-        policy.sums.forget()
+        gradients.forget()
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
 

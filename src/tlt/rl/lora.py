@@ -32,7 +32,7 @@ class AdaptedPolicy(Policy):
 
     def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
         """Return the model in `self.base` with the adapters in `folder`, or with new ones if there are none."""
-        model = load_model(self.base, dtype, self._home())
+        model = load_model(self.base, dtype, self.home or self.device)
         _adapt(model, self.config.lora)
         file = Path(folder) / FILE
         if file.is_file():

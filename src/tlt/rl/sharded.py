@@ -21,9 +21,33 @@ from tlt.models import weights
 from tlt.models.hugging_face import save_model
 from tlt.rl.batching import MicroBatch
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
+from tlt.rl.passes import Passes
 from tlt.rl.planner import Held
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
+
+
+class ShardedPasses(Passes):
+    """Passes through sharded layers, in each of which all members take part."""
+
+    def micro_batches(
+        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+    ) -> Iterator[MicroBatch]:
+        """Yield this member's micro-batches, then do empty passes until all members have done as many."""
+        own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
+        missing = int(group.gather(own).max() - own)
+        yield from super().micro_batches(models, batch, members, group)
+        for _ in range(missing):
+            for model in models:
+                self._pass_nothing(model)
+
+    def _pass_nothing(self, model: Any) -> None:
+        """Do a pass, and its backward pass if gradients are on, of a token that predicts nothing. Its gradient is 0."""
+        token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
+        nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
+        logprobs, _ = self.logprobs(model, nothing)
+        if torch.is_grad_enabled():
+            logprobs.sum().backward()
 
 
 class ShardedPolicy(Policy):
@@ -36,12 +60,10 @@ class ShardedPolicy(Policy):
     pass, 2 bytes per parameter, unless `gradient_checkpointing` is on.
     """
 
+    passes_type = ShardedPasses
+    home = torch.device("cpu")  # because the whole model may not fit the device
     fused = False  # fused AdamW cannot mix sharded and whole tensors
     group: ProcessGroup = Alone()  # until `shard_over` the policy is whole
-
-    def _home(self) -> torch.device:
-        """Return host memory, because the whole model may not fit the device."""
-        return torch.device("cpu")
 
     def shard_over(self, group: ProcessGroup) -> None:
         """Keep only this member's shards. `group` has all processes of torch.distributed's default group."""
@@ -56,11 +78,7 @@ class ShardedPolicy(Policy):
     # -- update -------------------------------------------------------------------------------------------------------
 
     def update(
-        self,
-        batch: TrainBatch,
-        step: int,
-        group: ProcessGroup | None = None,
-        held: Held = (),
+        self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
     ) -> dict[str, float]:
         """Update like an unsharded policy, up to the rounding of sums. Raises GroupBroken."""
         try:
@@ -75,28 +93,7 @@ class ShardedPolicy(Policy):
         except RuntimeError as error:
             raise broken(error) or error from None
 
-    def _micro_batches(
-        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
-    ) -> Iterator[MicroBatch]:
-        """Yield this member's micro-batches, then do empty passes until all members have done as many.
-
-        All members take part in each pass through a sharded layer."""
-        own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
-        missing = int(group.gather(own).max() - own)
-        yield from super()._micro_batches(models, batch, members, group)
-        for _ in range(missing):
-            for model in models:
-                self._pass_nothing(model)
-
-    def _pass_nothing(self, model: Any) -> None:
-        """Do a pass, and its backward pass if gradients are on, of a token that predicts nothing. Its gradient is 0."""
-        token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
-        nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
-        logprobs, _ = self._logprobs(model, nothing)
-        if torch.is_grad_enabled():
-            logprobs.sum().backward()
-
-    def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
+    def own_weights(self) -> Iterable[tuple[str, Tensor]]:
         return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]
 
     def _clip(

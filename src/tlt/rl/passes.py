@@ -1,0 +1,141 @@
+"""Passes of shards through the models: gradients of the trained one, and log-probs of it and of the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.config import RolloutConfig, TrainConfig
+from tlt.rl.batching import MicroBatch
+from tlt.rl.early import fixed_logprobs, has_early_gradients
+from tlt.rl.fixed import Fixed
+from tlt.rl.logprobs import rollout_logprobs, token_logprobs
+from tlt.rl.objective import Objective
+from tlt.rl.packer import Packer
+from tlt.rl.parallel import Alone, ProcessGroup
+from tlt.rl.shard_sum import Plan, Shard, ShardSum, ShardSums
+from tlt.rl.shared_prefix import share_prefixes
+from tlt.rl.token_metrics import TokenMetrics
+from tlt.rl.trained_model import trained_parameters
+from tlt.types import TrainBatch
+
+BACKWARD_PASSES = 3  # a pass with its gradient takes as long as this many without
+
+
+class Passes:
+    """Computation of gradients and log-probs, one micro-batch at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        reference: Any,
+        config: TrainConfig,
+        rollout: RolloutConfig,
+        device: torch.device,
+        autocast: bool,
+    ) -> None:
+        self.model, self.reference, self.config, self.device = model, reference, config, device
+        self.temperature, self.autocast = rollout.temperature, autocast
+        self.objective = Objective(config, rollout)
+        shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
+        self.packer = Packer(config.micro_batch_tokens, model.config.hidden_size, device, shares)
+        self.gradients = ShardSums(lambda: trained_parameters(model), self.begin_gradient, self._add_gradient)
+        self.logprob_sums = ShardSums(lambda: [], self.begin_logprobs, self._add_logprobs)
+        self.early = self.gradients if has_early_gradients(config) else self.logprob_sums
+        self.progress = Progress()
+
+    def logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-prob and the entropy of each target token of a micro-batch, [T] each."""
+        return token_logprobs(model, micro, self.temperature, self.config.logits_mb, self.autocast)
+
+    def micro_batches(
+        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+    ) -> Iterator[MicroBatch]:
+        """Yield this member's micro-batches, each for a pass through all `models`."""
+        for layout in self.packer.plan(batch, members):
+            yield self.packer.pack(batch, layout)
+            tokens = sum(batch.lengths([i for row in layout.rows for i in row]))
+            self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
+
+    def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
+        """Let the progress grow to `end` with the shards of these plans. `passes`: forward passes of each token."""
+        left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
+        self.progress.expect(passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left), end)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def begin_gradient(self, shard: Shard, fixed: Fixed | None = None, group: ProcessGroup | None = None) -> ShardSum:
+        return self._empty_sum([self.model], shard, fixed or Fixed(self.carried(shard.batch), {}), group)
+
+    def _add_gradient(self, to: ShardSum, micro: MicroBatch) -> None:
+        """Add one micro-batch to the gradients, the totals and the token metrics."""
+        batch = to.shard.batch
+        logprobs, entropy = self.logprobs(self.model, micro)
+        inputs = self.objective.inputs(batch, micro, logprobs, to.fixed.old)
+        reference = self._reference_logprobs(to.fixed, micro) if self.objective.kl_in_loss else None
+        loss, found = self.objective.on(inputs, reference)
+        loss.backward()
+        for name, value in found.items():
+            to.totals[name] += value
+        to.tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)
+        if not to.wrong and not math.isfinite(to.totals["loss"]):
+            to.wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
+
+    @torch.no_grad()
+    def _reference_logprobs(self, fixed: Fixed, micro: MicroBatch) -> Tensor:
+        if fixed.reference:
+            return torch.cat([fixed.reference[i] for i in micro.sequences])
+        return self.logprobs(self.reference, micro)[0]
+
+    # -- log-probs that stay fixed during an update --------------------------------------------------------------------
+
+    @property
+    def fixed_models(self) -> dict[str, Any]:
+        """Models by field of `Fixed`."""
+        models = {"old": self.model, "reference": self.reference}
+        return {name: models[name] for name in fixed_logprobs(self.config)}
+
+    def begin_logprobs(self, shard: Shard, group: ProcessGroup | None = None) -> ShardSum:
+        return self._empty_sum([*self.fixed_models.values()], shard, Fixed({}, {}), group)
+
+    def _add_logprobs(self, to: ShardSum, micro: MicroBatch) -> None:
+        """Add one micro-batch's log-probs."""
+        lengths = [to.shard.batch.num_sampled(i) for i in micro.sequences]
+        to.totals["tokens"] += sum(lengths)
+        for name, model in self.fixed_models.items():
+            logprobs, _ = self.logprobs(model, micro)
+            getattr(to.fixed, name).update(zip(micro.sequences, logprobs.split(lengths), strict=True))
+
+    def _empty_sum(self, models: Sequence[Any], shard: Shard, fixed: Fixed, group: ProcessGroup | None) -> ShardSum:
+        micro_batches = self.micro_batches(models, shard.batch, shard.members, group or Alone())
+        return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
+
+    def carried(self, batch: TrainBatch) -> dict[int, Tensor]:
+        """Return the log-probs of responses that an older policy decoded."""
+        return {i: self.widened(of_one) for i, of_one in batch.old_logprobs.items()}
+
+    def widened(self, logprobs: Sequence[float]) -> Tensor:
+        """Return log-probs in their type, which is never bfloat16."""
+        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        return torch.tensor(logprobs, dtype=dtype, device=self.device)
+
+
+class Progress:
+    """Share of an update that is done. Other threads may read it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.done, self._each = 0.0, 0.0  # share of the update; share of one token's forward pass
+
+    def expect(self, tokens: int, end: float) -> None:
+        """Let `done` grow to `end` with this number of tokens."""
+        self._each = (end - self.done) / max(1, tokens)
+
+    def add(self, tokens: int) -> None:
+        self.done += tokens * self._each

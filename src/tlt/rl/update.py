@@ -1,0 +1,116 @@
+"""One update of the policy on the responses of a rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tlt.rl.early import fixed_logprobs, has_gradient, needs_logprobs
+from tlt.rl.finite import refuse_loss
+from tlt.rl.fixed import Fixed, exchange, penalized
+from tlt.rl.logprobs import old_logprobs, rollout_logprobs
+from tlt.rl.parallel import ProcessGroup
+from tlt.rl.passes import BACKWARD_PASSES, Passes
+from tlt.rl.planner import Held, Planner
+from tlt.rl.schedule import split
+from tlt.rl.shard_sum import TOTALS, Plan, ShardSum
+from tlt.rl.token_metrics import TokenMetrics
+from tlt.rl.trained_model import TrainedModel
+from tlt.types import TrainBatch
+
+_ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
+
+
+@dataclass
+class Update:
+    """The optimizer steps of one rollout. Each member of `group` computes its shards of every step."""
+
+    trained: TrainedModel
+    passes: Passes
+    planner: Planner
+    batch: TrainBatch
+    step: int
+    group: ProcessGroup
+    held: Held
+    """early shards that each member has begun, with the share that is done"""
+
+    def run(self) -> dict[str, float]:
+        """Take the steps. Return the mean of each metric over them."""
+        config, fixed, metrics = self.passes.config, None, dict[str, float]()
+        if fixed_logprobs(config):
+            fixed, metrics["early"] = self.compute_fixed()
+            if self.passes.reference and config.kl_in == "reward":
+                self.batch, metrics["kl"] = penalized(self.batch, fixed, self.passes.objective.kl, config)
+        mini_batches = split(len(self.batch.response_ids), config.updates_per_step)
+        plans = [self.planner.of_gradients(self.batch, some, self.group, self.held) for some in mini_batches]
+        self.passes.expect(plans, BACKWARD_PASSES * config.epochs, 1.0)
+        # metrics are those of the first epoch, because later ones see a policy that it has changed
+        tokens = [TokenMetrics(self.passes.device) for _ in range(config.epochs)]
+        self._sample_untaught(tokens[0])
+        reports = [
+            self._optimizer_step(members, plan, fixed, seen)
+            for seen in tokens
+            for members, plan in zip(mini_batches, plans, strict=True)
+        ]
+        names = ("loss", "clipped", "grad_norm", "skipped", "early", *(["kl"] if self.passes.reference else []))
+        means = {name: sum(report[name] for report in reports) / max(1, len(reports)) for name in names}
+        return means | metrics | tokens[0].over(self.group)
+
+    @torch.no_grad()
+    def compute_fixed(self) -> tuple[Fixed, float]:
+        """Compute the log-probs that stay fixed during the update, each member those of its shards. Return all of them,
+        and the share of tokens whose log-probs were computed early."""
+        passes, batch, group = self.passes, self.batch, self.group
+        models, plan = passes.fixed_models, self.planner.of_logprobs(batch, group, self.held)
+        passes.expect([plan], len(models), len(models) / (len(models) + BACKWARD_PASSES * passes.config.epochs))
+        found = passes.logprob_sums.over(plan, lambda shard: passes.begin_logprobs(shard, group))
+        counted = [i for i in range(len(batch.response_ids)) if needs_logprobs(batch, i, passes.config)]
+        lengths, like = {i: batch.num_sampled(i) for i in counted}, passes.widened([])
+        fixed = Fixed({}, {})
+        for name in models:
+            own = {plan.in_batch(one.shard, i): x for one in found for i, x in getattr(one.fixed, name).items()}
+            getattr(fixed, name).update(exchange(own, lengths, group, like))
+        fixed.old.update(passes.carried(batch))
+        sums = self._totals(found, plan)
+        return fixed, sums["early"] / (sums["tokens"] or 1.0)
+
+    def _optimizer_step(
+        self, members: range, plan: Plan, fixed: Fixed | None, tokens: TokenMetrics
+    ) -> dict[str, float]:
+        """Take one optimizer step on a mini-batch, and add its tokens to `tokens`."""
+        passes = self.passes
+        found = passes.gradients.over(plan, lambda shard: passes.begin_gradient(shard, fixed, self.group))
+        for one in found:
+            tokens.add_all(one.tokens)
+        sums = self._totals(found, plan)
+        refuse_loss(sums["loss"], next((one.wrong for one in found if one.wrong), ""), self.step)
+        total = passes.objective.total(self.batch, members)
+        norm = self.trained.apply_gradients(self.group, [one.gradients for one in found], plan.owners, total)
+        means = {name: sums[name] / (sums["weight"] or 1.0) for name in ("clipped", "kl")}
+        early = sums["early"] / (sums["tokens"] or 1.0)
+        skipped = float(not math.isfinite(norm))
+        return {"loss": sums["loss"] / total, **means, "early": early, "grad_norm": norm, "skipped": skipped}
+
+    def _totals(self, found: Sequence[ShardSum], plan: Plan) -> dict[str, float]:
+        """Return the totals of all members."""
+        own = torch.tensor([[*one.totals.values()] for one in found], dtype=torch.float64, device=self.passes.device)
+        return dict(zip(TOTALS, self.group.sum_shards(own, plan.owners).tolist(), strict=True))
+
+    @torch.no_grad()
+    def _sample_untaught(self, tokens: TokenMetrics) -> None:
+        """Add a sample of the responses without a gradient to `tokens`, so that its metrics cover the whole batch.
+
+        To compute all of them would make the update longer by up to a third."""
+        passes, batch = self.passes, self.batch
+        untaught = [i for i in range(len(batch.response_ids)) if not has_gradient(batch, i, passes.config)]
+        sample = untaught[::_ONE_IN]
+        count, drawn = (sum(map(batch.num_sampled, some)) for some in (untaught, sample))
+        carried = passes.carried(batch)
+        for shard in passes.packer.shards(batch, sample, self.group):
+            for micro in passes.micro_batches([passes.model], batch, shard, self.group):
+                logprobs, entropy = passes.logprobs(passes.model, micro)
+                old = old_logprobs(batch, micro, logprobs, carried)
+                tokens.add(old, rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)
