@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tlt.build import all_drafters, make_tuner
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
-from tlt.draft.ahead import AheadStore
+from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
@@ -27,79 +27,111 @@ from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, sp
 from tlt.verify.several import SeveralWorkers
 
 _WIDE = (3, 4, 12)  # depth, branching, tokens to verify
-_AHEAD = 16
+_CHAIN, _TREE = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
+_CHANGING = (*[PLAIN] * 3, *[_TREE] * 2, _TREE._replace(drafter="suffix"))
+_AHEAD = 16  # look-ahead tokens in a draft
 
 
 def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
     """Return name -> rollout. All engines share the target.
 
     The learned drafter is the recipe's if it names one, else a random one of the recipe's kind."""
-    speculation, vocab_size = config.speculation, target.options.vocab_size
-    layer = _layer(config, target)
-
-    def suffix() -> SuffixDrafter:
-        return SuffixDrafter(speculation.history_tokens)
-
-    def engine(
-        drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None, kv_tokens: int | None = None
-    ) -> Engine:
-        layout = layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
-        spelled = Detokenizer(tokenizer)
-        return Engine(target, config.engine, drafters, tuner, spelled, layout, store=store, kv_tokens=kv_tokens)
-
-    def everything() -> list[Drafter]:
-        return all_drafters(layer, target, speculation.history_tokens)
-
-    chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
-    changing = [PLAIN] * 3 + [tree] * 2 + [tree._replace(drafter="suffix")]
-    adaptive = make_tuner(speculation.model_copy(update={"drafter": "adaptive"}), config.engine, target)
-    one = {
-        "suffix": engine([suffix()], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
-        "suffix, wide": engine([suffix()], Fixed(Strategy("suffix", *_WIDE))),
-        "random": engine([RandomDrafter(vocab_size)], Fixed(Strategy("random", *_WIDE))),
-        "adversarial": engine([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", *_WIDE))),
-        "learned, chain": engine([EagleDrafter(layer, target)], Fixed(chain)),
-        "learned, tree": engine([EagleDrafter(layer, target)], Fixed(tree)),
-        "off and on": engine(everything(), InTurn(changing)),
-        "adaptive": engine(everything(), adaptive),
-    }
-    older = OlderTarget(target, config.engine, Detokenizer(tokenizer))
-    store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
-    mishaps = Fixed(chain._replace(ahead=_AHEAD))
-    looking: dict[str, Rollout] = {
-        "look-ahead": LookAheadRollout(engine(everything(), adaptive, store), older, turns),
-        "look-ahead, spoiled": LookAheadRollout(
-            engine([EagleDrafter(layer, target)], mishaps, spoiled_store),
-            older,
-            turns,
-            lambda entries: spoiled(entries, vocab_size, random.Random(target.version)),
-        ),
-    }
-    weights = itertools.cycle([layer, _fresh(config, target)])
-    swapping = Swapping(tree, lambda: swapped.swap(EagleDrafter(next(weights), target)))
-    swapped = engine([EagleDrafter(layer, target)], swapping)
-    ahead = [strategy._replace(ahead=_AHEAD) for strategy in (PLAIN, chain, tree)]
-    several = SeveralWorkers(
-        lambda store, kv_tokens: engine(everything(), InTurn([chain, *changing, *ahead]), store, kv_tokens),
-        target,
-        lambda other: other.swap(EagleDrafter(next(weights), target)),
-        turns,
-    )
+    make = _Maker(config, target, tokenizer, turns)
     # plain is last, because the next step starts from its state
-    last = {"swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
-    return {"several workers": several, **_alone(one, turns), **looking, **_alone(last, turns)}
+    return {
+        "several workers": make.several_workers(),
+        **make.one_drafter(),
+        **make.all_drafters(),
+        **make.look_ahead(),
+        "swapped every round": make.swapped_drafter(),
+        "plain": make.rollout([], Fixed(PLAIN)),
+    }
 
 
-def _alone(engines: Mapping[str, Engine], turns: Turns) -> dict[str, Rollout]:
-    return {name: LocalRollout(engine, turns=turns) for name, engine in engines.items()}
+class _Maker:
+    """Maker of the modes' rollouts. Their engines share the target and the weights of the learned drafter."""
+
+    def __init__(self, config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> None:
+        self.config, self.target, self.detokenize, self.turns = config, target, Detokenizer(tokenizer), turns
+        self.layer = _learned_layer(config, target)
+        self.weights = itertools.cycle([self.layer, _random_layer(config, target)])
+        adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
+        self.adaptive = make_tuner(adaptive, config.engine, target)
+
+    def one_drafter(self) -> dict[str, Rollout]:
+        """Return the modes that always draft with one drafter."""
+        history, vocab_size = self.config.speculation.history_tokens, self.target.options.vocab_size
+        return {
+            "suffix": self.rollout([SuffixDrafter(history)], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
+            "suffix, wide": self.rollout([SuffixDrafter(history)], Fixed(Strategy("suffix", *_WIDE))),
+            "random": self.rollout([RandomDrafter(vocab_size)], Fixed(Strategy("random", *_WIDE))),
+            "adversarial": self.rollout([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", *_WIDE))),
+            "learned, chain": self.rollout([self._learned()], Fixed(_CHAIN)),
+            "learned, tree": self.rollout([self._learned()], Fixed(_TREE)),
+        }
+
+    def all_drafters(self) -> dict[str, Rollout]:
+        """Return the modes that change between drafters and plain decoding."""
+        return {
+            "off and on": self.rollout(self._all(), InTurn(_CHANGING)),
+            "adaptive": self.rollout(self._all(), self.adaptive),
+        }
+
+    def look_ahead(self) -> dict[str, Rollout]:
+        """Return the modes whose drafts are the tokens of an older target, true and corrupted."""
+        older = OlderTarget(self.target, self.config.engine, self.detokenize)
+
+        def spoil(entries: Sequence[Ahead]) -> list[Ahead]:
+            return spoiled(entries, self.target.options.vocab_size, random.Random(self.target.version))
+
+        store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
+        strategy = Fixed(_CHAIN._replace(ahead=_AHEAD))
+        return {
+            "look-ahead": LookAheadRollout(self._engine(self._all(), self.adaptive, store), older, self.turns),
+            "look-ahead, spoiled": LookAheadRollout(
+                self._engine([self._learned()], strategy, spoiled_store), older, self.turns, spoil
+            ),
+        }
+
+    def swapped_drafter(self) -> Rollout:
+        """Return a rollout whose learned drafter gets other weights before every round."""
+        engine = self._engine([self._learned()], Swapping(_TREE, lambda: self._swap(engine)))
+        return LocalRollout(engine, turns=self.turns)
+
+    def several_workers(self) -> Rollout:
+        strategies = [_CHAIN, *_CHANGING, *(strategy._replace(ahead=_AHEAD) for strategy in (PLAIN, _CHAIN, _TREE))]
+
+        def engine(store: AheadStore, kv_tokens: int) -> Engine:
+            return self._engine(self._all(), InTurn(strategies), store, kv_tokens)
+
+        return SeveralWorkers(engine, self.target, self._swap, self.turns)
+
+    def rollout(self, drafters: Sequence[Drafter], tuner: Tuner) -> Rollout:
+        return LocalRollout(self._engine(drafters, tuner), turns=self.turns)
+
+    def _engine(
+        self, drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None, kv_tokens: int | None = None
+    ) -> Engine:
+        layout = self.layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
+        config, target, spelled = self.config.engine, self.target, self.detokenize
+        return Engine(target, config, drafters, tuner, spelled, layout, store=store, kv_tokens=kv_tokens)
+
+    def _learned(self) -> EagleDrafter:
+        return EagleDrafter(self.layer, self.target)
+
+    def _all(self) -> list[Drafter]:
+        return all_drafters(self.layer, self.target, self.config.speculation.history_tokens)
+
+    def _swap(self, engine: Engine) -> None:
+        engine.swap(EagleDrafter(next(self.weights), self.target))
 
 
-def _layer(config: Config, target: Decoder) -> EagleLayer:
+def _learned_layer(config: Config, target: Decoder) -> EagleLayer:
     path = config.speculation.path
-    return load_drafter(path, target.options) if path else _fresh(config, target)
+    return load_drafter(path, target.options) if path else _random_layer(config, target)
 
 
-def _fresh(config: Config, target: Decoder) -> EagleLayer:
+def _random_layer(config: Config, target: Decoder) -> EagleLayer:
     """Return a drafter with random weights, which differ at every call."""
     return EagleLayer(eagle_options(target.options, config.speculation.kind, config.speculation.window))
 
