@@ -339,7 +339,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_blocks", "compare", 1, "The attention window in training is that of inference."),
     ],
     ("spot.losses", "spot/test_drafter_losses.py"): [
-        ("loss_of_guesses", "drop", 2, "A loss under way can be interrupted."),
+        ("draft_loss", "drop", 2, "A loss under way can be interrupted."),
     ],
     ("spot.rounds", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),

@@ -117,7 +117,7 @@ def test_value_and_gradient_are_those_of_the_plain_sum(monkeypatch: pytest.Monke
     plain = torch.stack(each) @ given["weights"]
     (wanted,) = torch.autograd.grad(3.0 * plain, of)
     outs = given.pop("outs").requires_grad_()
-    value, overlap = losses.loss_of_guesses(name, outs, **given)
+    value, overlap = losses.draft_loss(name, outs, **given)
     (found,) = torch.autograd.grad(3.0 * value, outs)
     assert value.item() == pytest.approx(plain.item())
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
@@ -127,5 +127,5 @@ def test_value_and_gradient_are_those_of_the_plain_sum(monkeypatch: pytest.Monke
 def test_it_can_be_broken_off_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LOGITS", 3 * 11)
     looks = list[int]()
-    losses.loss_of_guesses("cross_entropy", **guesses(), look=lambda: looks.append(1))
+    losses.draft_loss("cross_entropy", **guesses(), check_stop=lambda: looks.append(1))
     assert len(looks) == 3

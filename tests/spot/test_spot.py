@@ -123,7 +123,7 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
         report = spot.train(60.0, lambda at=reached, looks=looks: next(looks) == at)
         assert (report.micro_batches, report.tokens, next(looks)) == (0, 0, reached + 1)
         assert same(before, state_of(spot))
-    assert last >= 2 * spot.trainer.columns
+    assert last >= 2 * spot.trainer.depth
     spot.train(0)
     assert not same(before, state_of(spot))
 
@@ -167,7 +167,7 @@ def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rat
     layer = fresh_layer(model)
     layer.agreement = 0.9
     spot = make_spot(model, items, layer=layer)
-    assert spot.trainer.columns == CONFIG.unroll
+    assert spot.trainer.depth == CONFIG.unroll
     before = state_of(spot)
     spot.forget()
     spot.load_state(before)  # of another worker, from before the change
@@ -442,12 +442,12 @@ def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.M
     assert spot.trainer.heads[0] is old
     assert spot.trainer.heads[1] is model.decoder.head
     batch, spot.trainer.reach = pack(engine_items[:3], CPU), 0.0
-    hidden, (out,) = batch.features[:, -16:].double(), spot.trainer._columns(spot.trainer.layer, batch, 1)
+    hidden, (out,) = batch.features[:, -16:].double(), spot.trainer._unrolled(spot.trainer.layer, batch, 1)
     p, log_q = torch.softmax(hidden @ old.T, -1), torch.log_softmax(out @ model.decoder.head.T, -1)
     follows = (batch.segments[1:] == batch.segments[:-1]) & batch.counted[:-1]
     overlap = 1 - total_variation(p[1:], log_q[:-1])[follows].mean().item()
     assert spot.trainer.loss(batch)[1] == [pytest.approx(overlap)], "trained towards the laws of its version"
-    law = torch.cat([law for _, law in spot.trainer._laws(batch)])
+    law = torch.cat([law for _, law in spot.trainer._target_distributions(batch)])
     assert torch.allclose(law, p), "judged by the same"
     spot.target_moved()
     spot.train(0)

@@ -56,15 +56,15 @@ def logits(x: Tensor, head: Tensor) -> Tensor:
     return F.linear(x.to(head.dtype), head).to(x.dtype)
 
 
-def overlap_of_guesses(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
-    """Yield 1 - TV of each draft token, a chunk at a time. The arguments are those of `loss_of_guesses`."""
+def draft_overlap(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
+    """Yield 1 - TV of each draft token, a chunk at a time. The arguments are those of `draft_loss`."""
     rows = max(1, LOGITS // len(head))
     for out, entries in zip(outs.split(rows), at.split(rows), strict=True):
         p, q = (torch.softmax(logits(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
         yield torch.minimum(p, q).sum(-1)
 
 
-def loss_of_guesses(
+def draft_loss(
     name: str,
     outs: Tensor,
     weights: Tensor,
@@ -72,20 +72,20 @@ def loss_of_guesses(
     at: Tensor,
     head: Tensor,
     known: Tensor,
-    look: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the losses of M draft tokens, and 1 - TV of each [M].
 
     outs: [M, D] the drafter's inputs of the target's present `head` [V, D]. weights: [M]. teacher: [T, D] the target's
-    inputs of its head `known` [V, D]. at: [M] the entry whose distribution each draft token should have. `look` is
-    called for each chunk, and may raise.
+    inputs of its head `known` [V, D]. at: [M] the entry whose distribution each draft token should have.
+    `check_stop` is called for each chunk, and may raise.
 
     Draft tokens of the same entry share its distribution, and the gradient with respect to `outs` is computed with the
     loss. So hardly any logit is computed twice, and none outlives its chunk.
     """
     total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
     for part in at.argsort().split(max(1, LOGITS // len(head))):
-        look()
+        check_stop()
         entries, which = at[part].unique_consecutive(return_inverse=True)
         p = torch.softmax(logits(teacher[entries], known), dim=-1)[which]
         with torch.enable_grad():

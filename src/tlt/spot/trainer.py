@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
 from tlt.spot.buffer import Harvest
-from tlt.spot.losses import LOGITS, logits, loss_of_guesses, overlap_of_guesses
+from tlt.spot.losses import LOGITS, draft_loss, draft_overlap, logits
 from tlt.spot.rounds import expected_rounds
 from tlt.spot.teacher import Teacher
 from tlt.spot.unroll import Pack, packs, product_dtype, unroll
@@ -105,42 +105,42 @@ class DrafterTrainer:
         self.heads[self.target.version] = self.target.head
 
     @property
-    def columns(self) -> int:
+    def depth(self) -> int:
         """Number of draft tokens of a chain that are trained: one more than are accepted, at most `unroll`. Draft
         tokens after a rejected one cost as much and are of no use yet."""
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
-        """Return the mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a
-        column without entries). Columns after the first have every fourth entry. If `stop` returns True, raise
-        Interrupted at the next column or chunk of the loss, here or in `backward`."""
+        """Return the mean loss over the depths, weighted by `decay`, and the mean of 1 - TV at each depth (NaN for a
+        depth without entries). Depths after the first have every fourth entry. If `stop` returns True, raise
+        Interrupted at the next depth or chunk of the loss, here or in `backward`."""
 
-        def look(gradient: Tensor | None = None) -> None:
+        def check_stop(gradient: Tensor | None = None) -> None:
             if stop():
                 raise Interrupted
 
-        outs, places = zip(*self._guesses(batch, self.columns, look), strict=True)
+        outs, places = zip(*self._draft_tokens(batch, self.depth, check_stop), strict=True)
         shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
         each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
         weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
         out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
         head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
-        loss, overlap = loss_of_guesses(self.config.loss, out, weights, teacher, at, head, known, look)
+        loss, overlap = draft_loss(self.config.loss, out, weights, teacher, at, head, known, check_stop)
         distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
-        overlaps = torch.stack([column.mean() for column in overlap.split([len(one) for one in outs])])
+        overlaps = torch.stack([one.mean() for one in overlap.split([len(out) for out in outs])])
         return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()
 
-    def _guesses(
-        self, batch: Pack, columns: int, look: Callable[..., None] = lambda: None
+    def _draft_tokens(
+        self, batch: Pack, depth: int, check_stop: Callable[..., None] = lambda: None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each column: the drafter's inputs of the head [M, D], and the entries whose distributions they
-        should match [M]. `look` is called at each column, here and in `backward`."""
+        """Yield for each depth: the drafter's inputs of the head [M, D], and the entries whose distributions they
+        should match [M]. `check_stop` is called at each depth, here and in `backward`."""
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
-        for t, out in enumerate(self._columns(self.layer, batch, columns, roots)):
-            look()
+        for t, out in enumerate(self._unrolled(self.layer, batch, depth, roots)):
+            check_stop()
             if out.requires_grad:
-                out.register_hook(look)
+                out.register_hook(check_stop)
             at = roots if t else at
             ahead = (at + 1 + t).clamp(max=len(batch.tokens) - 1)
             inside = (ahead > at + t) & (batch.segments[ahead] == batch.segments[at])
@@ -155,8 +155,8 @@ class DrafterTrainer:
         for batch in batches:
             head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
             teacher = self._teacher(batch)
-            for (out, at), found in zip(self._guesses(batch, self.config.unroll), overlaps, strict=True):
-                found += overlap_of_guesses(out, teacher, at, head, known)
+            for (out, at), found in zip(self._draft_tokens(batch, self.config.unroll), overlaps, strict=True):
+                found += draft_overlap(out, teacher, at, head, known)
         means = (torch.cat(found).mean() for found in overlaps)
         return [float(mean.nan_to_num()) for mean in means]  # 0 for a draft token that no chain reaches
 
@@ -168,7 +168,7 @@ class DrafterTrainer:
 
         `expected_rounds` are the rounds in which chains of `unroll` draft tokens would decode the entries, and those
         rounds whose first draft token is accepted. Only entries whose whole chain is within their sequence count. If
-        `stop` returns True, raise Interrupted at the next column.
+        `stop` returns True, raise Interrupted at the next depth.
 
         1 - TV is used as the probability that a draft token is accepted. In a test it was 0.90, and the measured
         acceptance rate 0.88.
@@ -177,23 +177,23 @@ class DrafterTrainer:
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
         overlaps = torch.zeros(len(layers), len(where), deepest, dtype=self.dtype, device=where.device)
-        outs: dict[tuple[int, int], Tensor] = {}  # by drafter and column: [entries, D]
+        outs: dict[tuple[int, int], Tensor] = {}  # by drafter and depth: [entries, D]
         for number, layer in enumerate(layers):
-            for t, out in enumerate(self._columns(layer, batch, deepest)):
+            for t, out in enumerate(self._unrolled(layer, batch, deepest)):
                 if stop():
                     raise Interrupted
                 outs[number, t] = out[where]
-        for first, law in self._laws(batch):  # once for all drafters and columns, because it takes long
+        for first, p in self._target_distributions(batch):  # once for all drafters and depths, because it takes long
             for (number, t), out in outs.items():
                 if stop():
                     raise Interrupted
                 at = where + 1 + t - first
-                known = ((at >= 0) & (at < len(law))).nonzero().squeeze(1)
-                guessed = torch.softmax(logits(out[known], head), dim=-1)
-                overlaps[number, known, t] = torch.minimum(law[at[known]], guessed).sum(-1)
+                known = ((at >= 0) & (at < len(p))).nonzero().squeeze(1)
+                q = torch.softmax(logits(out[known], head), dim=-1)
+                overlaps[number, known, t] = torch.minimum(p[at[known]], q).sum(-1)
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
-    def _laws(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
+    def _target_distributions(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
         """Yield the target's distributions [M, V] at M consecutive entries, and the number of the first entry, a chunk
         at a time."""
         known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
@@ -201,18 +201,18 @@ class DrafterTrainer:
         for first in range(0, len(teacher), rows):
             yield first, torch.softmax(logits(teacher[first : first + rows], known), dim=-1)
 
-    def _columns(self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None) -> Iterable[Tensor]:
-        """Return the drafter's inputs of the head in each column, as `unroll` yields them."""
+    def _unrolled(self, layer: EagleLayer, batch: Pack, depth: int, roots: Tensor | None = None) -> Iterable[Tensor]:
+        """Return the drafter's inputs of the head at each depth, as `unroll` yields them."""
         batch = batch._replace(features=batch.features.to(self.dtype))
-        return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps, roots)
+        return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, depth, roots)
 
     def _teacher(self, batch: Pack) -> Tensor:
         """Return the target's inputs of the head [T, D]."""
         return batch.features[:, -self.layer.options.hidden_size :].to(self.dtype)
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
-        """Take one optimizer step, or none if the gradient is not finite. Return the mean of 1 - TV of each column
-        before the step. If `stop` returns True, raise Interrupted at the next column or chunk of the loss."""
+        """Take one optimizer step, or none if the gradient is not finite. Return the mean of 1 - TV at each depth
+        before the step. If `stop` returns True, raise Interrupted at the next depth or chunk of the loss."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

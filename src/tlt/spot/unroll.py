@@ -1,7 +1,8 @@
 """Forward pass of the learned drafter in training: packed hidden states, unrolled as at inference.
 
-Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's hidden states; column t reads the layer's
-own output of column t - 1 instead, and attends to the true entries up to its root and to its own chain of draft tokens.
+Training-time test (EAGLE-3, arXiv 2503.01840): at depth 0 the layer reads the target's hidden states. At depth t it
+reads its own output of depth t - 1 instead, and attends to the true entries up to its root and to its own chain of
+draft tokens.
 
 Sequences are packed one after the other; attention stays inside each. Shapes: T entries of a pack, D hidden, H query
 heads, K key-value heads, E head size.
@@ -33,7 +34,7 @@ class Pack(NamedTuple):
     segments: Tensor
     """[T] index of the item that an entry belongs to"""
     counted: Tensor
-    """[T] bool: the entry's column 0 predicts a token of a response"""
+    """[T] bool: the entry's draft token 0 is a token of a response"""
     version: int
     """version of the target that computed the hidden states"""
 
@@ -86,9 +87,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yield the layer's outputs for draft tokens 0 .. steps - 1 of each chain. They are inputs of the target's head.
 
-    The outputs for one draft token are a column. Column 0 has all entries [T, D]. Later columns have only the `roots`
-    [R, D], which are ascending indices of entries (None: all). Entry i of column t predicts token i + t + 2. If that
-    token is beyond the end of the sequence, the output must be ignored.
+    Depth 0 has all entries [T, D]. Deeper ones have only the `roots` [R, D], which are ascending indices of entries
+    (None: all). Entry i at depth t predicts token i + t + 2. If that token is beyond the end of the sequence, the
+    output must be ignored.
 
     `cos_sin`: cos and sin of the target's rotary embedding, [positions, E] each, in Hugging Face's order.
     """
@@ -98,8 +99,8 @@ def unroll(
     blocks = _blocks(batch, places, o.window)
     with _fast_products(batch.features):
         g = layer.fuse(batch.features).to(batch.features.dtype)
-    true: tuple[Tensor, Tensor] | None = None  # keys and values of column 0, [K, T, E]
-    own: list[tuple[Tensor, Tensor]] = []  # keys and values of each later column, [K, R, E]
+    true: tuple[Tensor, Tensor] | None = None  # keys and values of depth 0, [K, T, E]
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of each other depth, [K, R, E]
     for t in range(steps):
         if t == 1 and roots is not None:
             g, places = g[roots], roots
@@ -138,7 +139,7 @@ def _fast_products(x: Tensor) -> torch.autocast:
 
 
 class _Block(NamedTuple):
-    """Queries [low, high) of a column, and the entries [first, last) that some of them attend to."""
+    """Queries [low, high) of one depth, and the entries [first, last) that some of them attend to."""
 
     low: int
     high: int
@@ -149,7 +150,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
-    """Return the blocks of a column whose queries are at these `places` of the pack. Most pairs of entries do not
+    """Return the blocks of queries at these `places` of the pack. Most pairs of entries do not
     attend to each other, with many short sequences or with one long causal one. So attention is computed block by
     block: a block has some whole sequences, or a part of one, and only the entries that those queries attend to."""
     entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
@@ -184,8 +185,8 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
-    """Attend from the block's queries, of all [K, H / K, M, E], to the true entries (column 0) and from each query to
-    its own chain of draft tokens (later columns): [K, H / K, high - low, E]."""
+    """Attend from the block's queries, of all [K, H / K, M, E], to the true entries (depth 0) and from each query to
+    its own chain of draft tokens (other depths): [K, H / K, high - low, E]."""
     low, high, first, last, bias = block
     query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
     seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]
