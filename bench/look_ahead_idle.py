@@ -140,7 +140,7 @@ class World:
             begun = [one for one, _ in zip(waiting, range(ended), strict=False)]
             live, found = [one for one in live if one.tokens < one.length] + begun, found + begun
         told = [self._told(one) for one in found]
-        self.looking.heard(worker, AheadSlice(told, TICK))
+        self.looking.add_slice(worker, AheadSlice(told, TICK))
 
     def _told(self, live: Live) -> Ahead:
         tokens = np.zeros(int(max(live.tokens, live.known)), dtype=np.int32)

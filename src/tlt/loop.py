@@ -206,8 +206,8 @@ def _decode(
             watcher.phase(step, "rollout", len(requests))
             is_last = waves + 1 >= config.rollout.max_waves
             early = _early_groups(parts, config, [*parts.carried, *groups], requests, is_last)
-            heard = heard_by(parts.reward.submit, watcher.response, *([early.add_response] if early else []))
-            responses, wave = parts.rollout.generate(requests, heard, coming(parts, config, step + 1), early)
+            on_response = call_each(parts.reward.submit, watcher.response, *([early.add_response] if early else []))
+            responses, wave = parts.rollout.generate(requests, on_response, coming(parts, config, step + 1), early)
             refuse_responses(responses, step)
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
@@ -229,14 +229,14 @@ def _early_groups(
     return EarlyGroups(config, before, requests, is_last_wave, parts.reward.settle)
 
 
-def heard_by(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:
+def call_each(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:
     """Return a function that passes each response to all listeners."""
 
-    def heard(response: Response) -> None:
+    def call(response: Response) -> None:
         for listener in listeners:
             listener(response)
 
-    return heard
+    return call
 
 
 def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[str, int]:

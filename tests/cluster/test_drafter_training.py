@@ -245,9 +245,9 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
         with patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
             return train_longer(coordinator, seconds)
 
-    train_longer = Coordinator._train_longer
+    train_longer = Coordinator._spend_extra_time
     with (
-        patch.object(Coordinator, "_train_longer", longer),
+        patch.object(Coordinator, "_spend_extra_time", longer),
         patch.object(ThreadWorker, "evaluate_drafter", evaluated),
     ):
         digest, training, _ = train(config_of(home, "adaptive", LONG, extra=1.0), loses_one)

@@ -95,7 +95,7 @@ def test_what_another_worker_has_comes_last() -> None:
     ahead = looking(slots=4)
     ahead.begin((), iter([requests(10, 11, 20, 21)]))
     ahead.work(0, 1, 2)
-    ahead.heard(0, AheadSlice([known(10, 9, ended=False), known(11, 2, ended=False)], 0.5))
+    ahead.add_slice(0, AheadSlice([known(10, 9, ended=False), known(11, 2, ended=False)], 0.5))
     assert seeds(ahead.work(1, 1, 1)) == [20, 21, 10, 11]
 
 
@@ -122,9 +122,9 @@ def test_who_has_come_back_holds_nothing() -> None:
     ahead.begin((), iter([requests(10, 11, 12)]))
     ahead.work(0, 1, 1)
     assert ahead.work(1, 1, 1) is None
-    ahead.heard(0, AheadSlice([known(10, 4), known(11, 2, ended=False)], 0.5))
+    ahead.add_slice(0, AheadSlice([known(10, 4), known(11, 2, ended=False)], 0.5))
     assert seeds(ahead.work(1, 1, 1)) == [11, 12]
-    ahead.lost(1)
+    ahead.call_ended(1)
     assert seeds(ahead.work(0, 1, 1)) == [11, 12]
 
 
@@ -140,8 +140,8 @@ def test_a_new_rollout_holds_nothing() -> None:
 
 def test_only_what_is_new_counts_as_decoded() -> None:
     ahead = looking(known(10, 5, ended=False))
-    ahead.heard(0, AheadSlice([known(10, 8), known(11, 4)], 0.5))
-    ahead.heard(1, AheadSlice([known(11, 3, ended=False)], 0.5))
+    ahead.add_slice(0, AheadSlice([known(10, 8), known(11, 4)], 0.5))
+    ahead.add_slice(1, AheadSlice([known(11, 3, ended=False)], 0.5))
     assert ahead.since_last() == 3 + 4
     assert ahead.since_last() == 0
 

@@ -63,7 +63,7 @@ class LookingAhead:
         """Add drafts of requests that will come again."""
         self.store.put(drafts)
 
-    def was_lost(self, row: Row, tokens: Sequence[int], version: int) -> None:
+    def keep_reported(self, row: Row, tokens: Sequence[int], version: int) -> None:
         """Keep the tokens that a lost worker had reported for this row. They are correct, so they are the draft when
         the row starts again."""
         known = self.store.get(row.request)
@@ -108,12 +108,13 @@ class LookingAhead:
         """Return the number of known tokens of each look-ahead row of the worker."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
-    def heard(self, worker: int, done: AheadSlice) -> None:
+    def add_slice(self, worker: int, done: AheadSlice) -> None:
+        """Add the tokens of a call that returned."""
         self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
         self.store.put(done.found)
-        self.lost(worker)
+        self.call_ended(worker)
 
-    def lost(self, worker: int) -> None:
+    def call_ended(self, worker: int) -> None:
         """Note that the worker's look-ahead has ended, so that others may take its requests."""
         self._at.pop(worker, None)
 

@@ -69,7 +69,7 @@ class Coordinator:
             tracer.enter(state if index in self.crew.present else ABSENT)
         self.now = tuple(WorkerNow(tracer.state) for tracer in self.tracers)
 
-    def _look(self) -> tuple[WorkerNow, ...]:
+    def _workers_now(self) -> tuple[WorkerNow, ...]:
         return tuple(
             WorkerNow(AHEAD, self.ahead.rows_of(index), self.ahead.steps_of(index))
             if tracer.state == AHEAD
@@ -97,12 +97,12 @@ class Coordinator:
         seconds = time.monotonic() - began
         stats = self._stats(responses)
         self.training.rollout_ended(seconds, stats.agreement.get(LEARNED))
-        stats.seconds["spot"] = self._train_longer(seconds)
+        stats.seconds["spot"] = self._spend_extra_time(seconds)
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
             if not self._update_early(index):
                 self._decode_ahead(index)
-        self.now = self._look()
+        self.now = self._workers_now()
         self.ahead.end(stats)
         return responses, stats
 
@@ -127,7 +127,7 @@ class Coordinator:
         self.crew.break_off()
         self.crew.call_back((EARLY_UPDATE,), math.inf)
         self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
-        self.hear()
+        self._handle_kept_calls()
 
     def _begin(self, missing: int) -> None:
         self._number += 1
@@ -136,7 +136,7 @@ class Coordinator:
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
-        self.hear()
+        self._handle_kept_calls()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
         """Decode until no response is missing. Return the responses."""
@@ -145,14 +145,14 @@ class Coordinator:
             self.crew.take_in()
             for index in self.crew.free():
                 self._next(index)
-            self.now = self._look()
+            self.now = self._workers_now()
             ended: list[Response] = []
             for done in self._next_done():
                 if done.lost:
                     self._reclaim(done.worker)
                 elif done.method == "decode":
-                    ended += self._took(done.worker, done.result)
-                self._heard(done)
+                    ended += self._handle_slice(done.worker, done.result)
+                self._handle_idle_work(done)
             finished, rows = self.turns.take(ended, 0.0 if self.crew.calls else _REPLY)
             if rows:
                 self._requeue(rows)
@@ -168,17 +168,17 @@ class Coordinator:
             return self.crew.done()
         return self.crew.done(_REPLY) if self.crew.calls else []
 
-    def hear(self) -> None:
+    def _handle_kept_calls(self) -> None:
         """Handle the calls that returned while another call was waited for."""
         for done in self.crew.kept():
-            self._heard(done)
+            self._handle_idle_work(done)
 
-    def _heard(self, done: Done) -> None:
+    def _handle_idle_work(self, done: Done) -> None:
         """Handle a call that returned, as far as it concerns idle work."""
         if done.lost:
-            self.ahead.lost(done.worker)
+            self.ahead.call_ended(done.worker)
         elif done.method == "look_ahead":
-            self.ahead.heard(done.worker, done.result)
+            self.ahead.add_slice(done.worker, done.result)
         self.early.came_back(done)
         self.training.came_back(done)
 
@@ -232,13 +232,15 @@ class Coordinator:
             self.tracers[index].enter(SPOT)
         return due
 
-    def _train_longer(self, rollout_seconds: float) -> float:
+    def _spend_extra_time(self, rollout_seconds: float) -> float:
         """Train the drafter before the update, for `speculation.training.extra` of the rollout. Return the seconds."""
         began = time.monotonic()
         until = began + self.training.extra * rollout_seconds
         if until == began:
             return 0.0
-        self.training.train_for(lambda: until - time.monotonic(), self.config.cluster.slice_seconds, self._heard)
+        self.training.train_for(
+            lambda: until - time.monotonic(), self.config.cluster.slice_seconds, self._handle_idle_work
+        )
         return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
@@ -269,21 +271,21 @@ class Coordinator:
         most.asked, most.helper = list(wanted), index
         return True
 
-    def _took(self, index: int, done: Slice) -> list[Response]:
+    def _handle_slice(self, index: int, done: Slice) -> list[Response]:
         """Handle a slice that returned. Return the responses that finished in it."""
         share = self.shares[index]
-        self._learn(share.last, done)
+        self._update_forecast(share.last, done)
         share.last = done
         for seed, tokens in done.news.items():
-            share.heard.setdefault(seed, []).extend(tokens)
+            share.reported.setdefault(seed, []).extend(tokens)
         for response in done.responses:
             del share.rows[response.request.seed]
-            share.heard.pop(response.request.seed, None)
+            share.reported.pop(response.request.seed, None)
             self.forecast.lengths.append(len(response.token_ids))
         if not share.asked:  # so this slice has answered the request to move rows, if there was one
             for row in done.released:
                 del share.rows[row.request.seed]
-                share.heard.pop(row.request.seed, None)
+                share.reported.pop(row.request.seed, None)
             self._promise(share.helper, done.released)
             share.helper = None
         return done.responses
@@ -299,7 +301,7 @@ class Coordinator:
         self.queue.appendleft(rows)
         self.crew.break_off()
 
-    def _learn(self, before: Slice | None, now: Slice) -> None:
+    def _update_forecast(self, before: Slice | None, now: Slice) -> None:
         had, has = before.stats if before else RolloutStats(), now.stats
         rounds = has.rounds - had.rounds
         prefill = has.seconds["prefill"] - had.seconds.get("prefill", 0.0)
@@ -313,8 +315,8 @@ class Coordinator:
         """Queue the rows of a lost worker again. Other workers decode them to the same tokens."""
         lost, self.shares[index] = self.shares[index], Share()
         for seed, row in lost.rows.items():
-            if heard := lost.heard.get(seed):
-                self.ahead.was_lost(row, [*row.tokens, *heard], self._version)
+            if reported := lost.reported.get(seed):
+                self.ahead.keep_reported(row, [*row.tokens, *reported], self._version)
         self.tracers[index].enter(IDLE if index in self.crew.present else ABSENT)
         if rows := [*lost.rows.values(), *lost.promised]:
             self._requeue(rows)
@@ -362,7 +364,7 @@ class Coordinator:
             rendezvous = self._rendezvous_of(members)
             held = self.early.held_by(members)
             work = {i: (given, step, rendezvous, rank, len(members), held) for rank, i in enumerate(members)}
-            reports = self.crew.together("update", work, self._look_at_update)
+            reports = self.crew.together("update", work, self._read_progress)
             self.updated = 0.0
             self.early.begin(None)
             if reports:
@@ -372,7 +374,7 @@ class Coordinator:
             left -= self.crew.losses == losses
         raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
-    def _look_at_update(self) -> None:
+    def _read_progress(self) -> None:
         self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
 
     def _rendezvous_of(self, members: list[int]) -> str:

@@ -182,16 +182,16 @@ class DrafterTraining(FaultBarrier):
         if self.extra:
             self._tell_all("rollout_ended")
 
-    def train_for(self, left: Callable[[], float], most: float, hear: Callable[[Done], None]) -> None:
+    def train_for(self, left: Callable[[], float], most: float, handle: Callable[[Done], None]) -> None:
         """Train on free workers while something is due, until no seconds are `left`. A call lasts at most `most`
-        seconds. `hear` is called for each call that returns."""
+        seconds. `handle` is called for each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
                 self.next_call(worker, idle, min(seconds, most))
             if not self.is_on or (self.under_way is None and self.crew.free()):
                 break
             for done in self.crew.done():
-                hear(done)
+                handle(done)
 
     @contained({})
     def report(self) -> dict[str, float]:

@@ -114,7 +114,7 @@ class LocalRollout:
         responses = self._decode(self.engine, rows, on_response)
         self.engine.look_ahead(())
         if self.training and self.training.is_on:
-            self._train_longer(self.training)
+            self._train_drafter(self.training)
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
@@ -136,7 +136,7 @@ class LocalRollout:
                 on_response(response)
         return responses
 
-    def _train_longer(self, training: OwnTraining) -> None:
+    def _train_drafter(self, training: OwnTraining) -> None:
         """Train the drafter for the share `speculation.training.extra` of the rollout's time. Add the results to the
         engine's stats."""
         self.tracer.enter(SPOT)

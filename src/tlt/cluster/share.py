@@ -20,7 +20,7 @@ class Share:
     """Seeds of rows that the worker must release in its next slice"""
     helper: int | None = None
     """Worker that gets the released rows"""
-    heard: dict[int, list[int]] = field(default_factory=dict)
+    reported: dict[int, list[int]] = field(default_factory=dict)
     """Tokens that the worker has reported for each row since the row was sent to it, by seed"""
     last: Slice | None = None
 

@@ -170,7 +170,7 @@ class EarlyGroups:
         """Create it for the requests of a wave. `before` are groups with rewards that come first in the batch.
         `settle` sets the rewards of responses if all are known, and returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
-        self._heard: dict[int, Response] = {}
+        self._ended: dict[int, Response] = {}
         self._finished = {number: self._look_at(group) for number, group in enumerate(before)}
         self._shards: list[TrainBatch] = []
         groups: dict[tuple[int, int], list[Request]] = {}
@@ -180,7 +180,7 @@ class EarlyGroups:
         self._count = len(before) + len(groups)
 
     def add_response(self, response: Response) -> None:
-        self._heard[response.request.seed] = response
+        self._ended[response.request.seed] = response
 
     def shards(self, so_far: Mapping[int, int]) -> list[TrainBatch]:
         """Return the early shards that are certain, in their order. `so_far`: tokens of unfinished responses by
@@ -217,13 +217,13 @@ class EarlyGroups:
         return None if sure < room and not self.is_last_wave else places
 
     def _length(self, request: Request, so_far: Mapping[int, int]) -> int:
-        heard = self._heard.get(request.seed)
-        return len(heard.token_ids) if heard else so_far.get(request.seed, 0)
+        response = self._ended.get(request.seed)
+        return len(response.token_ids) if response else so_far.get(request.seed, 0)
 
     def _finish(self) -> None:
         """Note the groups whose rewards are known by now."""
         for number, requests in list(self._asked.items()):
-            responses = [self._heard[request.seed] for request in requests if request.seed in self._heard]
+            responses = [self._ended[request.seed] for request in requests if request.seed in self._ended]
             if len(responses) == len(requests) and self.settle(responses):
                 self._finished[number] = self._look_at(Group(requests[0].prompt, responses))
                 del self._asked[number]

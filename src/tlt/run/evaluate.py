@@ -8,7 +8,7 @@ from statistics import fmean
 
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
-from tlt.loop import Rollout, Watcher, heard_by
+from tlt.loop import Rollout, Watcher, call_each
 from tlt.rewards import Reward
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Request, Response, SamplingParams
@@ -29,7 +29,7 @@ def evaluate(
     samples = config.eval.samples
     requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
-    responses, _ = rollout.generate(requests, heard_by(reward.submit, watcher.response), coming)
+    responses, _ = rollout.generate(requests, call_each(reward.submit, watcher.response), coming)
     rollout.remember(Ahead.of(response, step, ended=True) for response in responses)
     by_seed = {response.request.seed: response for response in responses}
     in_order = [by_seed[request.seed] for request in requests]
