@@ -40,7 +40,7 @@ VARIANTS: dict[str, Variant] = {
     "eagle1, cross entropy, unroll 1": ("eagle1", {"unroll": 1}),
     "eagle1, total variation, unroll 7": ("eagle1", {"loss": "total_variation"}),
     "eagle1, hybrid, unroll 7": ("eagle1", {"loss": "hybrid"}),
-    "eagle1, agreement, unroll 7": ("eagle1", {"loss": "agreement"}),
+    "eagle1, agreement, unroll 7": ("eagle1", {"loss": "acceptance_rate"}),
     "eagle3, cross entropy, unroll 7": ("eagle3", {}),
     "eagle3, cross entropy, unroll 3": ("eagle3", {"unroll": 3}),
     "eagle3, cross entropy, unroll 1": ("eagle3", {"unroll": 1}),

@@ -100,7 +100,7 @@ class Mode:
             "ahead_seconds_by_step": [sum(worker[AHEAD] for worker in line["workers"]) for line in self.lines],
             "seconds": self.seconds,
             "accept_length": [line["accept_length"] for line in self.lines],
-            "first_guess_right": [line["rollout"]["agreement"].get("eagle") for line in self.lines],
+            "first_guess_right": [line["rollout"]["acceptance_rate"].get("eagle") for line in self.lines],
             "seconds_by_step": self.step_seconds,
             "spot_seconds_by_step": [sum(worker[SPOT] for worker in line["workers"]) for line in self.lines],
             "rollout_seconds_by_step": self.rollout_seconds,

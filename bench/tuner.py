@@ -40,7 +40,7 @@ def record(recipe: Path, out: Path, steps: int) -> None:
     config = load_config(recipe)
     _, prompts, target, params = open_workplace(config)
     each = config.rollout.prompts_per_step
-    known = {drafter.name: drafter.agreement for drafter in make_drafters(config.speculation, target)[0]}
+    known = {drafter.name: drafter.acceptance_rate for drafter in make_drafters(config.speculation, target)[0]}
     tables = []
     for arm in strategies(known):
         drafters, layout = make_drafters(config.speculation, target)

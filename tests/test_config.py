@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tlt.config import Config, ConfigError, SpeculationConfig, load_config, parse_config, parse_section
+from tlt.config import Config, ConfigError, SpeculationConfig, load_config, moved, parse_config, parse_section
 
 RECIPE = """
 [model]
@@ -363,6 +363,13 @@ def test_the_former_section_of_the_drafter_is_answered_with_the_new_key(recipe: 
     recipe.write_text(recipe.read_text(encoding="utf-8") + "\n[drafter]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"\[drafter\] is now \[speculation\.training\]"):
         load_config(recipe)
+
+
+def test_the_former_name_of_a_loss_is_answered_with_the_new_one(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.loss = 'agreement' is now 'acceptance_rate': rename it$"):
+        load_config(recipe, ["--speculation.training.loss", "agreement"])
+    old = {"speculation": {"training": {"loss": "agreement"}}}
+    assert moved.renamed(old)["speculation"]["training"]["loss"] == "acceptance_rate"
 
 
 def test_every_field_of_the_drafters_training_is_set_on_the_command_line(recipe: Path) -> None:

@@ -160,7 +160,7 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
-    layer.agreement = 0.0  # the tuner need not measure that a random drafter is never right
+    layer.acceptance_rate = 0.0  # the tuner need not measure that a random drafter is never right
     return layer
 
 
@@ -192,7 +192,7 @@ def make_tuner(
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target, layer)
     arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
-    known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
+    known = {drafter.name: drafter.acceptance_rate for drafter in drafters if drafter.acceptance_rate is not None}
 
     def measure() -> dict[int, dict[Strategy, float]]:
         with working("start-up profile"):

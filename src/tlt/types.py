@@ -235,7 +235,7 @@ class RolloutStats(Passes):
     """tokens that the drafter was trained on during the rollout"""
     strategies: dict[str, int] = field(default_factory=dict)
     """number of rounds by strategy"""
-    agreement: dict[str, float] = field(default_factory=dict)
+    acceptance_rate: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of the first draft token, for each drafter"""
     verified_to: dict[str, int] = field(default_factory=dict)
     """number of drafts by the deepest token after accepted tokens only. The key `eagle 2` is the drafter and the
@@ -257,7 +257,7 @@ class RolloutStats(Passes):
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
-        """Add up two rollouts. Values that are not sums (agreement, alarms) are those of the later one."""
+        """Add up two rollouts. Values that are not sums (acceptance_rate, alarms) are those of the later one."""
         mine, theirs = vars(self), vars(other)
         counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
         return RolloutStats(
@@ -267,7 +267,7 @@ class RolloutStats(Passes):
             accepted_to=_sum_by_key(self.accepted_to, other.accepted_to),
             seconds=_sum_by_key(self.seconds, other.seconds),
             against_plain=_sum_by_key(self.against_plain, other.against_plain),
-            agreement=other.agreement,
+            acceptance_rate=other.acceptance_rate,
             alarms=other.alarms,
             spot=self.spot | other.spot,
         )

@@ -504,7 +504,7 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
         done = decode(self, work, seconds)
-        done.stats.agreement = {"suffix": [0.2, 0.8][self.index]}
+        done.stats.acceptance_rate = {"suffix": [0.2, 0.8][self.index]}
         done.stats.alarms = {"suffix": 0.2} if self.index == 0 else {}
         return done
 
@@ -513,7 +513,7 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
     with patch.object(ThreadWorker, "decode", decoding):
         train(config, choose=lambda n: next(turn))
     for line in read_metrics(Path(config.run.folder)):
-        assert line["rollout"]["agreement"] == {"suffix": 0.5}
+        assert line["rollout"]["acceptance_rate"] == {"suffix": 0.5}
         assert line["rollout"]["alarms"] == {"suffix": 0.2}
 
 

@@ -147,7 +147,7 @@ def test_idle_workers_train_and_publish(published: Published, plain: str) -> Non
     assert saved.number == training.version
     assert training.in_use
     for worker in pool.workers:
-        assert worker.engine.drafters.usable["eagle"].agreement > 0  # it was 0; the last one may not be everywhere yet
+        assert worker.engine.drafters.usable["eagle"].acceptance_rate > 0  # the last one may not be everywhere
     weight = weights_of(saved.state)["fc.weight"]
     used = [worker.spot.trainer.in_use.fc.weight for worker in pool.workers]
     assert any(torch.equal(mine.to(weight.dtype), weight) for mine in used), "what was saved is what was published"

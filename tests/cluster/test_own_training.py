@@ -85,7 +85,7 @@ def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path) -> None:
     assert published[-1] > 0, "it learned something"
     assert training.worker.trainer
     drafter = trained.engine.drafters.usable["eagle"]
-    assert drafter.agreement == training.worker.trainer.in_use.agreement
+    assert drafter.acceptance_rate == training.worker.trainer.in_use.acceptance_rate
 
 
 def test_without_an_extra_share_there_is_no_trainer(tmp_path: Path) -> None:

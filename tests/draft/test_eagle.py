@@ -109,11 +109,11 @@ def test_what_was_saved_comes_back(
     """With a drafter of the whole vocabulary, and with one that proposes five tokens."""
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", listed)
     layer = make_layer(model.decoder, kind, 8).float()
-    layer.agreement = 0.71
+    layer.acceptance_rate = 0.71
     save_drafter(layer, tmp_path / "new" / "folder")
     back = load_drafter(tmp_path / "new" / "folder", model.decoder.options)
     assert back.options == layer.options
-    assert back.agreement == 0.71
+    assert back.acceptance_rate == 0.71
     assert back.state_dict().keys() == layer.state_dict().keys()
     for name, tensor in layer.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor)
@@ -122,6 +122,16 @@ def test_what_was_saved_comes_back(
         del config["tlt_drafter"]["draft_vocab_size"]
         (tmp_path / "new" / "folder" / "config.json").write_text(json.dumps(config))
         assert load_drafter(tmp_path / "new" / "folder", model.decoder.options).options == layer.options
+
+
+def test_the_acceptance_rate_of_an_older_folder_is_read(model: Model, tmp_path: Path) -> None:
+    layer = make_layer(model.decoder, "eagle1", 8)
+    layer.acceptance_rate = 0.71
+    save_drafter(layer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["agreement"] = config.pop("acceptance_rate")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_drafter(tmp_path, model.decoder.options).acceptance_rate == 0.71
 
 
 @pytest.mark.parametrize("token", [-1, 11])

@@ -287,7 +287,7 @@ def test_a_chance_becomes_what_was_counted_of_the_nodes_whose_parent_was_reached
     assert known.table[second] == pytest.approx(0.5, abs=0.02)
     assert known.table[below] < 0.02
     assert known.seen[below] == 1000
-    assert known.agreement(2, 2) == pytest.approx([0.75, 0.0])
+    assert known.acceptance_rates(2, 2) == pytest.approx([0.75, 0.0])
 
 
 def test_what_was_counted_long_ago_fades() -> None:

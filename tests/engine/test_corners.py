@@ -82,7 +82,7 @@ def test_a_rollout_that_is_dropped_leaves_nothing_that_is_not_finite() -> None:
 class Idle:
     """All tokens are alike to it."""
 
-    agreement = None
+    acceptance_rate = None
     name = "h"
 
     def begin(self, window: FeatureView | None) -> None:

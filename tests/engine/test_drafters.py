@@ -1,5 +1,5 @@
-"""Drafters behind their wall. One whose guesses went wrong changes no token, so only its agreement shows it; one that
-fails, or writes where it should not, costs speed alone."""
+"""Drafters behind their wall. One whose guesses went wrong changes no token, so only its acceptance rate shows it; one
+that fails, or writes where it should not, costs speed alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.tree import DraftTree
-from tlt.engine.drafters import Agreement, Drafters
+from tlt.engine.drafters import AcceptanceRate, Drafters
 from tlt.sampling import Law
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -27,15 +27,15 @@ class Nothing(NodeDrafter):
     name = "nothing"
 
     def __init__(self, published: float | None = None) -> None:
-        self.agreement = published
+        self.acceptance_rate = published
 
     def propose(self, nodes: Sequence[Node]) -> Offer:
         return Offer(None, torch.zeros(len(nodes), 5))
 
 
-def fed(published: float | None, *parts: tuple[int, float]) -> list[Agreement]:
+def fed(published: float | None, *parts: tuple[int, float]) -> list[AcceptanceRate]:
     """After each part: so many guesses, right with that chance."""
-    seen, rng, states = Agreement(published), random.Random(0), []
+    seen, rng, states = AcceptanceRate(published), random.Random(0), []
     history: list[bool] = []
     for count, chance in parts:
         for _ in range(count):
@@ -43,7 +43,7 @@ def fed(published: float | None, *parts: tuple[int, float]) -> list[Agreement]:
             seen.add(history[-1])
             recent = history[-1000:]
             assert seen.now == pytest.approx(sum(recent) / len(recent))
-        copy = Agreement(seen.published)
+        copy = AcceptanceRate(seen.published)
         copy.last, copy.right = seen.last.copy(), seen.right
         states.append(copy)
     return states
@@ -76,11 +76,11 @@ def test_without_a_published_figure_the_first_thousand_are_the_measure() -> None
 def test_a_swap_starts_the_count_anew() -> None:
     drafters = Drafters([Nothing(0.9)])
     for _ in range(1000):
-        drafters.agreement["nothing"].add(False)
-    assert drafters.agreement["nothing"].alarming
+        drafters.acceptance_rates["nothing"].add(False)
+    assert drafters.acceptance_rates["nothing"].alarming
     drafters.swap(Nothing(0.2), None, [])
-    assert drafters.agreement["nothing"].published == 0.2
-    assert not drafters.agreement["nothing"].alarming
+    assert drafters.acceptance_rates["nothing"].published == 0.2
+    assert not drafters.acceptance_rates["nothing"].alarming
 
 
 def test_each_drafter_is_calibrated_by_its_own_guesses_and_a_swap_renews_its_own_alone() -> None:
@@ -103,12 +103,12 @@ def test_the_engine_raises_the_alarm_and_only_then(corrupt: bool) -> None:
     """A random drafter that is said to be right nine times in ten."""
     target = Target()
     drafter = learned(target)
-    drafter.agreement = 0.9 if corrupt else 0.0
+    drafter.acceptance_rate = 0.9 if corrupt else 0.0
     engine = build(target, drafter, Strategy("", 2, 1, 3))
     prompts = [Prompt(i, "", (i % 5, 2, i % 3)) for i in range(40)]
     for _ in engine.generate(make_requests(prompts, [SamplingParams(max_new_tokens=48)], group=1)):
         pass
-    assert 0 < engine.stats.agreement["eagle"] < 0.45
+    assert 0 < engine.stats.acceptance_rate["eagle"] < 0.45
     assert set(engine.stats.alarms) == ({"eagle"} if corrupt else set())
 
 
@@ -118,7 +118,7 @@ def test_a_drafter_is_judged_by_its_own_guesses() -> None:
     engine = build(target, learned(target), Strategy("", 2, 1, 1))
     for _ in engine.generate(make_requests([Prompt(0, "", (1, 2))], [SamplingParams(max_new_tokens=9)])):
         pass
-    assert engine.stats.agreement == {}
+    assert engine.stats.acceptance_rate == {}
 
 
 # -- what a drafter can reach ------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_rows_without_a_look_ahead_are_drafted_by_the_drafter() -> None:
     own = [len(known.token_ids) for known in expected()[1::2]]
     assert looking.stats.ahead_passes == sum(-(-length // 17) - (length % 17 == 1) for length in own)
     assert looking.stats.drafted > looking.stats.seen_ahead
-    assert looking.drafters.agreement["eagle"].last, "it drafted for the others"
+    assert looking.drafters.acceptance_rates["eagle"].last, "it drafted for the others"
 
 
 @pytest.mark.parametrize("strategy", [AHEAD, CHAIN], ids=lambda s: s.name)

@@ -371,7 +371,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
         ("Coordinator.update", "drop", 18, "All workers roll back before an update is repeated."),
         ("Coordinator._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
-        ("Coordinator._stats", "drop", 6, "Tokens that were decoded twice count once."),
+        ("Coordinator._stats", "drop", 7, "Tokens that were decoded twice count once."),
     ],
     ("cluster.coordinator", "cluster/test_rescue.py"): [
         ("Coordinator._reclaim", "drop", 1, "Tokens of a lost worker serve as drafts for its rows."),

@@ -31,7 +31,7 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
             "row_passes": 80,
             "drafted": 100,
             "accepted": 80,
-            "agreement": {"eagle": 0.8},
+            "acceptance_rate": {"eagle": 0.8},
             "by_depth": {"eagle": {"1": 0.8, "2": 0.75}},
             "spot": {"version": step // 2},
             "against_plain": {"seconds": 4.0, "plain_seconds": 8.0, "plain_rounds": 1.0},

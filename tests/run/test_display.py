@@ -153,7 +153,7 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
     rollout = {
         "strategies": {"mixed d6 b4 n33 p0.05 + ahead 63": 900, "plain": 100},
         "spot": {"version": 12.0, "accept_length": 3.1, "rests": 0.0},
-        "agreement": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
+        "acceptance_rate": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
         "alarms": {},
         "seen_ahead": 123_456,
         "against_plain": {"seconds": 10.0, "plain_seconds": 23.0},
@@ -294,7 +294,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
         "accept_length": 3.21,
         "interval": 0.04,
         "times_plain": 1.87,
-        "agreement": [0.9, 0.8, 0.7, 0.6, 0.5, None],
+        "acceptance_rate": [0.9, 0.8, 0.7, 0.6, 0.5, None],
         "tokens": 1_234_567,
     }
     console = Console(file=io.StringIO(), width=80, record=True)

@@ -99,7 +99,7 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         "rollout/alarms/<drafter>",
         "rollout/early_seconds",
         *(
-            "rollout/agreement/<drafter>",
+            "rollout/acceptance_rate/<drafter>",
             "rollout/by_depth/<drafter>/<depth>",
         ),  # of a learned drafter, if the tuner tried it in the rollout
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),

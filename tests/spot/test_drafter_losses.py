@@ -1,4 +1,4 @@
-"""The drafter's losses against hand-worked numbers, and the agreement against a count of shared draws."""
+"""The drafter's losses against hand-worked numbers, and the rejection rate against a count of shared draws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_losses_are_the_hand_worked_ones() -> None:
     assert losses.hybrid(p, log_q).item() == pytest.approx(weight * (cross - entropy) + (1 - weight) * 0.4)
     # the same winner v: 1 / sum over u of max(p_u / p_v, q_u / q_v)
     agree = 1 / (1 + 1 + 3) + 1 / (5 / 3 + 1 + 3) + 1 / (5 / 2 + 3 / 2 + 1)
-    assert losses.disagreement(p, log_q, 3).item() == pytest.approx(1 - agree)
+    assert losses.rejection_rate(p, log_q, 3).item() == pytest.approx(1 - agree)
 
 
 def test_the_gradient_of_the_hybrid_is_that_of_its_parts() -> None:
@@ -41,7 +41,7 @@ def test_the_gradient_of_the_hybrid_is_that_of_its_parts() -> None:
 
 
 def test_two_tokens_agree_as_often_as_their_laws_overlap() -> None:
-    assert losses.disagreement(law(0.7, 0.3), law(0.4, 0.6).log(), 2).item() == pytest.approx(0.3)
+    assert losses.rejection_rate(law(0.7, 0.3), law(0.4, 0.6).log(), 2).item() == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -55,39 +55,39 @@ def test_a_loss_is_least_where_the_laws_are_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("sharpness", [0.5, 2.0])
-def test_agreement_is_how_often_shared_noise_picks_the_same(sharpness: float) -> None:
+def test_acceptance_is_how_often_shared_noise_picks_the_same(sharpness: float) -> None:
     torch.manual_seed(1)
     log_p, log_q = torch.log_softmax(sharpness * torch.randn(2, 4, 9, dtype=torch.float64), -1)
     draws = 400_000
     for one, other in zip(log_p, log_q, strict=True):
         g = -torch.empty(draws, 9, dtype=torch.float64).exponential_().log()
         seen = ((one + g).argmax(-1) == (other + g).argmax(-1)).double().mean().item()
-        chance = 1 - losses.disagreement(one.exp()[None], other[None], likeliest=9).item()
+        chance = 1 - losses.rejection_rate(one.exp()[None], other[None], likeliest=9).item()
         assert chance == pytest.approx(seen, abs=5 * math.sqrt(0.25 / draws))
         overlap = 1 - losses.total_variation(one.exp(), other).item()
         assert overlap / (2 - overlap) - 1e-9 <= chance <= overlap + 1e-9, "between (1 - TV) / (1 + TV) and 1 - TV"
 
 
-def test_agreement_over_the_likeliest_is_nearly_all_of_it() -> None:
+def test_acceptance_over_the_likeliest_is_nearly_all_of_it() -> None:
     torch.manual_seed(2)
     log_p = torch.log_softmax(4 * torch.randn(6, 40, dtype=torch.float64), -1)
     log_q = torch.log_softmax(log_p + torch.randn(6, 40, dtype=torch.float64), -1)
-    whole, part = losses.disagreement(log_p.exp(), log_q, 40), losses.disagreement(log_p.exp(), log_q)
+    whole, part = losses.rejection_rate(log_p.exp(), log_q, 40), losses.rejection_rate(log_p.exp(), log_q)
     assert (part >= whole).all()
     missed = 1 - log_p.exp().topk(8).values.sum(-1)
     assert (part - whole <= missed + 1e-12).all()
 
 
-def test_agreement_of_a_vocabulary_smaller_than_the_likeliest() -> None:
+def test_acceptance_of_a_vocabulary_smaller_than_the_likeliest() -> None:
     p, log_q = law(*P), law(*Q).log()
-    assert losses.disagreement(p, log_q).item() == pytest.approx(losses.disagreement(p, log_q, 3).item())
+    assert losses.rejection_rate(p, log_q).item() == pytest.approx(losses.rejection_rate(p, log_q, 3).item())
 
 
-def test_agreement_where_a_token_is_never_said() -> None:
+def test_acceptance_where_a_token_is_never_said() -> None:
     """Among the eight likeliest of a law in float32, some have a chance of exactly 0."""
     p = torch.softmax(torch.tensor([[200.0, 0.0, -200.0]]), -1)
     log_q = torch.log_softmax(torch.tensor([[1.0, 0.0, 0.0]]), -1).requires_grad_()
-    loss = losses.disagreement(p, log_q)
+    loss = losses.rejection_rate(p, log_q)
     loss.sum().backward()
     assert log_q.grad is not None
     assert loss.isfinite().all()

@@ -48,11 +48,11 @@ def options(model: Model) -> Any:
 
 def test_what_was_saved_comes_back(model: Model, tmp_path: Path) -> None:
     saver, states = DrafterSaver(tmp_path, options(model)), [state(model, seed) for seed in range(2)]
-    saver.save(7, states[0], agreement=0.75)
+    saver.save(7, states[0], acceptance_rate=0.75)
     saver.wait()
     found = loaded(model, tmp_path)
     assert found.number == 7
-    assert found.layer.agreement == 0.75
+    assert found.layer.acceptance_rate == 0.75
     assert same(found.state, states[0])
     assert not list(tmp_path.glob(".*"))
     layer = load_drafter(tmp_path / "drafter_00000007", model.decoder.options)

@@ -143,16 +143,16 @@ def test_what_is_published_is_the_running_mean_of_the_weights(
 
 
 @pytest.mark.parametrize(
-    ("agreement", "right", "share"),
+    ("acceptance_rate", "right", "share"),
     [(None, None, 1.0), (None, 0.6, 0.8), (None, 1.5, 0.5), (None, 2.9, 0.1), (0.9, None, 0.1), (0.9, 0.3, 0.9)],
 )
 def test_the_rate_is_the_share_of_guesses_that_are_wrong(
-    model: Model, items: list[Harvest], agreement: float | None, right: float | None, share: float
+    model: Model, items: list[Harvest], acceptance_rate: float | None, right: float | None, share: float
 ) -> None:
     """Of three guesses `right` were right lately; so a trained drafter begins cold, and learns again after a
     collapse."""
     layer = fresh_layer(model)
-    layer.agreement = agreement
+    layer.acceptance_rate = acceptance_rate
     spot = make_spot(model, items, layer=layer)
     spot.enough, spot.trainer.steps = 1, 1000.0
     if right is not None:
@@ -165,7 +165,7 @@ def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rat
     model: Model, items: list[Harvest]
 ) -> None:
     layer = fresh_layer(model)
-    layer.agreement = 0.9
+    layer.acceptance_rate = 0.9
     spot = make_spot(model, items, layer=layer)
     assert spot.trainer.depth == CONFIG.unroll
     before = state_of(spot)
@@ -299,7 +299,7 @@ def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(
 ) -> None:
     monkeypatch.setattr("tlt.spot.spot._ENOUGH", 16)  # of which a random one needs as many entries as it has inputs
     layer = fresh_layer(model)
-    layer.agreement = 0.9
+    layer.acceptance_rate = 0.9
     few = [item for item in items if item.prompt_id < 16]
     good = make_spot(model, few, layer=layer)
     assert make_spot(model, few).ready
@@ -368,7 +368,7 @@ def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Mode
     layer = spot.publish(state, 0.5)
     after = spot.evaluate()
     assert after.in_use == after.candidate == found.candidate
-    assert layer.agreement == 0.5
+    assert layer.acceptance_rate == 0.5
     assert all(torch.equal(p, state[f"mean.{name}"]) for name, p in layer.named_parameters())
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 

@@ -1,5 +1,5 @@
 """Training of the learned drafter: the unrolled pass against sequential drafting, the losses against hand-worked
-numbers, the agreement against a count of shared draws, and that a few steps teach something."""
+numbers, the rejection rate against a count of shared draws, and that a few steps teach something."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def learned(home: Path, kind: Any = "eagle1") -> Path:
     tiny_config(home)
     torch.manual_seed(3)
     layer = EagleLayer(eagle_options(decoder_options(read_config(home / "model")), kind, 16))
-    layer.agreement = 0.5
+    layer.acceptance_rate = 0.5
     save_drafter(layer, home / "drafter")
     return home / "drafter"
 

@@ -96,7 +96,7 @@ class Coordinator:
         self._enter(IDLE)
         seconds = time.monotonic() - began
         stats = self._stats(responses)
-        self.training.rollout_ended(seconds, stats.agreement.get(LEARNED))
+        self.training.rollout_ended(seconds, stats.acceptance_rate.get(LEARNED))
         stats.seconds["spot"] = self._spend_extra_time(seconds)
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
@@ -328,8 +328,9 @@ class Coordinator:
         repeated counts once."""
         found = [share.last.stats for share in self.shares if share.last]
         stats = sum(found, start=self._gone)
-        names = {name for one in found for name in one.agreement}
-        stats.agreement = {n: fmean(one.agreement[n] for one in found if n in one.agreement) for n in sorted(names)}
+        rates = [one.acceptance_rate for one in found]
+        names = sorted({name for one in rates for name in one})
+        stats.acceptance_rate = {name: fmean(one[name] for one in rates if name in one) for name in names}
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
         stats.spot = self.training.report()
         stats.tokens = sum(response.num_sampled for response in responses)

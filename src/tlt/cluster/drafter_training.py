@@ -223,7 +223,7 @@ class DrafterTraining(FaultBarrier):
         if saved := load_latest(self.folder, self.target):
             self.version, handle = saved.number, self._put(saved.state)
             self.baton.restart(handle)
-            self._draft_with(handle, saved.layer.agreement)
+            self._draft_with(handle, saved.layer.acceptance_rate)
         self.schedule.load_state(state)
 
     @contained(None)

@@ -142,7 +142,7 @@ class LocalRollout:
         self.tracer.enter(SPOT)
         began, stats = time.perf_counter(), self.engine.stats
         rollout_seconds = sum(stats.seconds.values())
-        training.rollout_ended(rollout_seconds, stats.agreement.get(LEARNED))
+        training.rollout_ended(rollout_seconds, stats.acceptance_rate.get(LEARNED))
         until = began + training.extra * rollout_seconds
         if training.extra:
             training.train_until(lambda: time.perf_counter() >= until)

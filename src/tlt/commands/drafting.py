@@ -91,7 +91,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         raise ConfigError(f"{buffer.tokens} tokens of training data are too few: raise --tokens")
     curve = fit(trainer, taught, [item for item in buffer.items if item.prompt_id in held], seconds)
     results = judge(bench, layer, _JUDGING * seconds)
-    layer.agreement = results[0]["agreement"][0]
+    layer.acceptance_rate = results[0]["acceptance_rate"][0]
     save_drafter(layer, folder)
     facts = {
         "harvest_tokens": buffer.tokens,
@@ -217,12 +217,12 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
             tokens, passes = stats.tokens, stats.row_passes
             work.advance(len(engine.round()))
             lengths.append((stats.tokens - tokens) / max(1, stats.row_passes - passes))
-    spent = time.perf_counter() - began
+    spent, calibration = time.perf_counter() - began, engine.drafters.calibrations[drafter.name]
     return {
         "strategy": strategy.name,
         "accept_length": stats.accept_length,
         "interval": 1.96 * statistics.pstdev(lengths) / len(lengths) ** 0.5,
-        "agreement": engine.drafters.calibrations[drafter.name].agreement(strategy.depth, strategy.branching),
+        "acceptance_rate": calibration.acceptance_rates(strategy.depth, strategy.branching),
         "tokens_per_second": stats.tokens / spent,
         "tokens": stats.tokens,
     }
@@ -241,16 +241,16 @@ def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None
 
 def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
     """Print the results in 80 columns."""
-    depth = max(len(result["agreement"]) for result in results)
+    depth = max(len(result["acceptance_rate"]) for result in results)
     table = Table(title=f"held-out prompts, {results[0]['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
     table.add_column("strategy", no_wrap=True)
     for column in ("accept\nlength", "times\nplain", *(str(d + 1) for d in range(depth))):
         table.add_column(column, justify="right", min_width=5)
     for result in results:
-        agreement = (f"{a:.2f}" if a is not None else "-" for a in result["agreement"])
+        rates = (f"{a:.2f}" if a is not None else "-" for a in result["acceptance_rate"])
         length = f"{result['accept_length']:.2f} ±{result['interval']:.2f}"
         numbers = (length, f"{result['times_plain']:.2f}")
-        table.add_row(result["strategy"], *numbers, *agreement)
+        table.add_row(result["strategy"], *numbers, *rates)
     console.print(table)
     console.print(
         "accept length: tokens committed per target pass, including its own, ± half of the 95 % interval; times plain: "

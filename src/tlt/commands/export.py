@@ -9,7 +9,7 @@ import json
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -245,14 +245,19 @@ A drafter changes the speed, and not the distribution of the responses.
 """
 
 
+def _rates(found: Mapping[str, Any]) -> Sequence[float | None]:
+    """Return the acceptance rates by depth in training.json, whose older files have another name for them."""
+    return found.get("acceptance_rate") or found.get("agreement") or []
+
+
 def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
     """Return a table of the acceptance rate by depth, if it was measured."""
-    held_out = [found for found in facts.get("held_out", []) if found["agreement"]]
+    held_out = [(found, rates) for found in facts.get("held_out", []) if (rates := _rates(found))]
     if not held_out:
-        known = f"\nAcceptance rate of the first draft token: {layer.agreement:.2f}.\n" if layer.agreement else ""
-        return known
-    best = held_out[0]
-    cells = [f"{right:.2f}" if right is not None else "-" for right in best["agreement"]]
+        first = layer.acceptance_rate
+        return f"\nAcceptance rate of the first draft token: {first:.2f}.\n" if first else ""
+    best, rates = held_out[0]
+    cells = [f"{rate:.2f}" if rate is not None else "-" for rate in rates]
     return (
         f"\nOn held-out prompts, drafting with the target's own noise ({best['strategy']}): accept length "
         f"{best['accept_length']:.2f}. Other engines draft greedily, with a lower acceptance rate.\n\n"

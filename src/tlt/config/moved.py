@@ -1,19 +1,39 @@
-"""New places of moved fields. Old recipes are refused with the new name, and old checkpoints are converted."""
+"""Fields that moved, and values with a new name. Old recipes are refused with the new name, and old checkpoints are
+converted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 _RENAMED = {"kind": "kind", "window": "window", "idle_training": "training.idle"}
-_REPLACED = ("budget", "catch_up")  # fields of speculation.training that `extra` replaces
+_EXTRA = (
+    "is replaced by speculation.training.extra, the share of the rollout's time during which training may delay a step "
+    "(default 0): rename it, or remove it"
+)
+_REMOVED = {"speculation.training.budget": _EXTRA, "speculation.training.catch_up": _EXTRA}
+"""key -> note on what to use instead"""
+_VALUES = {"speculation.training.loss": {"agreement": "acceptance_rate"}}
+"""key -> old value -> new value"""
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """Return one sentence about the first moved field; None if there is none."""
-    if "drafter" not in tree:
-        return _fault_of_training(tree)
-    fields = tree["drafter"]
+    """Return one sentence about the first moved field or value; None if there is none."""
+    if "drafter" in tree:
+        return _fault_of_drafter(tree["drafter"])
+    for key, note in _REMOVED.items():
+        table, name = _table_of(tree, key)
+        if name in table:
+            return f"{key} {note}"
+    for key, new in _VALUES.items():
+        table, name = _table_of(tree, key)
+        if isinstance(value := table.get(name), str) and value in new:
+            return f"{key} = {value!r} is now {new[value]!r}: rename it"
+    return None
+
+
+def _fault_of_drafter(fields: Any) -> str:
     if not isinstance(fields, Mapping) or not fields:
         return "[drafter] is now [speculation.training], except kind and window, which are in [speculation]"
     name = next(iter(fields))
@@ -22,31 +42,36 @@ def fault(tree: Mapping[str, Any]) -> str | None:
 
 def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe of an older checkpoint with all fields in their new places."""
-    now = {section: fields for section, fields in tree.items() if section != "drafter"}
-    speculation = dict(now.get("speculation", {}))
-    for name, value in tree.get("drafter", {}).items():
-        *tables, field = _new_key(name).split(".")[1:]
-        place = speculation
-        for table in tables:
-            place = place.setdefault(table, {})
-        place[field] = value
-    if "training" in speculation:
-        kept = {name: value for name, value in speculation["training"].items() if name not in _REPLACED}
-        speculation["training"] = {"extra": speculation["training"].get("budget", 0.0)} | kept
-    return now | {"speculation": speculation}
-
-
-def _fault_of_training(tree: Mapping[str, Any]) -> str | None:
-    speculation = tree.get("speculation")
-    training = speculation.get("training") if isinstance(speculation, Mapping) else None
-    found = [name for name in _REPLACED if isinstance(training, Mapping) and name in training]
-    if not found:
-        return None
-    return (
-        f"speculation.training.{found[0]} is replaced by speculation.training.extra, the share of the rollout's time "
-        "during which training may delay a step (default 0): rename it, or remove it"
-    )
+    now = deepcopy(dict(tree))
+    for name, value in now.pop("drafter", {}).items():
+        _set(now, _new_key(name), value)
+    training, _ = _table_of(now, "speculation.training.extra")
+    if training:
+        _set(now, "speculation.training.extra", training.get("extra", training.get("budget", 0.0)))
+    for key in _REMOVED:
+        table, name = _table_of(now, key)
+        table.pop(name, None)
+    for key, new in _VALUES.items():
+        table, name = _table_of(now, key)
+        if name in table:
+            table[name] = new.get(table[name], table[name])
+    return now
 
 
 def _new_key(name: str) -> str:
     return f"speculation.{_RENAMED.get(name, f'training.{name}')}"
+
+
+def _table_of(tree: Any, key: str) -> tuple[dict[str, Any], str]:
+    """Return the table that holds the field, and the field's name. If it is not there, return an empty table."""
+    *tables, name = key.split(".")
+    for table in tables:
+        tree = tree.get(table) if isinstance(tree, Mapping) else None
+    return (tree if isinstance(tree, dict) else {}), name
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *tables, name = key.split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+    tree[name] = value

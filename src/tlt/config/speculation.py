@@ -17,10 +17,10 @@ class DrafterTrainConfig(Section):
     unroll: int = Field(default=7, gt=0, le=16)
     """Largest length of the chains of draft tokens in training. The drafter predicts each token from its own output for
     the one before. Chains in use are one token longer than the mean number of accepted draft tokens."""
-    loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
-    """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `agreement` is the probability that
-    a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and the other two
-    hardly learn."""
+    loss: Literal["cross_entropy", "total_variation", "hybrid", "acceptance_rate"] = "cross_entropy"
+    """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate` is the
+    probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and
+    the other two hardly learn."""
     decay: float = Field(default=0.4, gt=0, le=1)
     """Weight of each draft token in the loss, relative to the one before."""
     learning_rate: float = Field(default=1e-3, gt=0)

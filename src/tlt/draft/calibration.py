@@ -56,7 +56,7 @@ class Calibration:
                 self.seen[cells[node]] += 1.0
                 self.agreed[cells[node]] += node in reached
 
-    def agreement(self, depth: int, branching: int) -> list[float | None]:
+    def acceptance_rates(self, depth: int, branching: int) -> list[float | None]:
         """Return for each depth how often one of the `branching` best children was accepted if their parent was, for
         draft tokens of class 0. None if nothing was counted."""
         seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))

@@ -58,7 +58,7 @@ class Drafter(Protocol):
     hidden states of a view, it may spoil the training data of drafters."""
 
     name: str
-    agreement: float | None
+    acceptance_rate: float | None
     """Acceptance rate of its first draft token when last measured; None if it never was"""
 
     def begin(self, window: FeatureView | None) -> None:
@@ -120,7 +120,7 @@ class NodeDrafter(ABC):
     """Base class of drafters in plain Python that process one node at a time. They implement `propose`."""
 
     name = "nodes"
-    agreement: float | None = None
+    acceptance_rate: float | None = None
 
     def begin(self, window: FeatureView | None) -> None:
         self.rows: list[tuple[Request, list[int]]] = []

@@ -92,7 +92,7 @@ class EagleLayer(nn.Module):
     def __init__(self, options: EagleOptions) -> None:
         super().__init__()
         self.options = o = options
-        self.agreement: float | None = None
+        self.acceptance_rate: float | None = None
         """Acceptance rate of its first draft token on held-out responses; None if not measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
@@ -114,7 +114,7 @@ class EagleLayer(nn.Module):
     @property
     def trained(self) -> bool:
         """Whether the measured acceptance rate of its first draft token is above 0."""
-        return bool(self.agreement)
+        return bool(self.acceptance_rate)
 
     def head(self, target_head: Tensor) -> Tensor:
         """Return the rows of the target's head [V, D] for the tokens that it can propose."""
@@ -170,7 +170,7 @@ def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     vocabulary = {} if layer.vocabulary is None else {_VOCABULARY: layer.vocabulary.cpu()}
     save_file(checkpoint_tensors(layer) | vocabulary, path / "model.safetensors", metadata={"format": "pt"})
-    config = {"tlt_drafter": asdict(layer.options), "agreement": layer.agreement}
+    config = {"tlt_drafter": asdict(layer.options), "acceptance_rate": layer.acceptance_rate}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -183,7 +183,8 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         config = read_json(path / "config.json")
         if "tlt_drafter" not in config:
             raise ValueError("config.json is not of a drafter; a run saves its drafters in drafter/ of its folder")
-        raw, agreement = config["tlt_drafter"], config.get("agreement")
+        raw = config["tlt_drafter"]
+        acceptance_rate = config.get("acceptance_rate", config.get("agreement"))  # older folders have the second key
         raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders have the whole vocabulary
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
@@ -216,5 +217,5 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
         raise DrafterError(f"{path / 'model.safetensors'}: {odd[0]} is not finite: train one with tlt draft train")
-    layer.agreement = agreement
+    layer.acceptance_rate = acceptance_rate
     return layer

@@ -37,7 +37,7 @@ class EagleDrafter:
 
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         self.options = layer.options
-        self.agreement = layer.agreement
+        self.acceptance_rate = layer.acceptance_rate
         self.target = target  # its embedding is read at every use, because it changes with its version
         self.load(layer)
 

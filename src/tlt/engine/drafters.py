@@ -22,7 +22,7 @@ T = TypeVar("T")
 _WATCHED = 1000  # number of drafts in the running acceptance rate
 
 
-class Agreement:
+class AcceptanceRate:
     """Acceptance rates of a drafter's first draft token: now, over its last 1,000 drafts, and at its publication.
 
     The second one was measured in training. If it was not, it is the rate over the first 1,000 drafts in the engine."""
@@ -53,7 +53,7 @@ class Drafters:
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.usable = {drafter.name: drafter for drafter in drafters}
-        self.agreement = {name: Agreement(drafter.agreement) for name, drafter in self.usable.items()}
+        self.acceptance_rates = {name: AcceptanceRate(drafter.acceptance_rate) for name, drafter in self.usable.items()}
         self.calibrations = {name: Calibration() for name in self.usable}
         self.failures = 0
 
@@ -73,7 +73,7 @@ class Drafters:
     def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
         """Replace the drafter of the same name, between two rounds."""
         self.usable[drafter.name] = drafter
-        self.agreement[drafter.name] = Agreement(drafter.agreement)
+        self.acceptance_rates[drafter.name] = AcceptanceRate(drafter.acceptance_rate)
         self.calibrations.setdefault(drafter.name, Calibration()).renew()
 
         def enter() -> None:
@@ -90,7 +90,7 @@ class Drafters:
     def learn(self, name: str, tree: DraftTree, path: Sequence[int]) -> None:
         """Record which draft tokens of the tree were accepted, given the accepted path."""
         self.calibrations[name].observe(tree.cells, tree.parents, path)
-        self.agreement[name].add(1 in path)
+        self.acceptance_rates[name].add(1 in path)
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
         """Return the result of the call. If it raises, drop the drafter and return None."""

@@ -155,7 +155,7 @@ class Engine(Generates):
     def swap(self, drafter: Drafter) -> None:
         """Replace the drafter of the same name, between two rounds or before a round's draft."""
         self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
-        self.tuner.renew(drafter.name, drafter.agreement)
+        self.tuner.renew(drafter.name, drafter.acceptance_rate)
 
     def draft_with(self, layer: EagleLayer) -> None:
         """Replace the learned drafter in use."""
@@ -373,7 +373,7 @@ class Engine(Generates):
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _count(self, strategy: Strategy, clock: Clock) -> None:
-        stats, watched = self.stats, self.drafters.agreement
+        stats, watched = self.stats, self.drafters.acceptance_rates
         if clock.for_coming_steps:
             stats.seconds["ahead"] += sum(clock.seconds.values())
         else:
@@ -382,7 +382,7 @@ class Engine(Generates):
             for phase, seconds in clock.seconds.items():
                 stats.seconds[phase] += seconds
         stats.drafter_failures = self.drafters.failures
-        stats.agreement = {name: seen.now for name, seen in watched.items() if seen.last}
+        stats.acceptance_rate = {name: seen.now for name, seen in watched.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
 
     def _trace(self, name: str, began: float, **facts: float) -> None:

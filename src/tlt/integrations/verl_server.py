@@ -119,7 +119,7 @@ class Server:
         if engine.busy:
             raise RuntimeError("weights cannot be loaded while requests are active: wait for them or abort them first")
         stats = engine.stats
-        self.training.rollout_ended(sum(stats.seconds.values()), stats.agreement.get(LEARNED))
+        self.training.rollout_ended(sum(stats.seconds.values()), stats.acceptance_rate.get(LEARNED))
         engine.target.load(weights, engine.target.version + 1)
         engine.start(())
         self.training.worker.target_moved()

@@ -220,7 +220,7 @@ class Display:
         """Return the acceptance rate of each drafter's first token in the last rollout, and the gain so far."""
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
-        right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["agreement"].items())
+        right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
         learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
         guesses = f"first token accepted: {right}" * bool(right)
         found = against_plain(m.rollout["against_plain"] for m in self.history)

@@ -33,9 +33,11 @@ def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
     return weight * divergence + (1 - weight) * distance
 
 
-def disagreement(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
-    """Return 1 - the probability that argmax(log p + g) = argmax(log q + g). The probability that both are token v is 1
-    / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
+def rejection_rate(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
+    """Return the probability that a draft token is rejected: that argmax(log p + g) differs from argmax(log q + g).
+
+    The probability that both are token v is 1 / sum_u max(p_u / p_v, q_u / q_v). It is summed over the target's
+    `likeliest` tokens v."""
     log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log()  # p may be 0 among the likeliest
     top_p, ids = log_p.topk(min(likeliest, p.shape[-1]), dim=-1)
     ratio_p = log_p[:, None] - top_p[..., None]
@@ -47,7 +49,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy,
     "total_variation": total_variation,
     "hybrid": hybrid,
-    "agreement": disagreement,
+    "acceptance_rate": rejection_rate,
 }
 
 

@@ -54,11 +54,11 @@ class DrafterSaver:
         self._waiting: tuple[int, TrainerState, float | None] | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, number: int, state: TrainerState, agreement: float | None = None) -> None:
+    def save(self, number: int, state: TrainerState, acceptance_rate: float | None = None) -> None:
         """Request a save, and return at once. If several saves wait, only the newest is written. A disk error is
         logged, and only this save is lost."""
         with self._lock:
-            self._waiting = (number, state, agreement)
+            self._waiting = (number, state, acceptance_rate)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="drafter-saver")
                 self._thread.start()
@@ -81,7 +81,7 @@ class DrafterSaver:
                 log.warning("the drafter could not be saved in %s (%s); continuing without it", self.folder, error)
 
 
-def write(folder: Path, options: EagleOptions, number: int, state: TrainerState, agreement: float | None) -> None:
+def write(folder: Path, options: EagleOptions, number: int, state: TrainerState, acceptance_rate: float | None) -> None:
     """Save at once, in this thread. Raises OSError or SafetensorError."""
     final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
     for left_over in folder.glob(".drafter_*.partial"):
@@ -90,7 +90,7 @@ def write(folder: Path, options: EagleOptions, number: int, state: TrainerState,
     with torch.device("meta"):  # its tensors come from the state
         layer = EagleLayer(options)
     layer.load_state_dict(weights_of(state), assign=True)
-    layer.agreement = agreement
+    layer.acceptance_rate = acceptance_rate
     save_drafter(layer, draft)
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(MEAN)}
     save_file(rest, draft / "training.safetensors")

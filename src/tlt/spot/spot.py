@@ -221,7 +221,7 @@ class SpotTrainer:
         """Make the weights of this state the drafter in use. `acceptance`: measured rate of its first draft token.
         Return a separate layer for `engine.draft_with`."""
         _put(weights_of(state), self.in_use)
-        self.in_use.agreement = acceptance
+        self.in_use.acceptance_rate = acceptance
         return copy.deepcopy(self.in_use)
 
 
