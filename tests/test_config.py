@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -363,6 +364,16 @@ def test_the_former_section_of_the_drafter_is_answered_with_the_new_key(recipe: 
     recipe.write_text(recipe.read_text(encoding="utf-8") + "\n[drafter]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"\[drafter\] is now \[speculation\.training\]"):
         load_config(recipe)
+
+
+@pytest.mark.parametrize(("name", "value"), [("decay", "0.4"), ("warmup_steps", "20"), ("max_grad_norm", "0.5")])
+def test_a_removed_field_is_answered_with_its_fixed_value(recipe: Path, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"speculation\.training\.{name} is always {value}: remove it$"):
+        load_config(recipe, [f"--speculation.training.{name}", "1"])
+    today = load_config(recipe).model_dump(mode="json")
+    older = json.loads(json.dumps(today))
+    older["speculation"]["training"][name] = 1
+    assert moved.renamed(older) == today, "a checkpoint that has it is resumed"
 
 
 def test_the_former_name_of_a_loss_is_answered_with_the_new_one(recipe: Path) -> None:

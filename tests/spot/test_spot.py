@@ -14,6 +14,7 @@ from twin import Model, make_layer, make_model
 from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.engine.engine import Engine
+from tlt.spot import trainer
 from tlt.spot.buffer import Harvest
 from tlt.spot.losses import total_variation
 from tlt.spot.saving import TrainerState, weights_of
@@ -24,7 +25,12 @@ from tlt.spot.unroll import pack
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
-CONFIG = DrafterTrainConfig(unroll=3, micro_batch_tokens=64, learning_rate=3e-3, warmup_steps=2)
+CONFIG = DrafterTrainConfig(unroll=3, micro_batch_tokens=64, learning_rate=3e-3)
+
+
+@pytest.fixture(autouse=True)
+def short_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_WARMUP_STEPS", 2)
 
 
 @pytest.fixture(scope="module")

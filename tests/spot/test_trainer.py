@@ -170,8 +170,8 @@ def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name
     """Column t of entry i predicts token i + t + 2; its teacher is the head on the target's last state of entry
     i + t + 1. The later columns count at every fourth entry of the pack, with each step another one; and sixteen
     times the smooth L1 distance between what the head is given and that state."""
-    layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.7
-    config = DrafterTrainConfig(unroll=4, decay=decay, loss=name)
+    layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.4
+    config = DrafterTrainConfig(unroll=4, loss=name)
     made = DrafterTrainer(layer, model.decoder, config)
     made.reach, made.steps = 4.0, 6.0
     columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack(items, CPU), 4))
@@ -330,20 +330,22 @@ def test_an_epoch_comes_in_another_order_every_time() -> None:
 
 
 def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> None:
-    config = DrafterTrainConfig(unroll=2, learning_rate=0.01, warmup_steps=4)
+    config = DrafterTrainConfig(unroll=2, learning_rate=0.01)
     made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
     rates = []
-    for step in range(6):
-        made.rate_scale = 0.5 if step == 5 else 1.0
+    for step in range(22):
+        made.rate_scale = 0.5 if step == 21 else 1.0
         made.step(pack(mixed_items(), CPU))
         rates.append(made.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.005])
-    assert made.steps == 6
+    assert rates == pytest.approx([*(0.0005 * (step + 1) for step in range(20)), 0.01, 0.005])
+    assert made.steps == 22
 
 
 def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
     layer = make_layer(model.decoder, "eagle3", 8)
-    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2, max_grad_norm=1e-3))
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2))
+    with torch.no_grad():
+        layer.fc.weight.mul_(100.0)
     norms: list[float] = []
 
     def look(*_: object) -> None:
@@ -351,7 +353,7 @@ def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
 
     made.optimizer.register_step_pre_hook(look)
     made.step(pack(mixed_items(), CPU))
-    assert norms == [pytest.approx(1e-3, rel=1e-3)]
+    assert norms == [pytest.approx(0.5, rel=1e-3)]
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -424,7 +426,7 @@ def test_a_few_steps_teach_what_was_not_seen(name: str) -> None:
     model = make_model(seed=1, dtype=torch.float32)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(model.decoder.options, "eagle3", 32))
-    config = DrafterTrainConfig(unroll=3, loss=name, learning_rate=1e-2, warmup_steps=5, micro_batch_tokens=256)
+    config = DrafterTrainConfig(unroll=3, loss=name, learning_rate=1e-2, micro_batch_tokens=256)
     made = DrafterTrainer(layer, model.decoder, config)
     train, held_out = rollout(model, range(40)), pack(rollout(model, range(40, 52)), CPU)
     made.prepare(train, from_scratch=True)

@@ -1,5 +1,5 @@
-"""Fields that moved, and values with a new name. Old recipes are refused with the new name, and old checkpoints are
-converted."""
+"""Fields that moved or were removed, and values with a new name. Old recipes are refused with a note, and old
+checkpoints are converted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ _EXTRA = (
     "is replaced by speculation.training.extra, the share of the rollout's time during which training may delay a step "
     "(default 0): rename it, or remove it"
 )
-_REMOVED = {"speculation.training.budget": _EXTRA, "speculation.training.catch_up": _EXTRA}
-"""key -> note on what to use instead"""
+_REMOVED = {
+    "speculation.training.budget": _EXTRA,
+    "speculation.training.catch_up": _EXTRA,
+    "speculation.training.decay": "is always 0.4: remove it",
+    "speculation.training.warmup_steps": "is always 20: remove it",
+    "speculation.training.max_grad_norm": "is always 0.5: remove it",
+}
+"""key -> note on what to use instead. No result of a run depends on these fields."""
 _VALUES = {"speculation.training.loss": {"agreement": "acceptance_rate"}}
 """key -> old value -> new value"""
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """Return one sentence about the first moved field or value; None if there is none."""
+    """Return one sentence about the first such field or value; None if there is none."""
     if "drafter" in tree:
         return _fault_of_drafter(tree["drafter"])
     for key, note in _REMOVED.items():
@@ -41,7 +47,7 @@ def _fault_of_drafter(fields: Any) -> str:
 
 
 def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe of an older checkpoint with all fields in their new places."""
+    """Return the recipe of an older checkpoint with all fields in their new places, without removed ones."""
     now = deepcopy(dict(tree))
     for name, value in now.pop("drafter", {}).items():
         _set(now, _new_key(name), value)

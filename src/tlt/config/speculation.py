@@ -21,14 +21,8 @@ class DrafterTrainConfig(Section):
     """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate` is the
     probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and
     the other two hardly learn."""
-    decay: float = Field(default=0.4, gt=0, le=1)
-    """Weight of each draft token in the loss, relative to the one before."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of the drafter."""
-    warmup_steps: int = Field(default=20, gt=0)
-    """Number of micro-batches over which the learning rate rises linearly."""
-    max_grad_norm: float = Field(default=0.5, gt=0)
-    """Gradients of the drafter are clipped to this norm."""
     micro_batch_tokens: int = Field(default=1024, gt=0)
     """Number of tokens in a micro-batch, which is one optimizer step."""
     idle: bool = True

@@ -31,6 +31,9 @@ _FC = "fc.weight"
 _EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
 _FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states, added to the loss (EAGLE: 10)
 _COUNTED = 2048  # entries from which the vocabulary is chosen
+_DECAY = 0.4  # weight of each draft token in the loss, relative to the one before
+_WARMUP_STEPS = 20  # steps over which the learning rate rises linearly
+_MAX_GRAD_NORM = 0.5
 _LATELY = 10  # steps in the running mean `reach`
 
 
@@ -111,7 +114,7 @@ class DrafterTrainer:
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
-        """Return the mean loss over the depths, weighted by `decay`, and the mean of 1 - TV at each depth (NaN for a
+        """Return the mean loss over the depths, weighted by `_DECAY`, and the mean of 1 - TV at each depth (NaN for a
         depth without entries). Depths after the first have every fourth entry. If `stop` returns True, raise
         Interrupted at the next depth or chunk of the loss, here or in `backward`."""
 
@@ -120,7 +123,7 @@ class DrafterTrainer:
                 raise Interrupted
 
         outs, places = zip(*self._draft_tokens(batch, self.depth, check_stop), strict=True)
-        shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
+        shares = [_DECAY**t if len(out) else 0.0 for t, out in enumerate(outs)]
         each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
         weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
         out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
@@ -213,7 +216,7 @@ class DrafterTrainer:
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
         """Take one optimizer step, or none if the gradient is not finite. Return the mean of 1 - TV at each depth
         before the step. If `stop` returns True, raise Interrupted at the next depth or chunk of the loss."""
-        rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
+        rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / _WARMUP_STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.layer.zero_grad()
@@ -233,7 +236,7 @@ class DrafterTrainer:
         fc = self.layer.fc.weight
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRAD_NORM)
         if norm.isfinite():  # one bad batch must not end the drafter
             self.optimizer.step()
             fc += self._white @ self.whitening
