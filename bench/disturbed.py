@@ -124,7 +124,7 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
     "driver": {
         "decode": {"at": (f"{_COORDINATOR}_handle_slice",), "call": 3},
         "look-ahead": {"at": ("tlt.cluster.ahead:LookingAhead.add_slice",)},
-        "update": {"at": (f"{_COORDINATOR}_read_progress",)},
+        "update": {"at": ("tlt.cluster.group_update:GroupUpdate.read_progress",)},
         "sync": {"at": (f"{_COORDINATOR}sync",)},
         "save": {"at": ("tlt.store.checkpoint:flush",), "call": 2},
         "evaluation": {"at": (_EVALUATION, f"{_COORDINATOR}_handle_slice")},

@@ -155,8 +155,8 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
 
 def test_the_update_of_many_is_as_far_as_that_of_the_last_one(home: Path) -> None:
     coordinator = Coordinator(Crew(TestPool(2, lambda i: SimpleNamespace(updated=(0.75, 0.25)[i]))), config_of(home, 2))
-    coordinator._read_progress()
-    assert coordinator.updated == 0.25
+    coordinator.group_update.read_progress()
+    assert coordinator.group_update.done == 0.25
 
 
 @pytest.mark.parametrize("when", ["amid", "after"])

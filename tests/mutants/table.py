@@ -368,9 +368,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Worker._news", "drop", 2, "Each token is reported once."),
         ("Worker._restore", "drop", 0, "Early shards of other weights are forgotten."),
     ],
+    ("cluster.group_update", "cluster/test_coordinator.py"): [
+        ("GroupUpdate.run", "drop", 14, "All workers roll back before an update is repeated."),
+        ("GroupUpdate._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
+    ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
-        ("Coordinator.update", "drop", 18, "All workers roll back before an update is repeated."),
-        ("Coordinator._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
         ("Coordinator._stats", "drop", 7, "Tokens that were decoded twice count once."),
     ],
     ("cluster.coordinator", "cluster/test_rescue.py"): [

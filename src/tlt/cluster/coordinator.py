@@ -19,7 +19,7 @@ from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early import METHOD as EARLY_UPDATE
 from tlt.cluster.early import EarlyUpdate
-from tlt.cluster.pool import ClusterError
+from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
@@ -30,12 +30,10 @@ from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
-_ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
 _AHEAD = 2  # slices of look-ahead before a worker gets a new list of requests
 _LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
 _HANGS = 30.0  # timeout in seconds for the end of idle work; a worker that exceeds it is replaced
 _REPLY = 0.02  # seconds between two checks for replies of environments
-_ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
 class Coordinator:
@@ -47,15 +45,13 @@ class Coordinator:
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. It is replaced as a whole, so any thread may read
         it."""
-        self.updated = 0.0
-        """Fraction of the update that the slowest worker had done at the last check"""
         self._enter(IDLE)
         self._number = 0  # number of the present or last rollout
-        self._rendezvous: tuple[str, object] | None = None
         options = decoder_options(read_config(config.model.path))
         drafter = starting_drafter(config, options)
         self.training = DrafterTraining(crew, crew.pool.put, config, options, drafter)
         self.early = EarlyUpdate(crew, config.train)
+        self.group_update = GroupUpdate(crew, self.early)
         self.uses_idle_time = True  # for the early update, the drafter and look-ahead
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
@@ -343,48 +339,13 @@ class Coordinator:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def shard_policy(self) -> None:
-        """Form a group of all workers, in which each keeps only its own shard of the policy. Raises ClusterError."""
-        members = self.crew.present
-        rendezvous = self._rendezvous_of(members)
-        self.crew.together("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
-
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy on all present workers, each with its shards of the batch. If a worker is lost during the
-        update, the others restore the state before it, and the replacement takes that state too. Then the update is
-        repeated on the same shards. Raises ClusterError."""
+        """End all idle work, and update the policy on all present workers. Raises ClusterError."""
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
         self.training.update_begins()
-        given, left = self.crew.pool.put(batch), _ATTEMPTS
-        while left:
-            losses = self.crew.losses
-            self.crew.all_sound()
-            members = self.crew.present
-            rendezvous = self._rendezvous_of(members)
-            held = self.early.held_by(members)
-            work = {i: (given, step, rendezvous, rank, len(members), held) for rank, i in enumerate(members)}
-            reports = self.crew.together("update", work, self._read_progress)
-            self.updated = 0.0
-            self.early.begin(None)
-            if reports:
-                return reports[0]
-            self._rendezvous = None
-            self.crew.everyone("rollback")
-            left -= self.crew.losses == losses
-        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
-
-    def _read_progress(self) -> None:
-        self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
-
-    def _rendezvous_of(self, members: list[int]) -> str:
-        """Return the address where these workers meet as a group. It changes after every loss and every change of
-        members."""
-        now = self.crew.losses, members
-        if self._rendezvous is None or self._rendezvous[1] != now:
-            self._rendezvous = self.crew.someone("rendezvous"), now
-        return self._rendezvous[0]
+        return self.group_update.run(batch, step)
 
     def sync(self, version: int) -> None:
         self.crew.everyone("sync", version)

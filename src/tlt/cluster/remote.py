@@ -79,7 +79,7 @@ class ClusterPolicy:
 
     @property
     def updated(self) -> float:
-        return self.coordinator.updated
+        return self.coordinator.group_update.done
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Update the policy. Raises ClusterError, or the exception of a worker. After an error, `version` is `step` if
@@ -130,7 +130,7 @@ def join(
         policy = ClusterPolicy(coordinator)
         policy.sha256()  # waits until all have started, because a rendezvous has a short timeout
         if config.train.shard:
-            coordinator.shard_policy()
+            coordinator.group_update.shard_policy()
         if longest_prompt is not None:
             crew.everyone("dry_run", longest_prompt)
     except BaseException:

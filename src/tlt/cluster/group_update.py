@@ -1,0 +1,58 @@
+"""The update of the policy on many workers. It is repeated if a worker is lost."""
+
+from __future__ import annotations
+
+from tlt.cluster.crew import Crew
+from tlt.cluster.early import EarlyUpdate
+from tlt.cluster.pool import ClusterError
+from tlt.types import TrainBatch
+
+_ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
+_ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
+
+
+class GroupUpdate:
+    def __init__(self, crew: Crew, early: EarlyUpdate) -> None:
+        self.crew, self.early = crew, early
+        self.done = 0.0
+        """Fraction of the update that the slowest worker had done at the last check"""
+        self._rendezvous: tuple[str, object] | None = None
+
+    def shard_policy(self) -> None:
+        """Form a group of all workers, in which each keeps only its own shard of the policy. Raises ClusterError."""
+        members = self.crew.present
+        rendezvous = self._rendezvous_of(members)
+        self.crew.together("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
+
+    def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """Update the policy on all present workers, each with its shards of the batch. If a worker is lost during the
+        update, the others restore the state before it, and the replacement takes that state too. Then the update is
+        repeated on the same shards. Raises ClusterError."""
+        given, left = self.crew.pool.put(batch), _ATTEMPTS
+        while left:
+            losses = self.crew.losses
+            self.crew.all_sound()
+            members = self.crew.present
+            rendezvous = self._rendezvous_of(members)
+            held = self.early.held_by(members)
+            work = {i: (given, step, rendezvous, rank, len(members), held) for rank, i in enumerate(members)}
+            reports = self.crew.together("update", work, self.read_progress)
+            self.done = 0.0
+            self.early.begin(None)
+            if reports:
+                return reports[0]
+            self._rendezvous = None
+            self.crew.everyone("rollback")
+            left -= self.crew.losses == losses
+        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
+
+    def read_progress(self) -> None:
+        self.done = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
+
+    def _rendezvous_of(self, members: list[int]) -> str:
+        """Return the address where these workers meet as a group. It changes after every loss and every change of
+        members."""
+        now = self.crew.losses, members
+        if self._rendezvous is None or self._rendezvous[1] != now:
+            self._rendezvous = self.crew.someone("rendezvous"), now
+        return self._rendezvous[0]
