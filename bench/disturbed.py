@@ -30,6 +30,7 @@ PATIENCE = 4.0  # seconds: cluster.patience
 _GONE_WITHIN = 20.0  # seconds for all processes and folders of an ended run to go
 _HOOKS = ROOT / "bench" / "faults"
 _WORKER, _COORDINATOR = "tlt.cluster.worker:Worker.", "tlt.cluster.coordinator:Coordinator."
+_ALLOCATION = "tlt.cluster.allocation:Allocation."
 _EVALUATION = "tlt.run.train:_evaluate"
 
 
@@ -122,12 +123,12 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         **_points_of("early gradients"),
     },
     "driver": {
-        "decode": {"at": (f"{_COORDINATOR}_handle_slice",), "call": 3},
+        "decode": {"at": (f"{_ALLOCATION}handle_slice",), "call": 3},
         "look-ahead": {"at": ("tlt.cluster.ahead:LookingAhead.add_slice",)},
         "update": {"at": ("tlt.cluster.group_update:GroupUpdate.read_progress",)},
         "sync": {"at": (f"{_COORDINATOR}sync",)},
         "save": {"at": ("tlt.store.checkpoint:flush",), "call": 2},
-        "evaluation": {"at": (_EVALUATION, f"{_COORDINATOR}_handle_slice")},
+        "evaluation": {"at": (_EVALUATION, f"{_ALLOCATION}handle_slice")},
         "saving a drafter": {"at": ("tlt.spot.saving:flush",)},
         "spot": {"at": ("tlt.spot.schedule:Schedule.trained",), "call": 3},
         "publication": {"at": ("tlt.spot.schedule:Schedule.publishes",)},

@@ -20,6 +20,7 @@ from pools import Choose, Loses, TestPool, ThreadWorker
 from rich.console import Console
 from tiny import tiny_config
 
+from tlt.cluster.allocation import Allocation
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
@@ -472,7 +473,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
     config = config_of(home, 2, rollout=rollout, **drafter)
     taken: list[int] = []
     turn = count()
-    decode, asks = ThreadWorker.decode, Coordinator._asks_for_rows
+    decode, asks = ThreadWorker.decode, Allocation.ask_for_rows
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
         taken.extend(len(row.tokens) for row in work.resumed)
@@ -488,7 +489,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
         return helps
 
     always = patch("tlt.cluster.balance.Forecast.is_worth_helping", lambda *arguments: True)
-    with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Coordinator, "_asks_for_rows", asking):
+    with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Allocation, "ask_for_rows", asking):
         digest, learned, pool = train(config, choose=lambda n: next(turn))
     assert (digest, learned) == expected
     assert max(taken) > 0

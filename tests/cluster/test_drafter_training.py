@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -501,8 +500,7 @@ def test_rows_that_were_promised_to_one_that_is_lost_are_given_to_others(home: P
     crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, config_of(home, "adaptive"))
     given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))
-    coordinator.queue = deque()
-    coordinator.shares = [Share(), Share(rows={0: given}, promised=[promised])]
+    coordinator.allocation.shares = [Share(), Share(rows={0: given}, promised=[promised])]
     coordinator._reclaim(1)
-    assert list(coordinator.queue) == [[given, promised]]
-    assert not coordinator.shares[1].promised
+    assert list(coordinator.allocation.queue) == [[given, promised]]
+    assert not coordinator.allocation.shares[1].promised

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,14 +175,13 @@ def test_what_a_lost_worker_said_in_an_earlier_turn_is_no_draft(tmp_path: Path) 
     crew: Any = SimpleNamespace(size=1, present=[0], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, two(tmp_path))
     request = Request(Prompt(0, "", (1, 2)), 0, 0, 0, SamplingParams(continues=True))
-    coordinator.shares, coordinator.queue = [Share(rows={0: Row(request)})], deque()
+    coordinator.allocation.shares = [Share(rows={0: Row(request)})]
     stats = RolloutStats(seconds={"prefill": 0.0})
-    coordinator._handle_slice(0, Slice([], [], stats, {0: 2}, [], 1.0, {0: [5, 6]}))
+    coordinator.allocation.handle_slice(0, Slice([], [], stats, {0: 2}, [], 1.0, {0: [5, 6]}))
     ended = Response(request, [5, 6, 7], [-1.0] * 3, [-1.0] * 3, "stop")
-    coordinator._handle_slice(0, Slice([ended], [], stats, {}, [], 1.0, {}))
-    coordinator.shares[0].rows[0] = Row(request, [5, 6, 7, 8], replies=[Reply(3, 4, "")])
-    coordinator._handle_slice(0, Slice([], [], stats, {0: 5}, [], 1.0, {0: [9]}))
-    coordinator._gone = stats
+    coordinator.allocation.handle_slice(0, Slice([ended], [], stats, {}, [], 1.0, {}))
+    coordinator.allocation.shares[0].rows[0] = Row(request, [5, 6, 7, 8], replies=[Reply(3, 4, "")])
+    coordinator.allocation.handle_slice(0, Slice([], [], stats, {0: 5}, [], 1.0, {0: [9]}))
     coordinator._reclaim(0)
     known = coordinator.ahead.store.get(request)
     assert known

@@ -14,21 +14,22 @@ from statistics import fmean
 
 from tlt.build import starting_drafter, steps_ahead
 from tlt.cluster.ahead import LookingAhead, by_prompt
-from tlt.cluster.balance import Forecast, half_of, take
+from tlt.cluster.allocation import Allocation
+from tlt.cluster.balance import Forecast
 from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early import METHOD as EARLY_UPDATE
 from tlt.cluster.early import EarlyUpdate
 from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.share import Share
-from tlt.cluster.worker import Slice, Work
+from tlt.cluster.worker import Work
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.models.families import decoder_options, read_config
 from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
-from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
+from tlt.types import Passes, Request, Response, RolloutStats, TrainBatch, WorkerNow
 
 _AHEAD = 2  # slices of look-ahead before a worker gets a new list of requests
 _LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
@@ -39,8 +40,7 @@ _REPLY = 0.02  # seconds between two checks for replies of environments
 class Coordinator:
     def __init__(self, crew: Crew, config: Config, turns: Turns | None = None) -> None:
         self.crew, self.config, self.turns = crew, config, turns or SingleTurn()
-        self.slots = config.engine.max_rows
-        self.forecast = Forecast(config.rollout.max_new_tokens)
+        self.allocation = Allocation(crew, config.engine.max_rows, Forecast(config.rollout.max_new_tokens))
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. It is replaced as a whole, so any thread may read
@@ -54,7 +54,8 @@ class Coordinator:
         self.group_update = GroupUpdate(crew, self.early)
         self.uses_idle_time = True  # for the early update, the drafter and look-ahead
         self.looks_ahead = steps_ahead(config.speculation) > 0
-        self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
+        speculation = config.speculation
+        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from there to the update
         self._version = 0  # target version
         self._plain = False  # whether this is a comparison with plain decoding
@@ -70,7 +71,7 @@ class Coordinator:
             WorkerNow(AHEAD, self.ahead.rows_of(index), self.ahead.steps_of(index))
             if tracer.state == AHEAD
             else WorkerNow(tracer.state, share.lengths)
-            for index, (tracer, share) in enumerate(zip(self.tracers, self.shares, strict=True))
+            for index, (tracer, share) in enumerate(zip(self.tracers, self.allocation.shares, strict=True))
         )
 
     # -- rollout -------------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class Coordinator:
         self.early.begin(early)
         rows = self.turns.begin(requests)
         self.ahead.begin(requests, coming if self.looks_ahead and not self.turns.opens else ())
-        self.queue = self.ahead.deal(rows, len(self.crew.present))
+        self.allocation.queue = self.ahead.deal(rows, len(self.crew.present))
         responses = self._decode(on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
@@ -105,17 +106,17 @@ class Coordinator:
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         """Decode with plain decoding. Workers help each other and do no idle work meanwhile."""
         self._all_back()
-        kept = self.forecast
-        self.forecast, self.uses_idle_time = self._plain_forecast, False
+        kept = self.allocation.forecast
+        self.allocation.forecast, self.uses_idle_time = self._plain_forecast, False
         self._plain = True
         try:
             self._enter(COMPARE)
             self._begin(len(requests))
-            self.queue = deque(by_prompt(self.turns.begin(requests)))
+            self.allocation.queue = deque(by_prompt(self.turns.begin(requests)))
             return self._decode(on_response)
         finally:
             self._plain = False
-            self.forecast, self.uses_idle_time = kept, True
+            self.allocation.forecast, self.uses_idle_time = kept, True
             self._enter(IDLE)
 
     def _all_back(self) -> None:
@@ -129,15 +130,13 @@ class Coordinator:
         self._number += 1
         self.crew.break_off()
         self.crew.call_back(("look_ahead",), _HANGS)  # so that all look-ahead tokens are known
-        self.shares = [Share() for _ in range(self.crew.size)]
-        self.missing = missing
-        self._gone = RolloutStats()
+        self.allocation.begin(missing)
         self._handle_kept_calls()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
         """Decode until no response is missing. Return the responses."""
         responses: list[Response] = []
-        while self.missing:
+        while self.allocation.missing:
             self.crew.take_in()
             for index in self.crew.free():
                 self._next(index)
@@ -147,12 +146,12 @@ class Coordinator:
                 if done.lost:
                     self._reclaim(done.worker)
                 elif done.method == "decode":
-                    ended += self._handle_slice(done.worker, done.result)
+                    ended += self.allocation.handle_slice(done.worker, done.result)
                 self._handle_idle_work(done)
             finished, rows = self.turns.take(ended, 0.0 if self.crew.calls else _REPLY)
             if rows:
-                self._requeue(rows)
-            self.missing -= len(finished)
+                self.allocation.requeue(rows)
+            self.allocation.missing -= len(finished)
             for response in finished:
                 responses.append(response)
                 on_response(response)
@@ -180,13 +179,8 @@ class Coordinator:
 
     def _next(self, index: int) -> None:
         """Give a free worker the next slice of its share, waiting rows, or idle work."""
-        share = self.shares[index]
-        fair = math.ceil(self.missing / len(self.crew.present))
-        new = [*share.promised, *take(self.queue, len(share.rows) + len(share.promised), fair, self.slots)]
-        share.promised = []
-        share.rows |= {row.request.seed: row for row in new}
+        new, share = self.allocation.take_rows(index), self.allocation.shares[index]
         if not share.rows:
-            share.asked, share.helper = [], None
             self._idle(index)
             return
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
@@ -208,22 +202,21 @@ class Coordinator:
         updates early, trains the drafter, or looks ahead. A helper looks ahead until it gets rows, because look-ahead
         ends within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        waits_for_rows = self._asks_for_rows(index)
+        waits_for_rows = self.allocation.ask_for_rows(index)
         if waits_for_rows or not (self._update_early(index) or self._train(index, self.config.cluster.slice_seconds)):
             self._decode_ahead(index)
 
     def _update_early(self, index: int) -> bool:
         """Let an idle worker compute early shards. Return whether there was something to compute."""
-        so_far = {seed: tokens for share in self.shares for seed, tokens in zip(share.rows, share.lengths, strict=True)}
-        due = self.uses_idle_time and self.early.next_call(index, so_far, self.config.cluster.slice_seconds)
+        so_far, seconds = self.allocation.lengths(), self.config.cluster.slice_seconds
+        due = self.uses_idle_time and self.early.next_call(index, so_far, seconds)
         if due:
             self.tracers[index].enter(EARLY)
         return due
 
     def _train(self, index: int, seconds: float) -> bool:
         """Give an idle worker a call for the drafter. Return whether one was due."""
-        idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
-        due = self.uses_idle_time and self.training.next_call(index, idle, seconds)
+        due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds)
         if due:
             self.tracers[index].enter(SPOT)
         return due
@@ -241,89 +234,26 @@ class Coordinator:
 
     def _decode_ahead(self, index: int) -> bool:
         """Let an idle worker decode requests of coming steps. Return whether there was something to decode."""
-        idle = sum(not share.rows and i in self.crew.sound for i, share in enumerate(self.shares))
         looks_ahead = self.looks_ahead and self.uses_idle_time
-        work = self.ahead.work(index, self._number, idle) if looks_ahead else None
+        work = self.ahead.work(index, self._number, len(self.allocation.idle())) if looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
             self.crew.call_idle(index, "look_ahead", work, _AHEAD * self.config.cluster.slice_seconds)
         return work is not None
 
-    def _asks_for_rows(self, index: int) -> bool:
-        """Ask the worker with most rows to move some to this idle worker, if that is predicted to end the rollout
-        earlier. Return whether the idle worker waits for rows."""
-        if any(share.helper == index for share in self.shares):
-            return True
-        most = max(self.shares, key=lambda share: len(share.rows))
-        if most.last is None or most.helper is not None or len(most.rows) < 2:
-            return False
-        if most.last.waiting:
-            wanted = most.last.waiting[1::2] or most.last.waiting
-        else:
-            live, accept_length = most.last.live, most.last.stats.accept_length
-            wanted = half_of(live)
-            if not self.forecast.is_worth_helping(live, wanted, accept_length):
-                return False
-        most.asked, most.helper = list(wanted), index
-        return True
-
-    def _handle_slice(self, index: int, done: Slice) -> list[Response]:
-        """Handle a slice that returned. Return the responses that finished in it."""
-        share = self.shares[index]
-        self._update_forecast(share.last, done)
-        share.last = done
-        for seed, tokens in done.news.items():
-            share.reported.setdefault(seed, []).extend(tokens)
-        for response in done.responses:
-            del share.rows[response.request.seed]
-            share.reported.pop(response.request.seed, None)
-            self.forecast.lengths.append(len(response.token_ids))
-        if not share.asked:  # so this slice has answered the request to move rows, if there was one
-            for row in done.released:
-                del share.rows[row.request.seed]
-                share.reported.pop(row.request.seed, None)
-            self._promise(share.helper, done.released)
-            share.helper = None
-        return done.responses
-
-    def _promise(self, helper: int | None, rows: list[Row]) -> None:
-        if helper is not None and helper in self.crew.sound:
-            self.shares[helper].promised += rows
-            self.crew.break_off()
-        elif rows:
-            self._requeue(rows)
-
-    def _requeue(self, rows: list[Row]) -> None:
-        self.queue.appendleft(rows)
-        self.crew.break_off()
-
-    def _update_forecast(self, before: Slice | None, now: Slice) -> None:
-        had, has = before.stats if before else RolloutStats(), now.stats
-        rounds = has.rounds - had.rounds
-        prefill = has.seconds["prefill"] - had.seconds.get("prefill", 0.0)
-        if rounds:
-            rows = (has.row_passes - had.row_passes) / rounds
-            self.forecast.round_time.add(rows, (now.seconds - prefill) / rounds)
-        if has.prefill_tokens > had.prefill_tokens:
-            self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)
-
     def _reclaim(self, index: int) -> None:
-        """Queue the rows of a lost worker again. Other workers decode them to the same tokens."""
-        lost, self.shares[index] = self.shares[index], Share()
+        """Queue the rows of a lost worker again, with the tokens that it had reported as drafts."""
+        lost = self.allocation.reclaim(index)
         for seed, row in lost.rows.items():
             if reported := lost.reported.get(seed):
                 self.ahead.keep_reported(row, [*row.tokens, *reported], self._version)
         self.tracers[index].enter(IDLE if index in self.crew.present else ABSENT)
-        if rows := [*lost.rows.values(), *lost.promised]:
-            self._requeue(rows)
-        if lost.last:
-            self._gone = self._gone + lost.last.stats
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
         """Return the sum of all workers' counters. Tokens and passes are those of the responses, so work that was
         repeated counts once."""
-        found = [share.last.stats for share in self.shares if share.last]
-        stats = sum(found, start=self._gone)
+        lost, *found = self.allocation.stats()
+        stats = sum(found, start=lost)
         rates = [one.acceptance_rate for one in found]
         names = sorted({name for one in rates for name in one})
         stats.acceptance_rate = {name: fmean(one[name] for one in rates if name in one) for name in names}
