@@ -12,9 +12,9 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("sampling", "test_sampling.py"): [
         ("request_seed", "argument", 3, "A request's seed has 64 bits of its own hash."),
         ("philox", "constant", 0, "The noise is Philox with ten rounds, as its published vectors say."),
-        ("_gumbel_block", "less", 0, "Each bit of a seed counts once."),
-        ("_gumbel_block", "swap", 7, "Noise depends on position and token by a fixed place in the counter."),
-        ("_gumbel_block", "constant", 3, "The noise has the standard Gumbel distribution."),
+        ("_host_words", "less", 5, "Each bit of a seed counts once."),
+        ("philox_words", "swap", 4, "Noise depends on position and token by a fixed place in the counter."),
+        ("_gumbel", "constant", 1, "The noise has the standard Gumbel distribution."),
         ("log_law", "compare", 3, "Top-k keeps k tokens."),
         ("log_law", "argument", 25, "Top-p sums probabilities in float64."),
         ("log_law", "compare", 5, "Top-p keeps the smallest prefix that reaches its mass."),
@@ -84,7 +84,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("engine.runner", "engine/test_engine.py"): [
         ("Runner.verify", "operand", 1, "Each node is sampled under the noise of its own position."),
-        ("Runner.verify", "drop", 5, "A greedy token has probability 1."),
+        ("_sample", "never", 0, "A greedy token has probability 1."),
         ("Runner._pass", "operand", 1, "A token's rotary position counts its depth in the tree."),
     ],
     ("engine.engine", "engine/test_planted_bugs.py"): [
@@ -120,7 +120,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("attention.slots", "attention/test_slots.py"): [
         ("SlotAttention.resize", "drop", 3, "Growing the cache keeps its contents."),
         ("SlotAttention.wipe", "element", 4, "Wiping a slot keeps the tokens before its start."),
-        ("SlotAttention._attend_span", "nothing", 5, "Scores in bfloat16 are widened for the softmax."),
+        ("SlotAttention._attend_span", "always", 1, "A row attends to its own tokens only."),
         ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
         ("SlotAttention._bias", "compare", 3, "Nodes of a tree see no stale values behind the tree."),

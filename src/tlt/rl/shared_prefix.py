@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -92,13 +93,32 @@ def attend(
         query, key, value = next(parts)
         mask = shared_row.mask(0, before, window) if window and window < before else None
         found.append(_sdpa(query, key, value, mask, scaling))
-        for own in responses:
-            q, k, v = next(parts)
-            if own:
-                k, v = (torch.cat(both, dim=2) for both in ((key, k), (value, v)))
-                found.append(_sdpa(q, k, v, shared_row.mask(before, own, window), scaling))
+        owns = [next(parts) for _ in responses]
+        mixed = {}
+        for batch in _alike(responses):
+            q, k, v = (_padded([owns[i][part] for i in batch]) for part in range(3))
+            k, v = (torch.cat([own.expand(len(batch), -1, -1, -1), x], dim=2) for own, x in ((key, k), (value, v)))
+            together = _sdpa(q, k, v, shared_row.mask(before, q.shape[2], window), scaling)
+            mixed |= {i: out[None, :, : responses[i]] for i, out in zip(batch, together, strict=True)}
+        found += [mixed[i] for i in sorted(mixed)]
     shared_row.windows.append(window)
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _alike(sizes: Sequence[int]) -> list[list[int]]:
+    """Group the responses with tokens into batches whose longest is at most twice as long as the shortest."""
+    batches: list[list[int]] = []
+    for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
+        if not batches or 2 * sizes[i] < sizes[batches[-1][0]]:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """Stack [1, H, n, D] tensors, padded at their ends: [B, H, N, D]. No query attends to padding, which comes after
+    it."""
+    return pad_sequence([part[0].transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
 
 
 def _refuse(settings: dict[str, Any]) -> None:
