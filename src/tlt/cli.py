@@ -31,6 +31,7 @@ from tlt.report import add_report
 from tlt.run.restarts import LOST
 from tlt.stopping import Stopped
 
+_SPINS = "50000"  # of a thread of torch before it sleeps. By default it spins as long as another process has its core
 _LONGEST = 1200  # characters of what an error says
 _DRAFTER = (
     "drafter, which changes the speed only. eagle: a learned drafter (--drafter-path). suffix: copies earlier text. "
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments, overrides = _parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
         with shown():
             code = arguments.command(arguments, overrides)
