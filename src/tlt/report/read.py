@@ -9,7 +9,7 @@ from functools import cached_property
 from heapq import nlargest
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.files import parse_json, read_json
 
@@ -17,6 +17,16 @@ FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl", "c
 
 _TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # bytes read from the end
 _MOST_TIMELINES, _MOST_SPANS = 12, 6000
+
+
+class Span(NamedTuple):
+    name: str
+    process: int
+    """0: the driver; n: worker n - 1"""
+    is_state: bool
+    start: float
+    """Seconds since the step began."""
+    seconds: float
 
 
 @dataclass
@@ -28,9 +38,8 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: list[dict[str, Any]] = field(default_factory=list)
-    timelines: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
-    """Spans of some steps: name, process (0: the driver; n: worker n - 1), whether it is a state, seconds since the
-    step began, seconds."""
+    timelines: dict[int, list[Span]] = field(default_factory=dict)
+    """Spans of some steps."""
     states: Counter[str] = field(default_factory=Counter)
     """Worker seconds by state, over all steps."""
     useful_seconds: float = 0.0
@@ -173,6 +182,6 @@ def _read_trace(run: Run) -> None:
         inside = [span for span in spans if start <= span["ts"] < end and span["dur"] > 0]
         longest = nlargest(_MOST_SPANS, inside, key=lambda span: span["dur"])
         run.timelines[step] = [
-            (span["name"], span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6)
+            Span(span["name"], span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6)
             for span in sorted(longest, key=lambda span: span["ts"])
         ]
