@@ -29,6 +29,15 @@ class MetricsError(ValueError):
     """A file of metrics cannot be read or written. The message names the file and the remedy."""
 
 
+def leaves(tree: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a nested dictionary with its path."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, separator, f"{prefix}{name}{separator}")
+        else:
+            yield prefix + name, value
+
+
 @contextmanager
 def timed(name: str, seconds: dict[str, float], tracer: Tracer | None = None) -> Iterator[None]:
     """Add the block's wall-clock seconds to seconds[name], and a span to the tracer."""

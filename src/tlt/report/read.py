@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.files import parse_json, read_json
+from tlt.metrics import leaves
 
 FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl", "completions", "trace.json")
 
@@ -76,15 +77,6 @@ class Run:
 
     def total(self, path: str) -> float:
         return sum(self.column(path).values())
-
-
-def leaves(tree: dict[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a nested dictionary with its path."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, separator, f"{prefix}{key}{separator}")
-        else:
-            yield prefix + key, value
 
 
 def read_run(folder: Path) -> Run:

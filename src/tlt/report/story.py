@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt.report.read import Run, leaves
+from tlt.metrics import leaves
+from tlt.report.read import Run
 
 
 class Ratio(NamedTuple):

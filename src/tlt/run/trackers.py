@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tlt.config import ConfigError
 from tlt.config.registry import TRACKERS, maker
-from tlt.metrics import write_json
+from tlt.metrics import leaves, write_json
 from tlt_rl import install_hint
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class MLflow:
         run = mlflow.start_run(run_id=known, run_name=place.folder.resolve().name)
         remember_id(place, "mlflow", run.info.run_id)
         if known is None:
-            mlflow.log_params({name: str(value)[:500] for name, value in _leaves(place.config, ".")})
+            mlflow.log_params({name: str(value)[:500] for name, value in leaves(place.config, ".")})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(dict(values), step=step)
@@ -200,17 +200,9 @@ class Trackers:
 def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield every number of a metrics line with its name, such as `seconds/rollout`. Spaces become `_`, because
     TensorBoard refuses them."""
-    for name, value in _leaves(metrics, "/"):
+    for name, value in leaves(metrics, "/"):
         if isinstance(value, int | float) and name != "step":
             yield name.replace(" ", "_"), value
-
-
-def _leaves(tree: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, separator, f"{prefix}{name}{separator}")
-        else:
-            yield prefix + name, value
 
 
 def known_id(place: Place, name: str) -> str | None:
