@@ -24,6 +24,7 @@ from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
 from tlt.rl.planner import Held
 from tlt.rl.policy import Policy
+from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
 
@@ -96,18 +97,12 @@ class ShardedPolicy(Policy):
     def own_weights(self) -> Iterable[tuple[str, Tensor]]:
         return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]
 
-    def _clip(
-        self,
-        parameters: list[torch.nn.Parameter],
-        group: ProcessGroup,
-        shards: Sequence[Sequence[Tensor]],
-        owners: Owners,
-        total: int,
-    ) -> Tensor:
+    def _clip(self, group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners, total: int) -> Tensor:
         """Divide and clip the gradients, and return their norm before clipping.
 
         FSDP has summed the layers' gradients. The squared norms of their shards are summed over the members."""
         assert len(shards) == 1, "as many members as shards"
+        parameters = trained_parameters(self.model)
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         whole = [p.grad for p in rest if p.grad is not None]
         sum_gradients(whole, group, [whole], owners)

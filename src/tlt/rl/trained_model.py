@@ -66,22 +66,16 @@ class TrainedModel:
             if parameter.grad is None:  # of a shard without responses; and Adam's moments fade in a step without any
                 parameter.grad = torch.zeros_like(parameter)
         own = [shard or [p.grad for p in parameters if p.grad is not None] for shard in shards]
-        norm = self._clip(parameters, group, own, owners, total)
+        norm = self._clip(group, own, owners, total)
         if norm.isfinite():  # else one step would spoil every weight for good
             self.version = None
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _clip(
-        self,
-        parameters: list[torch.nn.Parameter],
-        group: ProcessGroup,
-        shards: Sequence[Sequence[Tensor]],
-        owners: Owners,
-        total: int,
-    ) -> Tensor:
+    def _clip(self, group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners, total: int) -> Tensor:
         """Sum the shards' gradients, divide them by `total` and clip them. Return their norm before clipping."""
+        parameters = trained_parameters(self.model)
         gradients = [p.grad for p in parameters if p.grad is not None]
         sum_gradients(gradients, group, shards, owners)
         for gradient in gradients:
