@@ -1,0 +1,68 @@
+"""Seconds of a round and accept length of plain decoding and of fixed chains, by batch.
+
+    python bench/strategies.py RECIPE [--batches 1 2 4 8 16 32] [--depths 2 4] [--rounds 60] [--json FILE]
+        [--section.key value]
+
+Each strategy decodes the first rounds of the same requests, two responses per prompt. A round counts while at least
+three quarters of the rows are active. Speed is tokens per row and second, relative to plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from tlt.build import make_drafters, open_workplace
+from tlt.config import load_config
+from tlt.draft.strategy import LEARNED, PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.metrics import provenance, write_json
+from tlt.sampling import make_requests
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    config = load_config(arguments.recipe, overrides)
+    _, prompts, target, params = open_workplace(config)
+    found: list[dict[str, Any]] = []
+    for batch in arguments.batches:
+        requests = make_requests(prompts[: -(-batch // 2)], 2, params, config.run.seed, "strategies")[:batch]
+        plain = 0.0
+        for strategy in (PLAIN, *(Strategy(LEARNED, depth, 1, depth + 1, 0.3) for depth in arguments.depths)):
+            drafters, layout = make_drafters(config.speculation, target)
+            engine = Engine(target, config.engine, drafters, Fixed(strategy), layout=layout)
+            engine.start(requests)
+            seconds, accepted = rounds(engine, batch, arguments.rounds)
+            plain = plain or 1 / seconds
+            row = {"batch": batch, "strategy": strategy.name, "milliseconds": 1000 * seconds, "accept_length": accepted}
+            found.append(row | {"times_plain": accepted / seconds / plain})
+            print(found[-1], flush=True)
+    if arguments.json:
+        write_json(arguments.json, {"dtype": config.model.dtype, "rounds": found, **provenance()})
+
+
+def rounds(engine: Engine, batch: int, count: int) -> tuple[float, float]:
+    """Return the median seconds of a round, and the mean tokens per row. The first round, with its prefill, does not
+    count."""
+    seconds, tokens = list[float](), list[float]()
+    engine.round()
+    while engine.busy and len(seconds) < count and len(engine.rows) >= 0.75 * batch:
+        rows, before, began = len(engine.rows), engine.stats.tokens, time.perf_counter()
+        engine.round()
+        seconds.append(time.perf_counter() - began)
+        tokens.append((engine.stats.tokens - before) / rows)
+    return statistics.median(seconds), statistics.fmean(tokens)
+
+
+if __name__ == "__main__":
+    main()
