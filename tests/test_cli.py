@@ -455,3 +455,14 @@ def test_generate_refuses_rows_whose_columns_it_would_overwrite(
 def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert "no prompt given: use --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
     assert "--system" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--system", "be brief")
+
+
+def test_waiting_threads_sleep_early_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    with suppress(SystemExit):
+        main(["config"])
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    with suppress(SystemExit):
+        main(["config"])
+    assert os.environ["GOMP_SPINCOUNT"] == "50000"
