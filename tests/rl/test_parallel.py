@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -121,22 +122,20 @@ def together(size: int, act: Any, shards: int = 0) -> list[Any]:
 
 
 def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.rl.parallel._BUCKET", 5)  # several buckets, one of which is too small for its only one
-    shapes = [(2, 2), (3,), (4, 3), (1,)]
+    monkeypatch.setattr("tlt.rl.parallel._BUCKET", 5)  # some tensors are cut, and some share a bucket
+    shapes = [(2, 2), (3,), (4, 3), (), (1,)]
+    dtypes = [torch.float32] * 3 + [torch.float64] * 2
+    first = [
+        torch.arange(math.prod(shape), dtype=dtype).view(shape) for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
 
-    def act(group: ProcessGroup) -> list[Tensor | None]:
-        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        for number, parameter in enumerate(parameters):
-            parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sum_gradients(
-            gradients, group, [gradients], [numbers_of(rank, group.size, group.shards) for rank in range(group.size)]
-        )
-        return [parameter.grad for parameter in parameters]
+    def act(group: ProcessGroup) -> list[Tensor]:
+        gradients = [one * 10**group.rank for one in first]
+        sum_gradients(gradients, group, [gradients], [[rank] for rank in range(group.size)])
+        return gradients
 
     for gradients in together(3, act):
-        for number, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
-            assert gradient.tolist() == torch.full(shape, 111.0 * (number + 1)).tolist()
+        assert all(torch.equal(own, one * 111) for own, one in zip(gradients, first, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -28,7 +28,7 @@ from torch.distributed import (  # documented, not exported
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-_BUCKET = 1 << 24  # most numbers in one collective
+_BUCKET = 1 << 20  # most numbers in one collective, so that its buffers fit the cache of a CPU
 _PATIENCE = timedelta(minutes=60)  # timeout for a slow member; the connections of a lost one close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
@@ -151,11 +151,11 @@ def sum_gradients(
     if group.shards == 1:
         return
     for bucket in _buckets(gradients):
-        own = [torch.cat([shard[place].reshape(-1) for place in bucket]) for shard in shards]
-        total = group.sum_shards(torch.stack([shard.to(gradients[0].device) for shard in own]), owners)
-        parts = total.split([gradients[place].numel() for place in bucket])
-        for place, part in zip(bucket, parts, strict=True):
-            gradients[place].copy_(part.view_as(gradients[place]))
+        own = torch.stack([torch.cat([shard[k].reshape(-1)[piece] for k, piece in bucket]) for shard in shards])
+        total = group.sum_shards(own.to(gradients[0].device), owners)
+        parts = total.split([piece.stop - piece.start for _, piece in bucket])
+        for (k, piece), part in zip(bucket, parts, strict=True):
+            gradients[k].view(-1)[piece] = part
 
 
 def in_order(shards: Tensor, owners: Owners) -> Tensor:
@@ -170,15 +170,21 @@ def in_order(shards: Tensor, owners: Owners) -> Tensor:
     return total
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of consecutive tensors of one dtype, with at most `_BUCKET` numbers if there are several."""
-    held: list[int] = []
-    for place, gradient in enumerate(gradients):
-        count = sum(gradients[k].numel() for k in held)
-        if held and (count + gradient.numel() > _BUCKET or gradient.dtype != gradients[held[0]].dtype):
-            yield held
-            held = []
-        held.append(place)
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
+    """Yield pieces of consecutive tensors of one dtype, `_BUCKET` numbers or fewer in all. A piece is the index of a
+    tensor and a slice of its numbers."""
+    held: list[tuple[int, slice]] = []
+    room = _BUCKET
+    for k, gradient in enumerate(gradients):
+        start = 0
+        while start < gradient.numel():
+            if held and (room == 0 or gradient.dtype != gradients[held[0][0]].dtype):
+                yield held
+                held, room = [], _BUCKET
+            stop = min(start + room, gradient.numel())
+            held.append((k, slice(start, stop)))
+            room -= stop - start
+            start = stop
     if held:
         yield held
 
