@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from twin import make_model
@@ -13,7 +15,7 @@ from tlt.attention.backend import HeadShape
 from tlt.config import EngineConfig
 from tlt.engine import memory
 from tlt.engine.engine import Engine
-from tlt.engine.memory import cache_tokens, free_bytes
+from tlt.engine.memory import cache_tokens, free_bytes, return_freed_memory
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -77,3 +79,12 @@ def test_a_rollout_has_what_is_free_when_it_begins(host: SimpleNamespace, monkey
     host.available //= 4
     list(engine.generate(asked))
     assert engine.cache.bound_tokens == first // 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no malloc_trim")
+def test_freed_memory_returns_to_the_system() -> None:
+    blocks = [torch.ones(2**14) for _ in range(4_000)]  # 64 KiB each, below the size that has a mapping of its own
+    del blocks[:-1]  # the last block keeps the heap from shrinking by itself
+    before = psutil.Process().memory_info().rss
+    return_freed_memory()
+    assert before - psutil.Process().memory_info().rss > 200 * MIB

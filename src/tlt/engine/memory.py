@@ -1,7 +1,8 @@
-"""Size of the key-value cache: a number of the recipe, or a share of the memory that is free."""
+"""Memory of a process: the size of the key-value cache, what is free, and what is returned to the system."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Literal
 
@@ -41,3 +42,11 @@ def _left_in_groups(folder: Path) -> list[int]:
         except (OSError, ValueError, KeyError):  # no such version, or no limit ("max")
             continue
     return []
+
+
+def return_freed_memory() -> None:
+    """Return the freed memory of this process to the system. The C library of Linux would keep gigabytes of it after
+    each update."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from other C libraries
+    if trim:
+        trim(0)

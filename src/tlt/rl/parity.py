@@ -15,6 +15,7 @@ from torch import Tensor
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.draft.tree import DraftTree, stack
+from tlt.engine.memory import return_freed_memory
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
@@ -39,6 +40,7 @@ _DRAFT = 4  # text tokens in each verification pass
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
     """Load the policy's weights into the target. Raises ModelError if the two then fail `check_parity`."""
+    return_freed_memory()  # that of the update
     target.load(policy.state_dict(), version)
     check_parity(target, policy)
 
