@@ -59,7 +59,7 @@ function use() {
     const before = picture(); press(find("canvas"), key); return picture() !== before; });
   choose(find(".timeline select"), "2"); seen.lanes = find(".timeline .legend").textContent;
   const canvas = find("canvas").getBoundingClientRect();
-  find("canvas").dispatchEvent(new PointerEvent("pointermove", {clientX: canvas.left + 5, clientY: canvas.top + 22}));
+  find("canvas").dispatchEvent(new PointerEvent("pointermove", {clientX: canvas.left + 69, clientY: canvas.top + 22}));
   seen.span = find(".timeline output").textContent;
   choose(find(".ribbons select"), "0"); seen.ribbon = find(".ribbon").getAttribute("aria-label");
   const search = find("#search"); search.value = "Step 3 · gcd · what is 1"; search.dispatchEvent(new Event("input"));
@@ -98,8 +98,8 @@ def test_every_control_does_what_it_says(tmp_path: Path, width: int) -> None:
     assert seen["last"].startswith("step 3: ")
     assert seen["buttons"] == dict.fromkeys(("zoom in", "zoom out", "left", "right"), True)
     assert seen["keys"] == [True] * 4
-    assert seen["lanes"] == "IDLEROLLOUTrollout"
-    assert seen["span"].startswith("worker 0: ROLLOUT, 6.00 s")
+    assert seen["lanes"] == "idlerollout"
+    assert seen["span"].startswith("worker 0: rollout, 6.00 s")
     assert seen["ribbon"] == "look-ahead 33%, learned drafter 22%, suffix 22%, nobody (the model's own) 22%"
     assert seen["hits"] == "1 of 8 groups"
     assert seen["opened"]
@@ -112,7 +112,7 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
     assert seen["links"] == [f"#{name}" for name in seen["sections"]]
     words = {
         "words": ["small was trained for 8 of 8 steps in 86 s on 2 workers; the run ended."],
-        "plain": ["measured\t27.0 s\t20.0 s\t1.35", "estimated\t64.0 s\t32.0 s\t2.00"],
+        "plain": ["measured\t27.0 s\t20.0 s\t1.35", "estimated worker seconds\t64.0 s\t32.0 s\t2.00"],
         "proof": ["ab" * 32, "800 in 40 responses", "responses that differ\t0", "restarts survived\t0"],
         "time": ["Useful share of worker time: 65.0%.", "verify\t8 s\t5.0%", "Timeline of"],
         "learning": ["Mean reward", "gcd", "mean@2", "99.9 % of tokens"],

@@ -113,7 +113,7 @@ const used = (path) => runs.some((run) => run.columns[path]?.some(([, value]) =>
 
 const KINDS = {  // the colours of page.html by their other names
   rollout: "verify", speculative: "verify", plain: "decode", commit: "decode", "other decoding": "decode", eval: "draft",
-  "look-ahead": "ahead", early: "update", judge: "spot", "drafter training": "spot",
+  "look-ahead": "ahead", "early update": "update", judge: "spot", "drafter training": "spot",
 };
 const kind = (name) => "--" + (KINDS[name.toLowerCase()] || name.toLowerCase().replace(/\W/g, "-"));
 const colour = (name) => `var(${kind(name)}, var(--other))`;
@@ -138,6 +138,8 @@ function choice(steps) {
   return el("select", { "aria-label": "step" }, options);
 }
 
+const GUTTER = 64;  // pixels to the left of the lanes, for the names of the workers
+
 // One lane for the driver, two for each worker: its state, and below it its work. `steps` are spans by step.
 function timeline(steps) {
   const select = choice(steps), label = "What the driver and each worker did when. Keys: plus, minus, left, right.";
@@ -154,10 +156,11 @@ function timeline(steps) {
   const figure = el("figure", { class: "timeline" }, el("figcaption", {}, "Timeline of ", select, " ", buttons), canvas, out, legend);
   let spans, names, from, to, end, lanes, drag = null;
   const laneOf = ([, process, isState]) => process && 2 * process - isState;
+  const whoIn = (lane) => lane === 0 ? "driver" : "worker " + Math.floor((lane - 1) / 2);
   const rowHeight = () => Math.min(18, Math.max(5, 420 / lanes));
   function draw() {
-    const width = canvas.clientWidth, height = lanes * rowHeight() + 22, scale = window.devicePixelRatio || 1;
-    canvas.width = width * scale; canvas.height = height * scale; canvas.style.height = height + "px";
+    const width = canvas.clientWidth - GUTTER, height = lanes * rowHeight() + 22, scale = window.devicePixelRatio || 1;
+    canvas.width = canvas.clientWidth * scale; canvas.height = height * scale; canvas.style.height = height + "px";
     const pen = canvas.getContext("2d"), style = getComputedStyle(canvas);
     pen.scale(scale, scale);
     const colourOf = (name) => style.getPropertyValue(kind(name)) || style.getPropertyValue("--other");
@@ -167,12 +170,16 @@ function timeline(steps) {
       const x = (start - from) / (to - from) * width, w = seconds / (to - from) * width;
       if (x + w < 0 || x > width) continue;
       pen.fillStyle = colours[name];
-      pen.fillRect(x, laneOf(span) * rowHeight() + 1, Math.max(.6, w), rowHeight() - (process && !isState ? 3 : 1));
+      const left = GUTTER + Math.max(0, x), right = GUTTER + Math.min(width, x + w);
+      pen.fillRect(left, laneOf(span) * rowHeight() + 1, Math.max(.6, right - left), rowHeight() - (process && !isState ? 3 : 1));
     }
     pen.fillStyle = style.color; pen.font = "12px system-ui";
+    const apart = rowHeight() < 8 ? 4 : 1;  // names of one worker in four if there are many
+    for (let lane = 0; lane < lanes; lane += lane ? 2 * apart : 1)
+      pen.fillText(whoIn(lane), 0, (lane + (lane ? 1 : .5)) * rowHeight() + 4);
     for (let i = 0; i <= 4; i++) {
       pen.textAlign = i === 0 ? "left" : i === 4 ? "right" : "center";
-      pen.fillText((from + (to - from) * i / 4).toPrecision(3) + " s", width * i / 4, height - 6);
+      pen.fillText((from + (to - from) * i / 4).toPrecision(3) + " s", GUTTER + width * i / 4, height - 6);
     }
   }
   function load() {
@@ -189,7 +196,8 @@ function timeline(steps) {
     view(centre - (centre - from) / (to - from) * size, size);
   }
   const move = (share) => view(from + share * (to - from), to - from);
-  const timeAt = (event) => from + event.offsetX / canvas.clientWidth * (to - from);
+  const perPixel = () => (to - from) / (canvas.clientWidth - GUTTER);
+  const timeAt = (event) => from + (event.offsetX - GUTTER) * perPixel();
   canvas.addEventListener("keydown", (event) => {
     const act = { "+": "zoom in", "=": "zoom in", "-": "zoom out", ArrowLeft: "left", ArrowRight: "right" }[event.key];
     if (act) { event.preventDefault(); acts[act][1](); }
@@ -202,11 +210,10 @@ function timeline(steps) {
   canvas.addEventListener("pointerup", () => { drag = null; });
   canvas.addEventListener("dblclick", (event) => zoom(.5, timeAt(event)));
   canvas.addEventListener("pointermove", (event) => {
-    if (drag !== null) { move((drag - event.clientX) / canvas.clientWidth); drag = event.clientX; return; }
+    if (drag !== null) { view(from + (drag - event.clientX) * perPixel(), to - from); drag = event.clientX; return; }
     const lane = Math.floor(event.offsetY / rowHeight()), time = timeAt(event);
     const found = spans.find((span) => laneOf(span) === lane && span[3] <= time && time <= span[3] + span[4]);
-    const who = lane === 0 ? "driver" : "worker " + Math.floor((lane - 1) / 2);
-    out.textContent = found ? `${who}: ${found[0]}, ${found[4].toPrecision(3)} s from ${found[3].toPrecision(3)} s` : "";
+    out.textContent = found ? `${whoIn(lane)}: ${found[0]}, ${found[4].toPrecision(3)} s from ${found[3].toPrecision(3)} s` : "";
   });
   select.addEventListener("change", load);
   new ResizeObserver(draw).observe(figure);
@@ -292,14 +299,17 @@ const UNMEASURED = ["Not measured: set ", el("code", {}, "run.compare_every"), "
 
 function againstPlain({ ratios, columns }) {
   const seconds = (value) => value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) + " s";
+  const named = (measured) => [badge(measured), !measured && " worker seconds"];
   const rows = ratios.map(({ measured, plain, ours, times, interval, steps, lost }) => [
-    badge(measured), seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
+    named(measured), seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
     interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost]);
   const head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "steps that lost"];
   const line = (name, path, dots) => ({ name, points: columns[path] || [], dots });
-  return !rows.length ? [el("p", {}, UNMEASURED)] : [table(head, rows), chart("Seconds of each rollout", "s", [
-    line("tlt, measured", "seconds/rollout", false), line("plain decoding, measured", "seconds/compare", true),
+  const charts = [chart("Seconds of each rollout", "s", [
+    line("tlt, measured", "seconds/rollout", false), line("plain decoding, measured", "seconds/compare", true)]),
+  chart("Decoding, summed over the workers", "worker seconds", [line("tlt, measured", "rollout/against_plain/seconds", false),
     line("plain decoding, estimated", "rollout/against_plain/plain_seconds", false)])];
+  return !rows.length ? [el("p", {}, UNMEASURED)] : [table(head, rows), charts[ratios[0].measured ? 0 : 1]];
 }
 
 const COUNTERS = {  // a measured number and an estimated one are never added

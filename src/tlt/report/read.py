@@ -20,6 +20,9 @@ _TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # bytes read from the e
 _MOST_TIMELINES, _MOST_SPANS = 12, 6000
 
 
+_WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # for names in trace.json
+
+
 class Span(NamedTuple):
     name: str
     process: int
@@ -174,6 +177,10 @@ def _read_trace(run: Run) -> None:
         inside = [span for span in spans if start <= span["ts"] < end and span["dur"] > 0]
         longest = nlargest(_MOST_SPANS, inside, key=lambda span: span["dur"])
         run.timelines[step] = [
-            Span(span["name"], span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6)
+            Span(_word(span["name"]), span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6)
             for span in sorted(longest, key=lambda span: span["ts"])
         ]
+
+
+def _word(name: str) -> str:
+    return _WORDS.get(name.lower(), name.lower())

@@ -17,6 +17,7 @@ class Ratio(NamedTuple):
     """Seconds of plain decoding divided by seconds of the run's own decoding, for the same tokens."""
 
     plain: float
+    """Seconds of whole rollouts if measured, else worker seconds of the rounds that have an estimate."""
     ours: float
     measured: bool
     steps: int
@@ -112,9 +113,8 @@ def _gain(run: Run) -> str:
         steps = "step" if tenth == 1 else f"{tenth:,} steps"
         reward = f"The mean reward went from {first:.3f} to {last:.3f} (first and last {steps}), and "
     for gained in ratios(run):
-        kind, times = "measured" if gained.measured else "estimated", f"{gained.times:.2f}"
-        faster = f"{times} times as fast as" if gained.times >= 1 else "slower than"
-        return f"{reward}rollouts were {faster} plain decoding ({kind}, {times} ×)."
+        kind = "measured" if gained.measured else "estimated"
+        return f"{reward}rollouts were {gained.times:.2f} times as fast as plain decoding ({kind})."
     return f"{reward}the speed against plain decoding was not measured."
 
 
@@ -128,7 +128,7 @@ _RULES = {
     "idle": (0.15, "Workers were idle for {:.0%} of their time, because a few long responses kept the others waiting: "
              "raise speculation.look_ahead, or use fewer workers."),
     "update": (0.5, "The update took {:.0%} of the time, which faster decoding cannot shorten: raise "
-               "train.micro_batch_tokens, or add workers."),
+               "train.micro_batch_tokens if the memory allows, or use more GPUs or machines."),
     "preempted": (0.05, "The full cache preempted {:.2f} requests for each response: raise engine.kv_memory_mb."),
     "rejected": (0.6, "The target rejected {:.0%} of draft tokens: start from a drafter trained for this model (tlt "
                  "draft train)."),
