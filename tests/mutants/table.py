@@ -274,11 +274,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("fault", "compare", 0, "A damaged file is detected."),
         ("_lists_all", "operator", 1, "A manifest without weights is damaged."),
     ],
-    ("store.journal", "store/test_journal.py"): [
-        ("Journal.read", "drop", 5, "A torn record at the end is ignored."),
-        ("Journal.add", "drop", 3, "A journal has a bounded size."),
-        ("Journal._keep", "unwrap", 0, "The newest records are kept."),
-    ],
     ("run.resume", "run/test_resume.py"): [
         ("allowed_changes", "drop", 2, "A resumed run cannot have fewer steps than are done."),
         ("allowed_changes", "negate", 3, "A change that alters the result is refused."),

@@ -26,7 +26,7 @@ FILES = {
     "trackers.json": b"{\n  ",
     "trace.json": b'{"traceEvents": [',
     "report.html": b"<!doctype html>",
-    **dict.fromkeys(("journal.bin", "reward.log", "ray.log"), b""),
+    **dict.fromkeys(("reward.log", "ray.log"), b""),
 }
 """files that a run writes, and how each begins, except for its workers' logs"""
 FOLDERS = {

@@ -9,15 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from tlt.config import Config
-from tlt.loop import StepResult, Watcher
+from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter
 from tlt.report import Page
 from tlt.rl.measure import tokens_of
 from tlt.run.trackers import Place, Trackers, names_of
 from tlt.store.completions import CompletionsWriter, table_rows
 from tlt.store.completions_parquet import ParquetCompletions
-from tlt.store.journal import Journal
-from tlt.types import Response
 
 _LAST = 10  # number of steps from which the time left is estimated
 
@@ -72,17 +70,3 @@ class Progress:
         self._seconds.append(metrics.seconds["total"])
         metrics.tokens_seen = self.tokens_seen
         metrics.seconds_left = fmean(self._seconds) * (self.steps - metrics.step - 1)
-
-
-class Noting:
-    """Watcher that also writes each response to the journal."""
-
-    def __init__(self, watcher: Watcher, journal: Journal) -> None:
-        self.watcher, self.journal = watcher, journal
-
-    def phase(self, step: int, name: str, total: int) -> None:
-        self.watcher.phase(step, name, total)
-
-    def response(self, response: Response) -> None:
-        self.journal.add(response)
-        self.watcher.response(response)

@@ -10,11 +10,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tlt.build import eval_sampling, refuse_misfits, settled, steps_ahead
+from tlt.build import eval_sampling, refuse_misfits, settled
 from tlt.config import Config
 from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out, refuse_missing_files
 from tlt.data.tokenizer import load_tokenizer
-from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
+from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256
 from tlt.rewards import refuse_unanswered, sources_sha256
@@ -26,7 +26,7 @@ from tlt.run.evaluate import evaluate
 from tlt.run.folder import RunFolder
 from tlt.run.model_card import model_card
 from tlt.run.parts import Lasting, make_parts
-from tlt.run.record import Noting, Progress, Record
+from tlt.run.record import Progress, Record
 from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
 from tlt.run.trackers import names_of
 from tlt.stopping import GivenUp, Stopped, StopRequest, how_to_go_on, stop_request
@@ -34,7 +34,6 @@ from tlt.store import checkpoint
 from tlt.store.checkpoint import Checkpoint
 from tlt.store.completions_parquet import refuse_without_pyarrow
 from tlt.store.hub import from_hub
-from tlt.store.journal import Journal
 from tlt.store.mirror import Mirror, latest_of, mirror_of
 from tlt.store.model_files import model_files, write_files
 from tlt.trace import TraceFile, seconds_by_state
@@ -68,18 +67,12 @@ class Run:
     held_out: list[Prompt]
     standing: Standing
     trace: TraceFile
-    journal: Journal | None
-    """None if speculation does not use it"""
     progress: Progress
     contents: Contents
     changes: list[dict[str, Any]]
     """changes of the recipe at a resume that may affect the result"""
     mirror: Mirror | None
     """copies the checkpoints to a second place"""
-
-    @property
-    def watcher(self) -> Watcher:
-        return Noting(self.display, self.journal) if self.journal else self.display
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -115,8 +108,6 @@ def train(
                 state = found.state if found else None
                 config = at_the_time_of_the_run(from_hub(config, state), state)
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
-                if resume and run.journal:
-                    run.parts.rollout.remember(run.journal.take_up())
                 run.parts.turns.keep(folder.path, resume)
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
@@ -192,7 +183,6 @@ def _prepare(
         held_out,
         Standing(0, 0, parts.cursor, parts.carried, {}),
         TraceFile(folder.path / "trace.json"),
-        _journal(config),
         Progress(config.train.steps, found.state["metrics"] if found else None),
         contents,
         changes,
@@ -201,13 +191,6 @@ def _prepare(
     if found:
         _restore(run, found, force)
     return run
-
-
-def _journal(config: Config) -> Journal | None:
-    """Return the journal of responses; None without look-ahead or regular checkpoints."""
-    if not steps_ahead(config.speculation) or not config.run.save_every:
-        return None
-    return Journal(Path(config.run.folder) / "journal.bin", config.speculation.look_ahead_tokens)
 
 
 def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
@@ -299,7 +282,7 @@ def _steps(run: Run) -> Iterator[StepResult]:
         if config.eval.every and step % config.eval.every == 0:
             with timed("eval", seconds, run.parts.tracer):
                 evaluation = _evaluate(run, step)
-        result = one_step(run.parts, config, run.watcher, step)
+        result = one_step(run.parts, config, run.display, step)
         run.progress.add(result)
         if evaluation:
             result.metrics.eval = evaluation
@@ -318,7 +301,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
         parts.rollout,
         parts.reward,
         eval_sampling(run.config, parts.sampling),
-        run.watcher,
+        run.display,
         min(step, run.config.train.steps - 1),
         coming(parts, run.config, step),
     )
@@ -371,8 +354,6 @@ def _save(run: Run) -> None:
         run.mirror.copy(saved)
     standing.saved = standing.done
     run.folder.forget_before()
-    if run.journal:
-        run.journal.clear()
     parts.turns.saved()
 
 

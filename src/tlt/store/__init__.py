@@ -1,1 +1,1 @@
-"""Files on disk and in stores: checkpoints, completions, a run's journal, names on the Hugging Face hub."""
+"""Files on disk and in stores: checkpoints, completions, names on the Hugging Face hub."""
