@@ -109,14 +109,6 @@ def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
     assert [(a.seed, len(a.tokens)) for a in given.drafts] == [(11, 5), (10, 5)], "its own, and those of its siblings"
 
 
-def test_those_who_are_idle_share_what_there_is() -> None:
-    ahead = LookingAhead(64, 2, 1000)
-    ahead.begin(requests(0), [requests(10, 11, 12), requests(20, 21, 22)])
-    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 21]
-    assert sorted(seeds(ahead.work(1, 1, 2))) == [12, 20, 22]
-    assert sorted(seeds(ahead.work(0, 1, 2))) == [10, 11, 21], "it goes on with what it has"
-
-
 def test_who_has_come_back_holds_nothing() -> None:
     ahead = looking()
     ahead.begin((), iter([requests(10, 11, 12)]))

@@ -128,29 +128,6 @@ def test_rows_are_written_in_one_call() -> None:
     assert window.read(2, 0, 2)[1].tolist() == [6, 5]
 
 
-def test_reading_between_rounds_or_not_makes_no_difference() -> None:
-    """To the bit, over rings that fill up several times: the ring itself, as a drafter reads it, too."""
-    generator = torch.Generator().manual_seed(0)
-    eager, lazy = (FeatureWindow(FeatureLayout((0,), 5), 3, torch.float32, CPU) for _ in range(2))
-    for window in (eager, lazy):
-        for _ in range(3):
-            window.append(A_ROW, kept=0)
-    for turn in range(400):
-        grown = torch.randint(0, 4, (3,), generator=generator).tolist()
-        rows = [row for row in range(3) for _ in range(grown[row])]
-        positions = [eager.length[row] + i for row in range(3) for i in range(grown[row])]
-        features = torch.randn(len(rows), 6, generator=generator)
-        tokens = torch.randint(9, (len(rows),), generator=generator).tolist()
-        for window in (eager, lazy):
-            window.write(rows, positions, features, tokens)
-        assert eager.length == lazy.length
-        assert eager.features.isfinite().all()
-        if turn % 97 == 96:
-            assert torch.equal(eager.features, lazy.features)
-            assert torch.equal(eager.tokens, lazy.tokens)
-    assert min(eager.length) > 3 * eager.capacity
-
-
 def test_what_is_read_is_a_copy() -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
     window.append(A_ROW, kept=0)
@@ -252,17 +229,6 @@ def test_the_harvest_is_what_transformers_computes(model: Model, window: int, dr
         assert len(whole) in ((entries - first) // window, (entries - first) // window - 1)
         covered = {p for item in mine for p in range(item.start, item.start + len(item.tokens))}
         assert covered == set(range(first, entries)), "every entry comes out"
-
-
-def test_the_harvest_does_not_depend_on_what_was_drafted(model: Model) -> None:
-    def entries(drafter: str) -> set[tuple[int, int, int]]:
-        _, responses, items = run(model, requests(), 16, drafter)
-        found = by_response(items, responses)
-        return {
-            (seed, i.start + k, int(t)) for seed, mine in found.items() for i in mine for k, t in enumerate(i.tokens)
-        }
-
-    assert entries("eagle") == entries("plain")
 
 
 class Replay(NodeDrafter):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 
 from tlt.draft.drafter import Node
@@ -284,11 +283,3 @@ def test_a_request_decoded_anew_starts_from_what_it_has_now() -> None:
     decoded(drafter, request(prompt=(5, 6), index=1), [7, 8])
     drafter.open(live, [])
     assert 7 in offers(drafter, live)
-
-
-def test_tensors_have_the_dtypes_the_tree_expects() -> None:
-    drafter, live = SuffixDrafter(LOTS), request()
-    drafter.open(live, [1, 2, 3, 1, 2])
-    out = drafter.propose([Node(live, [1, 2, 3, 1, 2], ())])
-    assert out.ids is not None
-    assert (out.ids.dtype, out.log_q.dtype) == (torch.int64, torch.float32)

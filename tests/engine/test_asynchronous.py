@@ -149,18 +149,6 @@ def test_an_engine_that_cannot_begin_anew_says_so_to_each_and_hangs_nobody(engin
     served.close()
 
 
-def test_a_caller_who_gives_up_disturbs_nobody(served: AsyncEngine) -> None:
-    async def ask() -> None:
-        tasks = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]
-        await asyncio.sleep(0.005)
-        tasks[0].cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(outcomes[0], asyncio.CancelledError)
-        assert not any(isinstance(outcome, BaseException) for outcome in outcomes[1:])
-
-    asyncio.run(ask())
-
-
 def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
     seen: list[bool] = []
 
@@ -211,16 +199,6 @@ def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: Async
         for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30):
             assert "restarted during this request" in str(outcome)
         assert (await asyncio.wait_for(served.generate(requests()[0]), 30)).token_ids
-
-    asyncio.run(ask())
-
-
-def test_requests_that_go_on_are_not_told_anything(served: AsyncEngine) -> None:
-    async def ask() -> None:
-        asked = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]
-        for _ in range(20):
-            await served.between_rounds(lambda engine: None)
-        assert all(response.token_ids for response in await asyncio.gather(*asked))
 
     asyncio.run(ask())
 

@@ -186,17 +186,6 @@ def test_a_request_whose_step_has_come_begins_anew() -> None:
     assert looking.parking.row(unwanted.seed) is None, "nobody asks for it any more"
 
 
-def test_few_rows_are_begun_in_a_round() -> None:
-    """A worker that decodes ahead may be wanted for something else."""
-    looking = engine(AheadStore(10**6), PLAIN, max_rows=12)
-    looking.look_ahead([r for r in requests() if r.sampling.max_new_tokens > 7])
-    seen: list[int] = []
-    while looking.looks_ahead and len(seen) < 2:
-        looking.round()
-        seen.append(len(looking.rows))
-    assert seen == [4, 8]
-
-
 def test_a_row_goes_on_with_what_is_left_of_its_older_response() -> None:
     request, known = requests()[2], expected()[2]
     store = AheadStore(10**6)

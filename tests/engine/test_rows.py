@@ -16,7 +16,6 @@ from small import Target, cache_for, reference
 from torch import Tensor
 
 import tlt.engine.engine
-from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import Strategy
@@ -339,15 +338,3 @@ def test_a_draft_that_leads_to_what_is_not_finite_changes_no_token(strategy: Str
     for right, want in zip(good, reference(TARGET, good), strict=True):
         assert found[right.seed].token_ids == want.token_ids
         assert found[right.seed].logprobs == pytest.approx(want.logprobs, abs=1e-9)
-
-
-def test_slots_read_zeros_where_they_were_wiped() -> None:
-    store = SlotAttention(cache_for(TARGET.decoder, 100).store.shape)
-    store.resize(2, 8)
-    for tensor in store.layers:
-        tensor.fill_(torch.nan)
-    store.wipe(1, 3)
-    for tensor in store.layers:
-        assert tensor[:, 1, :, 3:].eq(0).all()
-        assert tensor[:, 1, :, :3].isnan().all()
-        assert tensor[:, 0].isnan().all()

@@ -128,34 +128,6 @@ def test_it_is_soon_near_the_best(rows: int, seed: int) -> None:
     assert play(bandit, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)
 
 
-def test_depth_falls_as_rows_grow_and_plain_is_the_end() -> None:
-    world, bandit = World(per_token=0.06), Bandit(ARMS, World(per_token=0.06).profile)
-    deepest = []
-    for rows in ROWS:
-        arms = play(bandit, world, rows, 400).arms[-200:]
-        deepest.append(sorted(arm.depth for arm in arms)[100])
-    assert deepest == sorted(deepest, reverse=True)
-    assert deepest[0] >= 4
-    assert deepest[-1] <= 1
-
-
-@pytest.mark.parametrize(("rows", "factor"), [(1, 0.85), (4, 1.15), (16, 0.85), (64, 1.15)])
-def test_a_profile_that_is_wrong_is_unlearned(rows: int, factor: float) -> None:
-    """It says that drafting takes more, or less, than it does."""
-    world = World()
-    bandit = Bandit(ARMS, partial(world.profile, lambda arm: 1.0 if arm == PLAIN else factor))
-    play(bandit, world, 4, 300)  # what the drafters are worth is known from here
-    play(bandit, world, rows, 600)
-    assert play(bandit, world, rows, 600).regret < (0.1 if rows == 1 else 0.03)
-
-
-@pytest.mark.parametrize(("rows", "seed"), [(1, 0), (4, 1), (16, 2), (64, 0)])
-def test_where_no_drafter_is_any_good_plain_is_not_missed(rows: int, seed: int) -> None:
-    """Over 1,000 rounds, those included in which that is found out."""
-    world = World({"eagle": 0.05, "suffix": 0.02}, rng=random.Random(seed))
-    assert play(Bandit(ARMS, world.profile), world, rows, 1000).against_plain > 0.98
-
-
 def any_world(seed: int) -> tuple[World, Bandit]:
     """A world drawn at random, and a tuner whose profile is wrong in it by about 10 %."""
     rng = random.Random(seed)
@@ -192,14 +164,6 @@ def test_where_a_drafter_is_much_better_little_of_it_is_missed(rows: int) -> Non
             shares.append(play(bandit, world, rows, 2000).against_plain / best)
     assert statistics.median(shares) > 0.9
     assert min(shares) > 0.6
-
-
-def test_a_long_tail_costs_little() -> None:
-    """64 rows, fewer and fewer, the last one for long: a rollout's life, five times."""
-    world, bandit = World(catch_up=0.5), Bandit(ARMS, World().profile)
-    played = play(bandit, world, lambda turn: max(1, int(64 * 0.97 ** (turn % 200))), 1000)
-    assert played.regret < 0.08
-    assert played.against_plain > 1.3
 
 
 # -- what changes ------------------------------------------------------------------------------------------------------
@@ -325,12 +289,6 @@ def test_a_switch_that_costs_much_is_not_made_for_little() -> None:
     assert found[1].regret < 0.12
 
 
-def test_buckets_are_powers() -> None:
-    rows = [bucket_of(r, 100).rows for r in (1, 2, 3, 4, 5, 8, 9, 64, 65)]
-    assert rows == [0, 1, 2, 2, 3, 3, 4, 6, 7]
-    assert [bucket_of(1, c).context for c in (0.0, 1, 256, 257, 1024, 1025, 16384)] == [0, 0, 0, 1, 1, 2, 3]
-
-
 # -- what it must not do -----------------------------------------------------------------------------------------------
 
 
@@ -365,14 +323,6 @@ def test_one_slow_round_does_not_put_off_a_width_for_good() -> None:
         assert arm.ahead == 63
         seconds = 5.0 if turn == 0 else 1.0 + 0.03 * arm.nodes
         bandit.record(RoundResult(arm, seconds, [64], scored=True, ahead=[63]))
-
-
-def test_it_gives_only_strategies_that_it_named() -> None:
-    bandit = Bandit(ARMS, World().profile)
-    assert set(bandit.strategies) == set(ARMS)
-    assert bandit.strategies[0] == PLAIN
-    played = play(bandit, World(), lambda turn: 1 + turn * 7 % 90, 500)
-    assert set(played.arms) <= set(ARMS)
 
 
 def test_more_rows_than_were_profiled_and_fewer() -> None:
@@ -617,20 +567,6 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     one = model.chances(EAGLE, 4, [0.5])
     assert one[:2] == pytest.approx([(10 + 2 * 0.5) / 14, (7 + 2 * one[0]) / 12])
     assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
-
-
-def test_chains_of_any_depth_find_the_same_chances() -> None:
-    rng, true = random.Random(0), [0.9, 0.7, 0.8, 0.6]
-    model = AcceptanceModel()
-    for turn in range(400):
-        depth, tokens = 1 + turn % 4, []
-        for _ in range(50):
-            right = 0
-            while right < depth and rng.random() < true[right]:
-                right += 1
-            tokens.append(1 + right)
-        model.add(EAGLE, [depth] * 50, tokens)
-    assert model.chances(EAGLE, 4, [0.5]) == pytest.approx(true, abs=0.03)
 
 
 def test_acceptance_follows_a_change_and_keeps_drafters_apart() -> None:
