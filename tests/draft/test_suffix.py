@@ -118,15 +118,6 @@ def test_a_long_match_beats_a_short_one() -> None:
     assert set(offers(drafter, live)) == {50}
 
 
-def test_the_newest_epoch_comes_first_when_there_are_more_matches_than_are_looked_at() -> None:
-    drafter, live = SuffixDrafter(LOTS), request(epoch=2)
-    decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
-    decoded(drafter, request(epoch=1), [1, 2, 40] * 40)
-    drafter.open(live, [])
-    commit(drafter, live, [7, 1, 2])
-    assert set(offers(drafter, live)) == {40}
-
-
 def test_the_newest_matches_of_an_epoch_are_looked_at() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     decoded(drafter, request(index=1), [1, 2, 30] * 20 + [1, 2, 40] * 16)
@@ -154,15 +145,6 @@ def test_counts_and_escape_make_the_law() -> None:
     drafter.open(live, [])
     commit(drafter, live, [6, 1, 2])
     assert offers(drafter, live) == pytest.approx({3: 2 / 4.5, 4: 1 / 4.5})
-
-
-def test_a_short_text_is_not_taken_for_a_long_match() -> None:
-    """Two tokens are all there is: they count as a match of two, with its escape of 1.5, and not of eight."""
-    drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
-    decoded(drafter, request(prompt=(5,), index=1), [1, 2])
-    drafter.open(live, [])
-    commit(drafter, live, [1])
-    assert offers(drafter, live) == pytest.approx({2: 1 / 2.5})
 
 
 @given(

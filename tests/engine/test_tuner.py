@@ -189,33 +189,10 @@ def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
     assert play(bandit, world, rows, 300).regret < 0.05
 
 
-def test_time_that_an_unknown_drafter_lost_does_not_count_against_one_that_was_evaluated() -> None:
-    world = World()
-    bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
-    eagle, suffix = (next(arm for arm in ARMS if arm.drafter == name) for name in ("eagle", "suffix"))
-    for arm in [PLAIN] * 4 + [suffix] * 4:
-        bandit.choose(4, 300.0, BOTH)
-        bandit.record(RoundResult(arm, world.seconds(arm, 4), [1] * 4, scored=True))
-    assert bandit.tokens(suffix) < 1.1
-    assert bandit.tokens(eagle) == pytest.approx(1.6)
-
-
 def test_a_drafter_that_is_worse_than_its_evaluation_costs_little() -> None:
     world = World({"eagle": 0.05, "suffix": 0.0})
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
     assert play(bandit, world, lambda turn: 64 if turn % 120 < 80 else 4, 2400).against_plain > 0.98
-
-
-def test_short_chains_tell_of_long_ones() -> None:
-    """After a text in which only short chains paid, those that are right to their end say that longer ones would be."""
-    chains = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4, 6, 8))]
-    world = World({"eagle": 0.9, "suffix": 0.1})
-    bandit = Bandit(chains, lambda: {1: {arm: world.seconds(arm, 1) for arm in chains}})
-    play(bandit, world, 1, 300)
-    world.right["eagle"] = 0.4
-    assert statistics.median(arm.depth for arm in play(bandit, world, 1, 300).arms[100:]) <= 2
-    world.right["eagle"] = 0.98
-    assert statistics.median(arm.depth for arm in play(bandit, world, 1, 200).arms[60:]) >= 6
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -249,12 +226,6 @@ def test_one_that_gets_better_little_by_little_is_used_in_every_bucket() -> None
         tuner.renew("eagle", 0.09 * step)
         play(tuner, world, 8, 40)
     assert sum(arm.drafter == "eagle" for arm in play(tuner, world, 1, 40).arms) > 30
-
-
-def test_a_slower_machine_changes_no_choice() -> None:
-    """Others use the processor: all rounds take twice as long."""
-    world, bandit = World(), Bandit(ARMS, partial(World().profile, lambda arm: 0.5))
-    assert play(bandit, world, 4, 600).regret < 0.05
 
 
 # -- hysteresis --------------------------------------------------------------------------------------------------------
@@ -411,25 +382,6 @@ def test_a_look_ahead_is_used_where_that_is_faster(rows: int, per_token: float, 
     assert statistics.fmean(speed(arm, t) / most for (t, (arm, _)), most in zip(played, best, strict=True)) > 0.93
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_short_look_ahead_is_worth_its_own_length_alone(rows: int) -> None:
-    """One token that is surely right, where a wider pass takes longer: it is not taken for four."""
-    world = World({"eagle": 0.0, "suffix": 0.0}, per_token=0.4, noise=0.0)
-    offers = [1] * rows
-    for arm, current in play_ahead(looking(world), world, lambda turn: offers, 1.0, 150)[50:]:
-        assert expected_speed(world, arm, offers, 1.0) >= 0.99 * expected_speed(world, current, offers, 1.0)
-
-
-def test_one_row_with_a_look_ahead_among_many_is_drafted_by_it() -> None:
-    """Where a wider pass costs next to nothing; the others are drafted as they would be without."""
-    for right in ({"eagle": 0.0, "suffix": 0.0}, {"eagle": 0.8, "suffix": 0.4}):
-        world = World(right, per_token=0.0005, per_level={"eagle": 0.02, "suffix": 0.02})
-        played = play_ahead(looking(world), world, lambda turn: [63] + [0] * 15, 1.0, 200)[50:]
-        assert statistics.fmean(arm.ahead >= 16 for arm, _ in played) > 0.9
-        drafted = statistics.fmean(arm.drafter in BOTH for arm, _ in played)
-        assert drafted > 0.9 if right["eagle"] else drafted < 0.1
-
-
 def test_with_nothing_offered_it_does_as_before() -> None:
     world, other = World(), World()
     known, unknown = looking(world), Bandit(ARMS, other.profile, other.right)
@@ -466,14 +418,6 @@ def test_rows_with_a_look_ahead_teach_nothing_of_the_drafter() -> None:
     none.choose(2, 300.0, BOTH)
     none.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 5], True, [16, 4]))
     assert none.tokens(eagle) == before, "where all have one, it has learned nothing"
-
-
-def test_what_look_aheads_were_worth_survives_json() -> None:
-    world = World()
-    bandit, back = looking(world), looking(world)
-    play_ahead(bandit, world, lambda turn: [63] * 4, 0.0, 200)
-    back.load_state(json.loads(json.dumps(bandit.state())))
-    assert max(arm.ahead for arm, _ in play_ahead(back, world, lambda turn: [63] * 4, 0.0, 20)) <= 4
 
 
 # -- its state ---------------------------------------------------------------------------------------------------------

@@ -285,12 +285,6 @@ def test_a_function_may_ask_for_all_there_is() -> None:
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
 
 
-def test_a_parameter_that_nobody_fills_is_refused_at_the_start() -> None:
-    names = "prompt, answer, response, token_ids, length, finish_reason, task, ground_truth"
-    with pytest.raises(RewardError, match=f"needs the argument 'mood': available names are {names}"):
-        make_reward(config("wants_more"), [PROMPT])
-
-
 def terms_of(*terms: dict[str, Any]) -> Any:
     tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"terms": list(terms)}}
     return make_terms(parse_config(tree))

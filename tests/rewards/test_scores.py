@@ -241,22 +241,3 @@ def test_a_users_function_in_the_working_directory(user_folder: Path, monkeypatc
 def test_a_users_function_beside_the_recipe(user_folder: Path) -> None:
     score = make_score(config(name="my_rewards:length", folder=str(user_folder)))
     assert score(prompt(bonus=1), answer("x")) == 2
-
-
-@pytest.mark.parametrize("name", ["missing", "constant", ""])
-def test_what_is_no_function_of_the_module_is_refused(user_folder: Path, name: str) -> None:
-    with pytest.raises(RewardError, match=f"my_rewards:{name}.*write 'module:function'"):
-        make_score(config(name=f"my_rewards:{name}", folder=str(user_folder)))
-
-
-@pytest.mark.parametrize("name", ["no_such_module:f", ":f"])
-def test_a_module_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(RewardError, match=r"reward\.name"):
-        make_score(config(name=name))
-
-
-@pytest.mark.parametrize("source", ["def f(:\n", "undefined_name\n", "raise OSError('no disk')\n"])
-def test_a_module_that_fails_to_load_is_refused(tmp_path: Path, source: str) -> None:
-    (tmp_path / "broken_rewards.py").write_text(source, encoding="utf-8")
-    with pytest.raises(RewardError, match="broken_rewards"):
-        make_score(config(name="broken_rewards:f", folder=str(tmp_path)))

@@ -360,13 +360,6 @@ def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home:
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
-def test_a_step_that_ends_in_time_is_saved_as_it_is(home: Path) -> None:
-    config = whole(home, "in time", run={"save_every": 0, "stop_within": 30.0})
-    with pytest.raises(Stopped, match=r"saved after step 3 of"):
-        run_module.train(config, False, Slow("rollout", 2, seconds=0.1))
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
 def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As nothing whole can be saved then. It is given up when that is over too: what is left is the last checkpoint."""
     real, seconds = Policy.update, [0.15]

@@ -316,18 +316,6 @@ def test_an_epoch_comes_in_another_order_every_time() -> None:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> None:
-    config = DrafterTrainConfig(unroll=2, learning_rate=0.01)
-    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
-    rates = []
-    for step in range(22):
-        made.rate_scale = 0.5 if step == 21 else 1.0
-        made.step(pack(mixed_items(), CPU))
-        rates.append(made.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([*(0.0005 * (step + 1) for step in range(20)), 0.01, 0.005])
-    assert made.steps == 22
-
-
 def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
     layer = make_layer(model.decoder, "eagle3", 8)
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2))
