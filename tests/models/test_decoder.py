@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small import cache_for
+from small import cache_for, widen
 from tiny import add_node
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -90,25 +89,6 @@ def reference(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     """Logits [T, V] of a full forward pass without a cache."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-
-
-def widen(model: nn.Module) -> nn.Module:
-    """transformers takes norms and rotary angles in float32 even under float64; this reference of it does not."""
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
-
-    def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * self.inv_freq.double()
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(norm, module)
-        elif type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = partial(rotary, module)
-    return model
 
 
 class RecordingDecoder(Decoder):
@@ -273,15 +253,6 @@ def test_a_norm_of_bfloat16_is_rounded_once(size: int) -> None:
 
 
 # -- float64 never narrows ---------------------------------------------------------------------------------------------
-
-
-@every_variant
-def test_float64_equals_transformers_as_it_is_up_to_its_own_narrowing(tmp_path: Path, variant: str) -> None:
-    model = checkpoint(tmp_path, variant).double()
-    text = some_tokens(16, 7)
-    got = Rows(tmp_path, torch.float64, [text]).logits([DraftTree([text[-1]])])
-    want = reference(model, text)[-1]
-    assert float((got[0, 0] - want).abs().max()) < 1e-6 * float(want.abs().max())
 
 
 @each_family

@@ -133,28 +133,6 @@ def test_terms_of_one_name_are_told_apart() -> None:
 # -- mathematics -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gold", "given", "reward"),
-    [
-        ("42", "42", 1.0),
-        ("42", "42.0", 1.0),
-        (42, r"\boxed{42}", 1.0),
-        ("1/2", "0.5", 1.0),
-        (r"\frac{1}{2}", "$0.5$", 1.0),
-        (r"\frac{1}{2}", r"\frac{2}{4}", 1.0),
-        ("1,234", "1234", 1.0),
-        ("$18", "18", 1.0),
-        (r"$\{1,2\}$", r"$\{2,1\}$", 1.0),
-        ("x^2+2x+1", "(x+1)^2", 1.0),
-        ("42", "43", 0.0),
-        ("42", "no idea", 0.0),
-        ("42", "", 0.0),
-    ],
-)
-def test_math_compares_values_not_text(gold: Any, given: str, reward: float) -> None:
-    assert make_score(config(name="math"))(prompt(answer=gold), answer(given)) == reward
-
-
 def test_math_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(RewardError, match=r"pip install 'tlt-rl\[math\]'"):
