@@ -96,7 +96,6 @@ def test_help_and_faults_of_the_recipe_need_nothing_heavy(recipe: str, argv: lis
 
 
 def test_help_takes_under_a_second() -> None:
-    """Of the processor, as the machine may be busy with something else."""
     done = python(
         "import sys, time; from tlt.cli import main\n"
         "try: main(['--help'])\n"
@@ -350,7 +349,6 @@ def test_generate_writes_in_the_order_of_the_prompts_however_they_finish(tmp_pat
 def test_a_lack_of_memory_is_one_sentence(
     capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
 ) -> None:
-    """Of the host: of what torch raises for a device, the class has a name of its own."""
 
     def train(*arguments: Any, **options: Any) -> None:
         try:
@@ -370,7 +368,6 @@ def test_a_lack_of_memory_is_one_sentence(
 def test_words_of_others_are_printed_as_they_are(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What looks like markup or an emoji to the library that prints, and long lines."""
     folder = tmp_path / "a[b] [/i] :warning:"
     folder.mkdir(parents=True)  # the slash makes two of it
     recipe = write_recipe(home, folder)

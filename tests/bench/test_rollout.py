@@ -106,7 +106,6 @@ def test_an_interval_holds_the_true_ratio_nineteen_times_in_twenty() -> None:
 
 
 def test_without_a_drafter_plain_is_all_there_is(home: Path, tmp_path: Path) -> None:
-    """Also if the recipe has stop strings."""
     sections = {"speculation": {"drafter": "off"}, "rollout": {"max_new_tokens": 12, "stop_strings": ["qz"]}}
     rows = bench(home, tmp_path / "bench.json", **sections)["rows"]
     assert {row["strategy"].split(",")[0] for row in rows} == {"plain"}

@@ -229,7 +229,6 @@ def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_run_stands_still_between_its_turns() -> None:
-    """And goes on when whoever gives the turns is gone."""
     with subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "/tmp/of_this_test"}) as ray:
         states: list[str] = []
 

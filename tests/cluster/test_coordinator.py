@@ -162,7 +162,6 @@ def test_the_update_of_many_is_as_far_as_that_of_the_last_one(home: Path) -> Non
 
 @pytest.mark.parametrize("when", ["amid", "after"])
 def test_rows_that_a_lost_worker_had_decoded_count_once(home: Path, when: str) -> None:
-    """Without a drafter a pass gives one token, whoever makes it."""
     calls = count()
 
     def loses(worker: int, method: str) -> str:
@@ -203,7 +202,6 @@ def never_gets_past(method: str, *, step: int) -> Loses:
 def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
     home: Path, undisturbed: Any, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often it takes the state before that, and answers other calls."""
     size, *expected = undisturbed
     turn = count()
     digest, learned, pool = train(config_of(home, size), lambda n: next(turn), never_gets_past(method, step=1))
@@ -231,7 +229,6 @@ def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, 
 
 
 def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> None:
-    """What was before that update."""
     config = config_of(home, 2, cluster={"min_workers": 2})
     sentence = (
         r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
@@ -282,7 +279,6 @@ def test_a_run_that_starts_with_too_few_goes_on_with_these(home: Path, undisturb
 
 @pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])
 def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, who: str) -> None:
-    """Among replicas that the crew takes for shards; where it is another one that notices, nothing else was lost."""
     config = config_of(home, 2)
     shards = config.model_copy(update={"train": config.train.model_copy(update={"shard": True})})
 
@@ -366,7 +362,6 @@ def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path) -> None:
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=3, phases=[Phase.generate])
 def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
-    """Whatever the order of calls, and whoever is lost; with a store that is too small, too."""
     random = Random(seed)
     workers, lost = random.choice([2, 3]), random.random() < 0.5
     expected = plain_of(home, workers)
@@ -462,7 +457,6 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
 
 
 def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path) -> None:
-    """Nor do losses amid it; and no decoding ahead or training goes on meanwhile."""
     workers, random = 3, Random(1)
     digest, learned, _ = train(config_of(home, workers, **AHEAD))
     run = {"folder": str(home / "run"), "overwrite": True, "seed": 1, "compare_every": 1}

@@ -94,7 +94,6 @@ def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
 
 
 def test_one_that_comes_back_late_from_a_joint_call_that_broke_is_not_lost() -> None:
-    """Where a machine is cut off, its connections take half a minute to end."""
 
     class Slowly(OneThatHangs):
         ends = 0.0
@@ -231,7 +230,6 @@ def test_fewer_than_are_needed_end_the_run() -> None:
 def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pauses(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it has taken part in an update: by then what was counted is forgotten."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -354,7 +352,6 @@ def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -
 
 
 def test_two_that_find_no_place_end_the_run_once() -> None:
-    """What is asked of those who are left then, as for the last checkpoint, is answered."""
     pool: Any = Scripted()
     crew = Crew(pool, patience=100.0, least=3, grace=0.05)
     crew.call(1, "decode")

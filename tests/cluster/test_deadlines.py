@@ -55,7 +55,6 @@ def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.Monkey
 
 
 def test_the_time_of_a_call_begins_when_its_worker_turns_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with what it did before, nor with what it did not do."""
     pool = Clocked(monkeypatch, decode=1.5)
     crew = Crew(pool, patience=PATIENCE)
     crew.everyone("decode")

@@ -355,7 +355,6 @@ def test_a_candidate_is_published_to_all_who_are_there(home: Path) -> None:
 
 
 def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
-    """What it had trained does not count for the next candidate; a call that was under way is awaited no more."""
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     training.next_call(0, [0], 0.5)
@@ -444,7 +443,6 @@ def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: 
 
 
 def test_rows_that_were_promised_to_one_that_is_lost_are_given_to_others(home: Path) -> None:
-    """Else the rollout waits for them for ever."""
     crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, config_of(home, "adaptive"))
     given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))

@@ -52,7 +52,6 @@ def seeds(given: AheadWork | None) -> list[int]:
 
 
 def test_nothing_is_decoded_twice_and_nothing_too_far() -> None:
-    """Of two that are idle each gets every second one."""
     ahead = looking()
     ahead.begin(requests(0, 1), iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
     assert seeds(ahead.work(0, 1, 2)) == [10, 11, 22]
@@ -275,7 +274,6 @@ def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Req
 
 
 def test_those_who_are_idle_decode_the_next_step_while_rewards_are_computed(tmp_path: Path) -> None:
-    """Where that took a while before the last update."""
     coordinator, pool, _ = crewed(tmp_path)
     coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))

@@ -115,7 +115,6 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
-    """Of a resumed run, and the checkpoint that it went on from is gone by the time of the second."""
     run = {"save_every": 1, "keep": 1}
     in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
     killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0})

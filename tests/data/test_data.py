@@ -381,7 +381,6 @@ def test_tasks_that_are_free_text_are_no_metrics(
 
 
 def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
-    """As verl has them."""
     messages = [{"role": "user", "content": "what?"}]
     row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "dotted"}
     path = write(tmp_path, json.dumps(row))

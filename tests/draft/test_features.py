@@ -271,7 +271,6 @@ def test_the_harvest_names_version_and_prompt(model: Model) -> None:
 
 
 def test_a_preempted_response_is_harvested_too(model: Model) -> None:
-    """What was given away is not given again; what fell out of the window while it waited is lost."""
     engine, responses, items = run(model, requests(8, new_tokens=60), 8, bound_tokens=180, max_rows=8)
     assert engine.stats.preemptions > 0
     assert engine.layout is not None
@@ -286,7 +285,6 @@ def test_a_preempted_response_is_harvested_too(model: Model) -> None:
 
 @pytest.mark.parametrize("longest", [30, 150])
 def test_siblings_that_copied_their_prompt_are_harvested_as_their_own(model: Model, longest: int) -> None:
-    """Also where the row they copied from is so far on that its ring has lost the prompt."""
     prompt = Prompt(0, "", tuple(range(11)) * 2)
     asked = [Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)]
     engine, responses, items = run(model, asked, 8, max_rows=2)

@@ -159,7 +159,6 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
 @given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: bool, garbage: bool) -> None:
-    """What is quicker for chains alone gives what grows trees, also where a drafter goes on at dead nodes."""
 
     class Eager(TableDrafter):
         def predict(self, level: Level) -> Candidates:
@@ -175,14 +174,12 @@ def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: b
 
 @pytest.mark.parametrize(("new_tokens", "deepest"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
 def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepest: int) -> None:
-    """Of `new_tokens`, one is committed and the last one is the bonus token at best."""
     (tree,) = trees_of(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy("table", 5, 2, 50))
     assert max(tree.depths) == deepest
 
 
 @pytest.mark.parametrize("branching", [1, 3])
 def test_nothing_follows_a_stop_token(branching: int) -> None:
-    """Of the row that it stops; it may itself be drafted."""
     stopped = replace(request(), sampling=replace(request().sampling, stop_token_ids=(3,)))
     strategy, leaves, inner = Strategy("table", 5, branching, 1000), 0, 0
     for seed in range(20):

@@ -189,7 +189,6 @@ def test_idle_time_that_fails_costs_nobody_an_answer(engine: Engine, caplog: pyt
 
 
 def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: AsyncEngine) -> None:
-    """As docs/verl.md has it, but without interrupting them first."""
 
     async def ask() -> None:
         asked = [asyncio.create_task(served.generate(r)) for r in requests(max_new_tokens=300, stop_token_ids=())]
@@ -221,7 +220,6 @@ def test_an_engine_that_is_closed_leaves_nobody_waiting(engine: Engine) -> None:
 
 
 def test_what_a_caller_gave_up_is_decoded_no_further(served: AsyncEngine) -> None:
-    """And the same may be asked again, by somebody else too."""
 
     async def ask() -> None:
         one, other, *_ = requests(max_new_tokens=400, stop_token_ids=())

@@ -98,7 +98,6 @@ def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target
 
 
 def test_a_hidden_copy_to_the_host_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above relies on."""
     with fake_gpu(monkeypatch):
         there = torch.ones(3, device=device())
         for copy in (there.tolist, there[0].item, there.any().__bool__, there.cpu().numpy):

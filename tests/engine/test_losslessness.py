@@ -329,7 +329,6 @@ def test_weights_that_are_no_numbers_cost_no_token(value: float) -> None:
 
 
 def test_tokens_with_the_bandit() -> None:
-    """Whatever it picks: its clock is a random one."""
     beside, learned = everything()
     arms = strategies(["eagle", "suffix"], trees=True)
     rng = np.random.default_rng(0)

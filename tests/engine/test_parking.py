@@ -154,7 +154,6 @@ def test_what_is_parked_takes_a_bounded_part_of_host_memory(monkeypatch: pytest.
 
 
 def test_what_is_parked_is_bounded() -> None:
-    """By what the cache may hold. A row that had to go begins anew."""
     store, rng = AheadStore(10**6), random.Random(0)
     looking = engine(store, PLAIN, kv_tokens=140)
     began: set[int] = set()

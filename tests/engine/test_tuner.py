@@ -108,7 +108,6 @@ def play(
 
 
 def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
-    """By the world's own numbers, in a bucket that was timed with other rows."""
     world = World(right={"eagle": 0.3, "suffix": 0.7}, noise=0.0)
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.3})
     play(bandit, world, 4, 600)
@@ -122,7 +121,6 @@ def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
 
 @pytest.mark.parametrize(("rows", "seed"), [(1, 0), (1, 1), (4, 0), (16, 1), (64, 2)])
 def test_it_is_soon_near_the_best(rows: int, seed: int) -> None:
-    """What one row's round commits is a matter of luck, so there it takes longer to tell arms apart."""
     world, bandit = World(rng=random.Random(seed)), Bandit(ARMS, World().profile)
     assert play(bandit, world, rows, 600).regret < (0.1 if rows == 1 else 0.05)
     assert play(bandit, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)

@@ -215,7 +215,6 @@ def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
 
 
 def test_two_evaluations_in_one_step_are_alike_and_those_of_two_data_sets_share_no_noise(folder: Path) -> None:
-    """As after load_best_model_at_end, or of a dictionary of data sets; TRL says when each is over."""
     trainer, mine = FakeTrainer(folder), off()
     first = trainer.evaluate(mine, PROMPTS, PROMPTS)
     assert first[0] != first[1], "two batches"
@@ -255,7 +254,6 @@ def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path, counted: bool) -> None:
-    """By the step; and where it is the same, as after load_best_model_at_end, by the weights."""
     trainer, mine = FakeTrainer(folder), off()
     old = mine(PROMPTS, trainer)["completion_ids"]
     before, after = an_update(trainer)
@@ -274,7 +272,6 @@ def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path
 
 
 def test_a_change_too_small_for_a_norm_in_bfloat16_is_seen(folder: Path) -> None:
-    """Where the step is the same, as after load_best_model_at_end."""
     trainer, mine = FakeTrainer(folder), off()
     trainer.model.bfloat16()
     mine(PROMPTS, trainer)

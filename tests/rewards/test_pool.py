@@ -139,7 +139,6 @@ def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
 
 
 def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only starting a process moves: a busy machine makes nothing slower."""
     clock = count()
     now = [next(clock)]
     monkeypatch.setattr("tlt.rewards.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -197,7 +196,6 @@ def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
 
 
 def test_keys_whose_process_ended_may_go_to_any_process() -> None:
-    """Else the episodes that a hanging process had would wait for it, one after the other."""
     goes_on = threading.Event()
 
     class Ends(Stand):

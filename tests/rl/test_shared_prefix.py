@@ -199,7 +199,6 @@ def test_a_model_folder_is_written_as_before(folders: Callable[[str], Path], tmp
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_is_that_of_each_sequence_alone(kv_heads: int, window: int | None) -> None:
-    """And so is its gradient; a group of one response, an empty response and no response among them."""
     groups = [(5, [3, 0, 4]), (2, [1]), (3, [])]
     row = SharedRow(groups, CPU)
     generator = torch.Generator().manual_seed(0)

@@ -146,7 +146,6 @@ def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) 
 
 
 def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
-    """By a target that keeps no features, here our own decoder's `version` alone."""
     config, target, policy = world
 
     class Elsewhere:

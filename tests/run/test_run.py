@@ -133,7 +133,6 @@ def test_the_mismatch_of_rollout_and_trainer_is_rounding(home: Path) -> None:
 
 
 def test_something_was_learned_and_something_drafted(home: Path) -> None:
-    """Else the equalities below would say little."""
     assert all(line["update"]["grad_norm"] > 0 for line in read_metrics(home / "whole"))
     assert sum(line["rollout"]["accepted"] for line in read_metrics(home / "whole")) > 0
 
@@ -288,7 +287,6 @@ class Asking(Display):
 
 @pytest.mark.parametrize("words", ["loading", "model:", "resuming"])
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
-    """Whatever is being loaded, and however long that takes."""
     folder = home / f"early {words}"
     shutil.copytree(home / "whole", folder, symlinks=True)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -361,7 +359,6 @@ def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home:
 
 
 def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nothing whole can be saved then. It is given up when that is over too: what is left is the last checkpoint."""
     real, seconds = Policy.update, [0.15]
 
     def update(self: Policy, batch: Any, step: int, *group: Any) -> Any:

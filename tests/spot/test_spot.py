@@ -105,7 +105,6 @@ def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> Non
 
 
 def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, items: list[Harvest]) -> None:
-    """Wherever that reaches it: in each column's pass forward, and backward."""
     spot = make_spot(model, items)
     spot.train(0)
     looks = count()

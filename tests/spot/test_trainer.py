@@ -219,7 +219,6 @@ def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And two drafters are judged together as each alone."""
     layers, batch = [make_layer(model.decoder, "eagle3", 8, seed) for seed in (0, 1)], pack(mixed_items(), CPU)
     made = DrafterTrainer(layers[0], model.decoder, DrafterTrainConfig(unroll=3))
     alone = [made.judge([layer], batch) for layer in layers]
@@ -233,7 +232,6 @@ def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytes
 def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the head had no other rows, in the loss and in a judgement."""
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
     items, config = mixed_items(), DrafterTrainConfig(unroll=2)
     made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
