@@ -264,12 +264,6 @@ def test_nothing_is_kept_of_a_stop_token_that_was_drafted(model: Model) -> None:
         assert mine[-1].start + len(mine[-1].tokens) == entries
 
 
-def test_the_harvest_names_version_and_prompt(model: Model) -> None:
-    _, responses, items = run(model, requests(), 16)
-    assert {item.target_version for item in items} == {model.decoder.version}
-    assert {item.prompt_length for item in items} == {len(r.request.prompt.token_ids) for r in responses}
-
-
 def test_a_preempted_response_is_harvested_too(model: Model) -> None:
     engine, responses, items = run(model, requests(8, new_tokens=60), 8, bound_tokens=180, max_rows=8)
     assert engine.stats.preemptions > 0

@@ -314,20 +314,7 @@ def test_a_small_cache_makes_none_of_them_a_request_of_this_step() -> None:
     assert_decoded(store, range(len(requests())))
 
 
-def test_a_new_rollout_keeps_what_was_decoded_ahead() -> None:
-    store = AheadStore(10**6)
-    looking = engine(store, PLAIN)
-    looking.look_ahead(requests()[2:3])
-    for _ in range(4):
-        looking.round()
-    looking.start(())
-    assert not looking.looks_ahead
-    found = store.get(requests()[2])
-    assert found is not None
-    assert (found.tokens.tolist(), found.ended) == (list(expected()[2].token_ids[:4]), False)
-
-
-def test_what_left_a_full_cache_is_kept_too() -> None:
+def test_a_new_rollout_keeps_what_was_decoded_ahead_even_if_it_left_a_full_cache() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN, kv_tokens=140)
     looking.look_ahead([request for request in requests() if request.sampling.max_new_tokens > 7])
@@ -335,8 +322,11 @@ def test_what_left_a_full_cache_is_kept_too() -> None:
         looking.round()
     out = [row for row in looking.rollout.scheduler.ahead if row.tokens]
     assert out
+    kept = [*out, *(row for row in looking.rows if row.tokens)]
+    assert len(kept) > len(out)
     looking.start(())
-    for row in out:
+    assert not looking.looks_ahead
+    for row in kept:
         found = store.get(row.request)
         assert found is not None
         assert found.tokens.tolist() == row.tokens

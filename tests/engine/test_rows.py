@@ -121,23 +121,6 @@ def test_rows_find_their_prompt_in_the_free_places_or_at_a_sibling() -> None:
     assert (len(kept), len(fresh), len(copies)) == (0, 0, 1), "place 1 holds another prompt, but a sibling is live"
 
 
-def outgrown(engine: Engine) -> None:
-    """A long row (a prompt of 20, 300 tokens to come) beside a short one that ends; then it outgrows the slots."""
-    engine.start([request([1, 2] * 10, 0, 300), request((4, 0, 2, 2, 1), 10, 5)])
-    for _ in range(200):
-        engine.round()
-
-
-def test_a_sibling_that_comes_after_its_slot_was_given_up_is_prefilled() -> None:
-    engine = small.build(TARGET)
-    outgrown(engine)
-    late, prefilled = request((4, 0, 2, 2, 1), 11, 12), engine.stats.prefill_tokens
-    engine.submit([late])
-    (found,) = [r for _ in range(12) for r in engine.round() if r.request is late]
-    assert engine.stats.prefill_tokens - prefilled == 4
-    assert found.token_ids == reference(TARGET, [late])[0].token_ids
-
-
 @pytest.mark.parametrize("leaves", [1, 2])
 def test_siblings_that_come_after_theirs_left_need_no_prefill(leaves: int) -> None:
     """So many that ended left as many slots behind; a row before them goes on."""

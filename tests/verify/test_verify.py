@@ -17,16 +17,14 @@ from tiny import tiny_config, tiny_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.build import make_target, open_workplace
+from tlt.build import make_target
 from tlt.config import Config, parse_config
 from tlt.draft.ahead import LookAhead
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
-from tlt.engine.engine import Engine
 from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
 from tlt.models.weights import read_safetensors
-from tlt.rewards.turns import SingleTurn
 from tlt.run import train as run
 from tlt.run.display import Display
 from tlt.sampling import TopK, gumbel_noise
@@ -34,7 +32,6 @@ from tlt.types import Prompt, Request, Response, SamplingParams
 from tlt.verify import forks, oracle
 from tlt.verify import verify as runs
 from tlt.verify.look_ahead import OlderTarget
-from tlt.verify.modes import modes
 from tlt.verify.verify import verify
 
 EXPLAINED = 1e-4  # in float32
@@ -343,19 +340,6 @@ def test_a_look_ahead_that_only_costs_speed_is_found(
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.rstrip().split("\n")
-
-
-def test_several_workers_decode_plainly_too(home: Path) -> None:
-    config = small(home)
-    place = open_workplace(config)
-    several = modes(config, place.target, place.tokenizer, SingleTurn())["several workers"]
-    asked = [Request(prompt, 0, 0, seed, place.sampling) for seed, prompt in enumerate(place.prompts)]
-    seen: list[Response] = []
-    said = several.plainly(asked, seen.append)
-    expected = Engine(place.target, config.engine).generate(asked)
-    assert {r.request.seed: r.token_ids for r in said} == {r.request.seed: r.token_ids for r in expected}
-    assert seen == said
-    assert all(r.decoded.drafted == 0 for r in said)
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
