@@ -193,6 +193,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         r"is not a regular expression: .*recursion",
     ),
     "no lengths": (lambda c: c.set("reward", name="length"), r"reward\.length_to above reward\.length_from"),
+    "nothing held out": (lambda c: c.set("eval", every=1), r"eval\.every needs eval\.path"),
     "scorer without tasks": (lambda c: c.set("reward", name="reasoning_gym"), r"needs data\.tasks"),
     # -- the model folder and its tokenizer
     "no model": (lambda c: shutil.rmtree(c.model), r"model"),

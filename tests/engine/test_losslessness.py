@@ -71,7 +71,7 @@ def check_all(draws: np.ndarray, params: SamplingParams, of: Target) -> None:
     small.check_request_independence(draws, of, params)
 
 
-@pytest.mark.parametrize("law", ["plain", "all"])
+@pytest.mark.parametrize("law", [pytest.param("plain", marks=pytest.mark.slow), "all"])
 def test_the_rule_has_the_law(law: str) -> None:
     """argmax of log p + g, of 600,000 requests: shows a bias of the noise, or of seeds that resemble each other."""
     draws = small.reference_draw(target(), LAWS[law], epochs=150_000)
