@@ -164,3 +164,14 @@ def test_what_comes_late_displaces_the_oldest() -> None:
     assert [len(item.tokens) for item in buffer.latest] == [19]
     assert not buffer.past
     assert buffer.tokens == 40, "the rollout under way stays what it is"
+
+
+def test_newer_items_are_drawn_more_often() -> None:
+    """An item that is 40 steps older weighs 0.97^40 = 0.296 times as much, so it is drawn first in 22.8 % of draws."""
+    buffer = HarvestBuffer(1000, steps=2)
+    for version in (0, 40, 41):
+        buffer.add(harvest(0, 20)._replace(target_version=version))
+        buffer.rollout_ended()
+    rng = random.Random(0)
+    old = sum(buffer.sample(20, rng)[0].target_version == 0 for _ in range(2000))
+    assert old / 2000 == pytest.approx(0.228, abs=0.04)
