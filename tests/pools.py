@@ -107,6 +107,37 @@ class ThreadWorker(Worker):
         return Thread(rendezvous, rank, size, self, shards)
 
 
+class StandIn:
+    """What every pool can do. A test says how calls are answered."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.replaced: list[int] = []
+
+    def replace(self, index: int) -> None:
+        self.replaced.append(index)
+
+    def has_begun(self, index: int) -> bool:
+        return True
+
+    def capacity(self) -> str:
+        return "there is room for 1"
+
+    def interrupt(self, index: int, number: float) -> None: ...
+
+    def updated(self, index: int, seconds: float) -> float | None:
+        return 0.0
+
+    def last_words(self, index: int) -> str:
+        return ""
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Call:
     worker: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,20 +111,23 @@ class Target:
         return law
 
 
-def widen(model: nn.Module) -> None:
+def widen(model: nn.Module) -> nn.Module:
     """transformers keeps norms and rotary angles in float32 even under float64; a reference for float64 must not."""
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+    def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * self.inv_freq.double()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
     for module in model.modules():
-        if type(module).__name__ == "Qwen3RMSNorm":
-            shape, eps = module.weight.shape, module.variance_epsilon
-            module.forward = partial(F.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
-    rotary = model.model.rotary_emb
-
-    def cos_sin(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * rotary.inv_freq.double()
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
-
-    rotary.forward = cos_sin
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(norm, module)
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = partial(rotary, module)
+    return model
 
 
 def plain_law(logits: Sequence[float], params: SamplingParams) -> list[float]:

@@ -96,7 +96,6 @@ def test_help_and_faults_of_the_recipe_need_nothing_heavy(recipe: str, argv: lis
 
 
 def test_help_takes_under_a_second() -> None:
-    """Of the processor, as the machine may be busy with something else."""
     done = python(
         "import sys, time; from tlt.cli import main\n"
         "try: main(['--help'])\n"
@@ -137,86 +136,36 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # -- one sentence for what is wrong ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["train"], ["verify"], ["bench", "rollout"]])
-def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
-    assert "there is no recipe at nowhere.toml" in refusal(capsys, *command, "nowhere.toml")
+GENERATE = "generate MODEL --dtype float64"
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    assert "unknown key train.step: did you mean steps?" in refusal(capsys, "train", recipe, "--train.step", "3")
-
-
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
-    assert "--bogus" in refusal(capsys, "train", recipe, "--bogus", "3")
-    assert "--bogus" in refusal(capsys, "train", recipe, "--bogus")
-    assert "--bogus" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--bogus")
-
-
-def test_a_recipe_that_is_no_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text("model = [\n", encoding="utf-8")
-    assert f"{path} is not valid TOML" in refusal(capsys, "train", str(path))
-
-
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
-    nowhere = str(tmp_path / "no model")
-    assert nowhere in refusal(capsys, "train", recipe, "--model.path", nowhere)
-    assert nowhere in refusal(capsys, "generate", nowhere, "--prompt", "a")
-
-
-@pytest.mark.parametrize("batches", ["", "0", "1,x", "-1"])
-def test_batches_that_are_no_numbers(capsys: pytest.CaptureFixture[str], recipe: str, batches: str) -> None:
-    assert "--batches" in refusal(capsys, "bench", "rollout", recipe, f"--batches={batches}")
-
-
-@pytest.mark.parametrize("steps", ["0", "-1"])
-def test_verify_of_no_steps_is_refused(capsys: pytest.CaptureFixture[str], recipe: str, steps: str) -> None:
-    assert "--steps" in refusal(capsys, "verify", recipe, f"--steps={steps}")
-
-
-@pytest.mark.parametrize("seconds", ["nan", "inf", "0.5"])
-def test_a_drafter_is_trained_for_a_finite_time(capsys: pytest.CaptureFixture[str], recipe: str, seconds: str) -> None:
-    assert "--seconds" in refusal(capsys, "draft", "train", recipe, "--out", "nowhere", f"--seconds={seconds}")
-
-
-def test_bench_of_no_repeats_is_refused(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    assert "--repeats" in refusal(capsys, "bench", "rollout", recipe, "--repeats", "0", "--batches", "1")
-
-
-@pytest.mark.parametrize("given", [("--engine.backend", "vllm"), ("--engine.backend=vllm",)])
-def test_a_field_of_a_recipe_is_answered_with_the_option_of_generate(
-    capsys: pytest.CaptureFixture[str], home: Path, given: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        *(
+            (f"{name} nowhere.toml", "there is no recipe at nowhere.toml")
+            for name in ("train", "verify", "bench rollout")
+        ),
+        *((f"bench rollout RECIPE --batches={batches}", "--batches") for batches in ("", "0", "1,x", "-1")),
+        ("bench rollout RECIPE --repeats 0 --batches 1", "--repeats"),
+        *((f"verify RECIPE --steps={steps}", "--steps") for steps in (0, -1)),
+        *((f"draft train RECIPE --out nowhere --seconds={seconds}", "--seconds") for seconds in ("nan", "inf", "0.5")),
+        ("generate nowhere --prompt a", "nowhere"),
+        (GENERATE, "no prompt given: use --prompt TEXT or --data FILE"),
+        (f"{GENERATE} --prompt a --bogus", "--bogus"),
+        (f"{GENERATE} --prompt a --system brief", "--system"),
+        (f"{GENERATE} --prompt a --samples 0", "--samples"),
+        (f"{GENERATE} --prompt a --engine.backend vllm", "unknown option --engine.backend: did you mean --backend?"),
+        (f"{GENERATE} --prompt a --engine.backend=vllm", "unknown option --engine.backend: did you mean --backend?"),
+        (f"{GENERATE} --prompt a\udcff", "is not UTF-8 text: 'a\\udcff'"),
+        (f"{GENERATE} --prompt=", "is empty"),
+    ],
+)
+def test_a_bad_option_gets_one_sentence(
+    capsys: pytest.CaptureFixture[str], recipe: str, home: Path, command: str, says: str
 ) -> None:
-    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "a", *given)
-    assert "unknown option --engine.backend: did you mean --backend?" in said
-
-
-def test_generate_of_no_samples_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    assert "--samples" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--samples", "0")
-
-
-@pytest.mark.parametrize(("prompt", "says"), [("a\udcff", "is not UTF-8 text: 'a\\udcff'"), ("", "is empty")])
-def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str], home: Path, prompt: str, says: str) -> None:
-    assert says in refusal(capsys, "generate", str(home / "model"), "--dtype", "float64", "--prompt", prompt)
-
-
-def test_an_occupied_folder(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert "already contains a run" in refusal(capsys, "train", recipe)
-
-
-def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
-    (tmp_path / "a file").touch()
-    assert "a file" in refusal(capsys, "train", recipe, "--run.folder", str(tmp_path / "a file" / "run"))
-
-
-def test_nothing_to_resume(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    assert "no complete checkpoint" in refusal(capsys, "train", recipe, "--resume")
-
-
-def test_a_prompt_that_is_too_long(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    """Found after the model is loaded; still one line, and no progress bar before it."""
-    assert "data.max_prompt_tokens = 2" in refusal(capsys, "train", recipe, "--data.max_prompt_tokens", "2")
+    places = {"RECIPE": recipe, "MODEL": str(home / "model")}
+    assert says in refusal(capsys, *(places.get(word, word) for word in command.split(" ")))
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -400,7 +349,6 @@ def test_generate_writes_in_the_order_of_the_prompts_however_they_finish(tmp_pat
 def test_a_lack_of_memory_is_one_sentence(
     capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
 ) -> None:
-    """Of the host: of what torch raises for a device, the class has a name of its own."""
 
     def train(*arguments: Any, **options: Any) -> None:
         try:
@@ -420,7 +368,6 @@ def test_a_lack_of_memory_is_one_sentence(
 def test_words_of_others_are_printed_as_they_are(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What looks like markup or an emoji to the library that prints, and long lines."""
     folder = tmp_path / "a[b] [/i] :warning:"
     folder.mkdir(parents=True)  # the slash makes two of it
     recipe = write_recipe(home, folder)
@@ -450,11 +397,6 @@ def test_generate_refuses_rows_whose_columns_it_would_overwrite(
     data.write_text('{"question": "a"}\n{"question": "b", "response": "mine", "index": 7}\n', encoding="utf-8")
     command = ("generate", str(home / "model"), "--data", str(data), "--out", str(tmp_path / "out.jsonl"))
     assert "columns that --out writes for each response: rename index, response" in refusal(capsys, *command)
-
-
-def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    assert "no prompt given: use --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
-    assert "--system" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--system", "be brief")
 
 
 def test_waiting_threads_sleep_early_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,6 @@ def test_the_responses_of_a_step_are_bounded(recipe: Path) -> None:
         assert "is more than 1,000,000 responses per step: lower one of them" in message
 
 
-def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tasks\.0\.wieght: did you mean weight\?"):
-        parse_config(tree(data={"tasks": [{"name": "chain_sum", "wieght": 1.0}]}))
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -313,19 +308,6 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    assert "nowhere.toml" in refusal(tmp_path / "nowhere.toml")
-    assert str(tmp_path) in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("text", [b"[model", b"a = ", b"x = 1\nx = 2", b"\xff\xfe", b"[model]\npath = \n"])
-def test_a_broken_recipe_is_named(recipe: Path, text: bytes) -> None:
-    recipe.write_bytes(text)
-    message = refusal(recipe)
-    assert str(recipe) in message
-    assert "not valid TOML" in message
 
 
 def test_an_invalid_recipe_is_named(recipe: Path) -> None:

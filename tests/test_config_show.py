@@ -42,7 +42,6 @@ def test_every_field_is_printed_once_with_its_meaning() -> None:
 
 
 def test_what_is_commented_out_can_be_uncommented() -> None:
-    """But for the few words in brackets, where there is no value to give."""
     text = re.sub(r"^# ((?:\w+ = |\[\[).*)$", r"\1", commented(), flags=re.MULTILINE)
     text = re.sub(r"^(\w+) =  \((required|left out)\)$", r"# \1", text, flags=re.MULTILINE)
     tree = tomllib.loads(text)

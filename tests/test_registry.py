@@ -32,7 +32,6 @@ def test_what_is_not_there_is_refused_with_what_there_is(section: dict[str, obje
 
 
 def test_a_reward_that_nobody_made_is_no_other_one() -> None:
-    """As a recipe that was not read from a file may have it."""
     term = RewardTerm.model_construct(name="fluency", weight=1.0)
     config = parse_config(RECIPE)
     reward = RewardConfig.model_construct(**{**dict(config.reward), "terms": [term]})

@@ -239,7 +239,6 @@ def test_law_against_brute_force(logits: list[float], temperature: float, top_k:
 @pytest.mark.parametrize("top_k", [0, 1, 7, 500])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_law_against_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    """Where the conventions agree: no equal logits, no mass that meets top_p exactly."""
     logits = torch.randn(20, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
@@ -275,7 +274,6 @@ def test_what_is_off_stays_off_beside_a_row_that_has_it_on(dtype: torch.dtype) -
 
 
 def test_top_k_alone_keeps_k() -> None:
-    """However little the last of them weighs."""
     logits = torch.tensor([[30.0, 0.0, -30.0, -60.0, -90.0]])
     log_p, _ = log_law(logits, law_of((1.0, 4, 1.0)))
     assert torch.isfinite(log_p[0]).tolist() == [True] * 4 + [False]

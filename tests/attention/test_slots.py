@@ -121,7 +121,6 @@ def a_chain(rows: int, old: int, new: int) -> Tensor:
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 def test_trees_behind_rows_of_any_lengths(data: st.DataObject) -> None:
-    """As the target's passes: no window; of few rows or of all, to the last token of a slot; in several spans."""
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
     first, nodes = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
     both = Both(first + len(lengths), max(lengths) + nodes + data.draw(st.sampled_from([0, 0, 9])), len(lengths))
@@ -150,7 +149,6 @@ def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:
 @given(st.data())
 @settings(max_examples=120, deadline=None)
 def test_levels_in_a_ring_behind_a_window(data: st.DataObject) -> None:
-    """As the learned drafter's passes: a root each, what it had to catch up with, then a level after the other."""
     window, rows = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
     ends = data.draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows))
     if data.draw(st.booleans()):

@@ -32,7 +32,6 @@ def test_only_who_is_refused_for_want_of_a_token_finds_a_cluster_that_asks_for_o
 
 @pytest.mark.parametrize("said", ["ImportError: cannot import name 'GcsClient'", "", "RpcError: Timed out"])
 def test_what_cannot_be_told_is_not_taken_for_a_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another version of Ray has no such client."""
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
     with pytest.raises(ClusterError, match=r"requires a token \(.+\): set cluster\.allow_no_token = true"):
         lets_in_anybody("10.0.0.1:6379")

@@ -162,7 +162,6 @@ def test_the_update_of_many_is_as_far_as_that_of_the_last_one(home: Path) -> Non
 
 @pytest.mark.parametrize("when", ["amid", "after"])
 def test_rows_that_a_lost_worker_had_decoded_count_once(home: Path, when: str) -> None:
-    """Without a drafter a pass gives one token, whoever makes it."""
     calls = count()
 
     def loses(worker: int, method: str) -> str:
@@ -192,14 +191,6 @@ def test_a_worker_that_never_comes_up_is_left_out(home: Path) -> None:
     assert (1, "update") not in pool.log
 
 
-def test_a_worker_that_never_comes_up_is_one_sentence_where_it_is_needed(home: Path) -> None:
-    sentence = (
-        r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost \d times in a row"
-    )
-    with pytest.raises(ClusterError, match=sentence):
-        train(config_of(home, 2, cluster={"min_workers": 2}), loses=never_comes_up)
-
-
 def never_gets_past(method: str, *, step: int) -> Loses:
     """Worker 1, from this step on: its node has not the memory for it."""
     calls = count()
@@ -211,7 +202,6 @@ def never_gets_past(method: str, *, step: int) -> Loses:
 def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
     home: Path, undisturbed: Any, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often it takes the state before that, and answers other calls."""
     size, *expected = undisturbed
     turn = count()
     digest, learned, pool = train(config_of(home, size), lambda n: next(turn), never_gets_past(method, step=1))
@@ -239,7 +229,6 @@ def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, 
 
 
 def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> None:
-    """What was before that update."""
     config = config_of(home, 2, cluster={"min_workers": 2})
     sentence = (
         r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
@@ -288,16 +277,8 @@ def test_a_run_that_starts_with_too_few_goes_on_with_these(home: Path, undisturb
     assert {worker for worker, _ in pool.log} == {0}
 
 
-def test_a_run_with_too_few_says_so_and_ends(home: Path) -> None:
-    config = config_of(home, 3, cluster={"grace": 0.05, "min_workers": 2})
-    sentence = r"1 of 3 workers are left, but the run needs 2 \(cluster.min_workers\): .*there is room for 1"
-    with pytest.raises(ClusterError, match=sentence):
-        train(config, room=lambda: 1)
-
-
 @pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])
 def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, who: str) -> None:
-    """Among replicas that the crew takes for shards; where it is another one that notices, nothing else was lost."""
     config = config_of(home, 2)
     shards = config.model_copy(update={"train": config.train.model_copy(update={"shard": True})})
 
@@ -315,23 +296,6 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
         run_module.train(shards, False, Display(Console(quiet=True)))
     assert pool.closed
-
-
-def test_work_is_shared_and_groups_stay_together(home: Path) -> None:
-    config = config_of(home, 2, rollout={"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 24})
-    given: list[tuple[int, Any]] = []
-    real = ThreadWorker.decode
-
-    def decode(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        given.append((self.index, work))
-        return real(self, work, seconds)
-
-    with patch.object(ThreadWorker, "decode", decode):
-        train(config)
-    first = [next(work.requests for i, work in given if i == index) for index in (0, 1)]
-    prompts = [[request.prompt.prompt_id for request in requests] for requests in first]
-    assert [len(p) for p in prompts] == [3, 3]  # four slots: one group each
-    assert [len(set(p)) for p in prompts] == [1, 1]
 
 
 def test_those_who_train_are_called_back(home: Path) -> None:
@@ -398,7 +362,6 @@ def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path) -> None:
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=3, phases=[Phase.generate])
 def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
-    """Whatever the order of calls, and whoever is lost; with a store that is too small, too."""
     random = Random(seed)
     workers, lost = random.choice([2, 3]), random.random() < 0.5
     expected = plain_of(home, workers)
@@ -438,31 +401,6 @@ def test_what_a_lost_worker_had_said_is_said_again_at_once(home: Path) -> None:
 def plain_of(home: Path, workers: int) -> tuple[str, Any]:
     plain = {"speculation": {"drafter": "off", "training": {"idle": False}}}
     return train(config_of(home, workers, **(AHEAD | plain)))[:2]
-
-
-def test_those_who_decode_ahead_are_called_back(home: Path) -> None:
-    """When rows are there for them, and for the update: within a round; and what they have by then is kept."""
-    config = config_of(home, 2, **AHEAD, cluster={"slice_seconds": 1000.0})
-    calls: list[tuple[bool, bool]] = []
-    real = ThreadWorker.look_ahead
-
-    def looking(self: ThreadWorker, work: Any, seconds: float, number: float) -> Any:
-        rounds, count_round = count(), self.engine.round
-
-        def one_round() -> Any:
-            if next(rounds) == 1:  # amid its second round
-                self.interrupt(number)
-            return count_round()
-
-        with patch.object(self.engine, "round", one_round):
-            done = real(self, work, seconds, number)
-        calls.append((next(rounds) <= 3, bool(done.found)))
-        return done
-
-    with patch.object(ThreadWorker, "look_ahead", looking):
-        train(config)
-    assert calls
-    assert all(back and kept for back, kept in calls)
 
 
 def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
@@ -519,7 +457,6 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
 
 
 def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path) -> None:
-    """Nor do losses amid it; and no decoding ahead or training goes on meanwhile."""
     workers, random = 3, Random(1)
     digest, learned, _ = train(config_of(home, workers, **AHEAD))
     run = {"folder": str(home / "run"), "overwrite": True, "seed": 1, "compare_every": 1}

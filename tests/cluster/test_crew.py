@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from pools import StandIn
 
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.deadlines import Deadlines
@@ -15,14 +16,12 @@ from tlt.cluster.pool import ClusterError, WorkerLost
 from tlt.rl.parallel import Broken
 
 
-class OneThatHangs:
+class OneThatHangs(StandIn):
     """Worker 0 answers at once, unless it waits for worker 1 in an update, and worker 1 never; a new one in its place
     does."""
 
-    size = 2
-
     def __init__(self) -> None:
-        self.replaced: list[int] = []
+        super().__init__()
         self._methods: list[str] = []
         self._calls: list[int] = []
 
@@ -44,27 +43,11 @@ class OneThatHangs:
     def result(self, handle: int) -> Any:
         return Broken("connection closed") if self._methods[handle] == "update" else "done"
 
-    def replace(self, index: int) -> None:
-        self.replaced.append(index)
-
-    def has_begun(self, index: int) -> bool:
-        return True
-
-    def capacity(self) -> str:
-        return "there is room for 1"
-
-    def interrupt(self, index: int, number: float) -> None: ...
-
     def updated(self, index: int, seconds: float) -> float | None:
         return None if index == 1 and 1 not in self.replaced else 0.0
 
     def last_words(self, index: int) -> str:
         return f"worker_{index}.log ends with: the disk is gone"
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def close(self) -> None: ...
 
 
 def test_one_that_hangs_is_noticed_while_another_keeps_answering() -> None:
@@ -111,7 +94,6 @@ def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
 
 
 def test_one_that_comes_back_late_from_a_joint_call_that_broke_is_not_lost() -> None:
-    """Where a machine is cut off, its connections take half a minute to end."""
 
     class Slowly(OneThatHangs):
         ends = 0.0
@@ -248,7 +230,6 @@ def test_fewer_than_are_needed_end_the_run() -> None:
 def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pauses(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it has taken part in an update: by then what was counted is forgotten."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -318,15 +299,15 @@ def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
     assert "there is no model on this node" in crew.trouble
 
 
-class Scripted:
+class Scripted(StandIn):
     """Three workers that answer all calls at once but those in `slow`. A first worker is lost in a
     decode, and one that is in `dead` in any call."""
 
     size = 3
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[int, str, int]] = []  # worker, method and how often it was replaced by then
-        self.replaced: list[int] = []
         self.dead: set[int] = set()
         self.slow: set[tuple[int, str]] = set()
         self.newest_first = False
@@ -351,22 +332,8 @@ class Scripted:
             raise MemoryError(f"out of memory on worker {index}")
         return method
 
-    def replace(self, index: int) -> None:
-        self.replaced.append(index)
-
     def has_begun(self, index: int) -> bool:
         return index not in self.replaced or bool(self.dead)
-
-    def capacity(self) -> str:
-        return "there is room for 1"
-
-    def interrupt(self, index: int, number: float) -> None: ...
-
-    def updated(self, index: int, seconds: float) -> float | None:
-        return 0.0
-
-    def last_words(self, index: int) -> str:
-        return ""
 
 
 def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -> None:
@@ -385,7 +352,6 @@ def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -
 
 
 def test_two_that_find_no_place_end_the_run_once() -> None:
-    """What is asked of those who are left then, as for the last checkpoint, is answered."""
     pool: Any = Scripted()
     crew = Crew(pool, patience=100.0, least=3, grace=0.05)
     crew.call(1, "decode")

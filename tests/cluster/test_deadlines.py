@@ -7,20 +7,19 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from pools import StandIn
 
 from tlt.cluster.crew import Crew, Done
 
 PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
 
 
-class Clocked:
+class Clocked(StandIn):
     """Workers whose calls take so many seconds, one after the other; a new one's process takes `boots` to begin."""
 
-    size = 2
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, boots: float = 0.0, **takes: float) -> None:
+        super().__init__()
         self.now, self.boots, self.takes = 1000.0, boots, takes
-        self.replaced: list[int] = []
         self._ends: list[float] = []
         self._free = [0.0] * self.size
         self._begins = [0.0] * self.size
@@ -39,27 +38,11 @@ class Clocked:
         return "done"
 
     def replace(self, index: int) -> None:
-        self.replaced.append(index)
+        super().replace(index)
         self._free[index] = self._begins[index] = self.now + self.boots
 
     def has_begun(self, index: int) -> bool:
         return self.now >= self._begins[index]
-
-    def capacity(self) -> str:
-        return "there is room for 1"
-
-    def interrupt(self, index: int, number: float) -> None: ...
-
-    def updated(self, index: int, seconds: float) -> float | None:
-        return None
-
-    def last_words(self, index: int) -> str:
-        return ""
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def close(self) -> None: ...
 
 
 def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +55,6 @@ def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.Monkey
 
 
 def test_the_time_of_a_call_begins_when_its_worker_turns_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with what it did before, nor with what it did not do."""
     pool = Clocked(monkeypatch, decode=1.5)
     crew = Crew(pool, patience=PATIENCE)
     crew.everyone("decode")

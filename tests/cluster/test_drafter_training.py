@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,26 +267,6 @@ def test_a_training_at_rest_delays_nothing(home: Path, plain: str) -> None:
 # -- idle workers ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_evaluation_is_gone_on_with(home: Path, plain: str) -> None:
-    """By the next idle worker, be it in another rollout."""
-    evaluate = ThreadWorker.evaluate_drafter
-    parts: list[Evaluation] = []
-
-    def impatient(self: ThreadWorker, start: Any, number: float) -> Any:
-        if len(parts) % 3 < 2:
-            self.interrupt(number)
-        part = evaluate(self, start, number)
-        assert part
-        parts.append(part)
-        return part
-
-    with patch.object(ThreadWorker, "evaluate_drafter", impatient):
-        digest, training, _ = train(config_of(home, "adaptive"), better=1.0)
-    assert digest == plain
-    assert training.version > 0
-    assert any(part.interrupted for part in parts)
-
-
 @pytest.mark.parametrize("acceptances", [[0.9, 0.1, 0.9, 0.1], [0.9, 0.1, 0.1, 0.9]])
 def test_older_data_are_dropped_everywhere_once_the_task_has_changed(home: Path, acceptances: list[float]) -> None:
     calls: list[Any] = []
@@ -376,7 +355,6 @@ def test_a_candidate_is_published_to_all_who_are_there(home: Path) -> None:
 
 
 def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
-    """What it had trained does not count for the next candidate; a call that was under way is awaited no more."""
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     training.next_call(0, [0], 0.5)
@@ -411,13 +389,6 @@ def test_a_schedule_that_fails_is_asked_no_more(home: Path, method: str) -> None
     calls.taken()
     assert not training.next_call(0, [0], 0.5)
     assert calls.taken() == []
-
-
-def test_a_schedule_that_fails_costs_speed_alone(home: Path, plain: str) -> None:
-    with schedule_fails("evaluated"):
-        digest, training, _ = train(config_of(home, "adaptive"))
-    assert digest == plain
-    assert not training.is_on
 
 
 def test_a_cluster_that_fails_is_no_fault_of_the_training(home: Path) -> None:
@@ -471,32 +442,7 @@ def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: 
     assert not all(worker.spot.trainer for worker in pool.workers)
 
 
-@contextmanager
-def spoiled() -> Iterator[None]:
-    real = SpotTrainer.train
-
-    def spoil(self: SpotTrainer, *arguments: Any) -> Any:
-        report = real(self, *arguments)
-        for tensor in self.mean:
-            tensor.fill_(float("nan"))
-        return report
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(SpotTrainer, "train", spoil))
-        yield
-
-
-def test_a_drafter_that_turns_nan_is_never_published(home: Path, plain: str) -> None:
-    with spoiled():
-        digest, training, pool = train(config_of(home, "adaptive"))
-    assert digest == plain
-    assert training.version == 0
-    assert sum(method == "train_drafter" for _, method in pool.log) > 1, "training goes on"
-    assert all(worker.spot.trainer for worker in pool.workers)
-
-
 def test_rows_that_were_promised_to_one_that_is_lost_are_given_to_others(home: Path) -> None:
-    """Else the rollout waits for them for ever."""
     crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, config_of(home, "adaptive"))
     given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))

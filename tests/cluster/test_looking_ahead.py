@@ -52,7 +52,6 @@ def seeds(given: AheadWork | None) -> list[int]:
 
 
 def test_nothing_is_decoded_twice_and_nothing_too_far() -> None:
-    """Of two that are idle each gets every second one."""
     ahead = looking()
     ahead.begin(requests(0, 1), iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
     assert seeds(ahead.work(0, 1, 2)) == [10, 11, 22]
@@ -91,14 +90,6 @@ def test_what_is_expected_to_be_longest_comes_first(
     assert in_order_of(given, *found) == order
 
 
-def test_what_another_worker_has_comes_last() -> None:
-    ahead = looking(slots=4)
-    ahead.begin((), iter([requests(10, 11, 20, 21)]))
-    ahead.work(0, 1, 2)
-    ahead.add_slice(0, AheadSlice([known(10, 9, ended=False), known(11, 2, ended=False)], 0.5))
-    assert seeds(ahead.work(1, 1, 1)) == [20, 21, 10, 11]
-
-
 def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
     ahead = looking(known(10, 5), known(11, 5, ended=False))
     ahead.begin((), iter([requests(10, 11, 12)]))
@@ -107,14 +98,6 @@ def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
     assert given
     assert given.rollout == 7
     assert [(a.seed, len(a.tokens)) for a in given.drafts] == [(11, 5), (10, 5)], "its own, and those of its siblings"
-
-
-def test_those_who_are_idle_share_what_there_is() -> None:
-    ahead = LookingAhead(64, 2, 1000)
-    ahead.begin(requests(0), [requests(10, 11, 12), requests(20, 21, 22)])
-    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 21]
-    assert sorted(seeds(ahead.work(1, 1, 2))) == [12, 20, 22]
-    assert sorted(seeds(ahead.work(0, 1, 2))) == [10, 11, 21], "it goes on with what it has"
 
 
 def test_who_has_come_back_holds_nothing() -> None:
@@ -136,14 +119,6 @@ def test_a_new_rollout_holds_nothing() -> None:
     assert seeds(ahead.work(1, 2, 1)) == [20, 21]
     ahead.begin((), iter([requests(20, 21)]))
     assert seeds(ahead.work(0, 3, 1)) == [20, 21]
-
-
-def test_only_what_is_new_counts_as_decoded() -> None:
-    ahead = looking(known(10, 5, ended=False))
-    ahead.add_slice(0, AheadSlice([known(10, 8), known(11, 4)], 0.5))
-    ahead.add_slice(1, AheadSlice([known(11, 3, ended=False)], 0.5))
-    assert ahead.since_last() == 3 + 4
-    assert ahead.since_last() == 0
 
 
 def end(ahead: LookingAhead) -> None:
@@ -182,19 +157,6 @@ def dealt(ahead: LookingAhead, given: Sequence[int], workers: int) -> list[list[
 
 def test_with_nothing_known_whole_groups_in_their_order() -> None:
     assert dealt(looking(), [10, 11, 0, 12, 1], 2) == [[10, 11, 12], [0, 1]]
-
-
-def test_shares_of_as_many_rounds_longest_first() -> None:
-    """60 | 50, then 40 to the second, 30 to the first, 20 to the first of two alike; that is full: 10 to the second."""
-    found = {0: 10, 1: 50, 2: 30, 10: 40, 11: 20, 12: 60}
-    ahead = looking(*(known(seed, length) for seed, length in found.items()))
-    assert dealt(ahead, list(found), 2) == [[12, 11], [2], [1, 0], [10]]
-
-
-def test_no_share_has_more_rows_than_is_fair() -> None:
-    found = {0: 100, 10: 3, 20: 2, 30: 1}
-    ahead = looking(*(known(seed, length) for seed, length in found.items()))
-    assert dealt(ahead, list(found), 2) == [[0], [30], [10], [20]]
 
 
 def test_rounds_are_those_that_are_drafted_and_those_that_are_not() -> None:
@@ -312,7 +274,6 @@ def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Req
 
 
 def test_those_who_are_idle_decode_the_next_step_while_rewards_are_computed(tmp_path: Path) -> None:
-    """Where that took a while before the last update."""
     coordinator, pool, _ = crewed(tmp_path)
     coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))

@@ -70,7 +70,6 @@ def run(rollout: Any, steps: int) -> None:
 
 
 def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path) -> None:
-    """From a random drafter, as soon as there was a step before. The engine drafts with what is published."""
     plain, trained = make(tiny_config(tmp_path)), make(config_of(tmp_path))
     training, published = training_of(trained), []
     assert "eagle" in trained.engine.drafters.usable

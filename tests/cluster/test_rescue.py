@@ -66,7 +66,6 @@ def ends_with_an_error_and_is_saved(config: Config) -> None:
 def test_workers_that_raise_lose_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amid: str, which: tuple[int, ...]
 ) -> None:
-    """Of as many of them as there are, before any weight has changed."""
     config = config_of(tmp_path)
 
     def decodes(worker: ThreadWorker, *arguments: Any) -> None:

@@ -55,7 +55,6 @@ def test_what_fails_without_a_signal_fails() -> None:
 
 @pytest.mark.parametrize("rays", [True, False])
 def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
-    """As while a run ends; whether Ray's handler hears it or the run's."""
     noted = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
     try:
@@ -69,7 +68,6 @@ def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
 
 
 def test_who_notes_signals_by_a_pipe_notes_these_too() -> None:
-    """As asyncio does, whose handler in Python does nothing."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

@@ -27,7 +27,6 @@ def decoded(worker: Worker, rollout: int, *requests: Request) -> dict[int, list[
 
 
 def test_a_sibling_that_comes_after_the_cache_was_released_is_decoded_as_on_its_own(tmp_path: Path) -> None:
-    """As where an update came between two of a rollout's calls."""
     folder = tmp_path / "model"
     worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
     first, late = request((7, 8, 9, 10), 10, 4), request((7, 8, 9, 10), 11, 12)
@@ -90,7 +89,6 @@ def test_what_has_not_ended_goes_on_with_the_next_call(folder: Path) -> None:
 
 
 def test_what_an_older_target_said_is_not_its_own(folder: Path) -> None:
-    """Nor does it count as decoded where it is wanted before it began."""
     worker = looking(folder)
     old = [known(FIRST, [1, 2, 3], version=-1), known(SECOND, [1], version=-1, ended=False)]
     worker.interrupt(5)
@@ -130,7 +128,6 @@ def test_what_another_worker_found_since_is_not_overwritten(folder: Path, how: s
 
 
 def test_a_worker_that_took_the_state_of_another_trains_on_what_it_decodes(tmp_path: Path) -> None:
-    """Not only from the next sync on: it would give up training for good."""
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"}, cluster={"workers": 2})
     old, new = (Worker(config, 1, config.model.path) for _ in range(2))
     old.sync(1)
@@ -201,7 +198,6 @@ def test_nothing_is_left_of_an_early_update_without_the_memory(folder: Path) -> 
 @EITHER
 @pytest.mark.parametrize("seconds", [AT_ONCE, ALL])
 def test_a_worker_that_takes_a_state_forgets_its_early_shards(folder: Path, seconds: float, epochs: int) -> None:
-    """Because they are of other weights."""
     worker = updating(folder, epochs)
     worker.early_update(0, SHARD, seconds)
     assert not has_nothing_early(worker)

@@ -91,6 +91,17 @@ class Killer(Display):
         self.killed += 1
 
 
+def told(killer: Killer) -> Any:
+    """The killer is told the folder of the run's pool."""
+    real = remote.join
+
+    def join(pool: Any, *rest: Any) -> Any:
+        killer.folder = pool.folder
+        return real(pool, *rest)
+
+    return patch.object(remote, "join", join)
+
+
 @pytest.fixture(scope="module")
 def shm() -> Callable[[], set[str]]:
     """What is there since; Ray makes no `multiprocessing` semaphores, but tests that run beside these do."""
@@ -104,15 +115,12 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
-    """Of a resumed run, and the checkpoint that it went on from is gone by the time of the second."""
     run = {"save_every": 1, "keep": 1}
     in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
     killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0})
-    pools: list[Any] = []
     real = remote.join
 
     def join(pool: Any, *rest: Any) -> Any:
-        pools.append(pool)
         killer.folder = pool.folder
         assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
         return real(pool, *rest)
@@ -134,13 +142,8 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
 @pytest.mark.parametrize("moment", [(1, "rollout"), (1, "update")])
 def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
     """Its process is stopped, not dead: no call to it fails."""
-    killer, real = Killer({moment: 0.0}, signal.SIGSTOP), remote.join
-
-    def join(pool: Any, *rest: Any) -> Any:
-        killer.folder = pool.folder
-        return real(pool, *rest)
-
-    with patch.object(remote, "join", join):
+    killer = Killer({moment: 0.0}, signal.SIGSTOP)
+    with told(killer):
         config = config_of(home, 2, "disturbed", cluster={"patience": 5.0}, run={"save_every": 1})
         disturbed = run_module.train(config, False, killer)
     assert killer.killed == 1
@@ -165,15 +168,10 @@ def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
             if (step, name) in self.moments:
                 self.kill()
 
-    killer, real = Steers({(1, "rollout"): 0.0}), remote.join
-
-    def join(pool: Any, *rest: Any) -> Any:
-        killer.folder = pool.folder
-        return real(pool, *rest)
-
+    killer = Steers({(1, "rollout"): 0.0})
     config = config_of(home, 2, "disturbed", run={"save_every": 1})
     with (
-        patch.object(remote, "join", join),
+        told(killer),
         pytest.raises(ClusterError, match=r"control process at .* does not answer") as lost,
     ):
         run_module.train(config, False, killer)
@@ -210,15 +208,10 @@ def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
 def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpoint(home: Path) -> None:
     train, run = {"steps": 3, "shard": True}, {"save_every": 1}
     expected = run_module.train(config_of(home, 2, "undisturbed", train=train, run=run), False, quiet())
-    killer, real = Killer({(1, "update"): 0.0}), remote.join
-
-    def join(pool: Any, *rest: Any) -> Any:
-        killer.folder = pool.folder
-        return real(pool, *rest)
-
+    killer = Killer({(1, "update"): 0.0})
     config = config_of(home, 2, "disturbed", train=train, run=run)
     began = time.monotonic()
-    with patch.object(remote, "join", join), pytest.raises(ClusterError, match=r"lost during .*its shard"):
+    with told(killer), pytest.raises(ClusterError, match=r"lost during .*its shard"):
         run_module.train(config, False, killer)
     assert killer.killed == 1
     assert marked(killer.folder) == []

@@ -234,21 +234,6 @@ def test_tools_of_rows_are_not_lost_without_a_word(
     assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
 
 
-def test_templates_are_tried_once_for_each_sequence_of_roles(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    real = tokenizer.apply_chat_template
-    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
-    encode = encoder(tokenizer, DataConfig(path="-", chat=True))
-    encode("a")
-    first = len(calls)
-    for word in "bcdef":
-        encode(word)
-    assert len(calls) == first + 5
-    encode([USER, said("assistant", "b"), USER])
-    assert len(calls) > first + 6
-
-
 def test_templates_are_tried_on_later_messages_with_other_keys(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", EVERY)
     encode = encoder(tokenizer, DataConfig(path="-", chat=True))

@@ -93,33 +93,12 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str
     assert f"{tmp_path / 'rows.jsonl'}, line 3 {said}" in message
 
 
-def test_bytes_that_are_no_text_are_named_by_file(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"question": "fine"}\n{"question": "\xff"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl"):
-        load_prompts(DataConfig(path=str(path)), encode)
-
-
-@pytest.mark.parametrize("lines", [(), ("", " ")])
-def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    assert "rows.jsonl contains no prompts" in refusal(tmp_path, *lines)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no file .*nowhere\.jsonl"):
-        load_prompts(DataConfig(path=str(tmp_path / "nowhere.jsonl")), encode)
-
-
 def test_a_prompt_at_the_limit_is_taken_and_one_beyond_it_refused(tmp_path: Path) -> None:
     rows = ('{"question": "1234567"}', '{"question": "12345678"}')
     assert len(load(tmp_path, *rows, max_prompt_tokens=8)) == 2
     assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in refusal(
         tmp_path, *rows, max_prompt_tokens=7
     )
-
-
-def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
-    assert "prompt 0 is empty" in refusal(tmp_path, '{"question": ""}')
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
@@ -402,7 +381,6 @@ def test_tasks_that_are_free_text_are_no_metrics(
 
 
 def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
-    """As verl has them."""
     messages = [{"role": "user", "content": "what?"}]
     row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "dotted"}
     path = write(tmp_path, json.dumps(row))

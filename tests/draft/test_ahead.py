@@ -80,16 +80,6 @@ def test_a_full_chain_doubles_and_a_miss_halves() -> None:
     assert chain(look) == old[34:38]
 
 
-def test_a_chain_that_is_shortened_from_outside_is_full_at_its_end() -> None:
-    old = list(range(1, 500))
-    look = looking(ahead(7, old))
-    assert chain(look, most=8) == old[:8]
-    look.commit(0, [*old[:4], old[4]])
-    assert len(chain(look)) == 32, "cut off, by a stop, say: it counts as a miss"
-    look.commit(0, old[5:38])
-    assert len(chain(look)) == 64
-
-
 def test_it_is_found_again_where_tokens_were_left_out_or_put_in() -> None:
     old = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
     for new in ([10, 14, 15, 16, 17], [10, 500, 501, 502, 14, 15, 16, 17], [10, 11, 12, 11, 14, 15, 16, 17]):
@@ -97,15 +87,6 @@ def test_it_is_found_again_where_tokens_were_left_out_or_put_in() -> None:
         for token in new:
             look.commit(0, [token])
         assert chain(look) == [18, 19, 20, 21]
-
-
-def test_of_several_places_the_nearest() -> None:
-    again = [1, 2, 3, 4]
-    old = [*again, 50, *range(100, 130), *again, 60, *range(200, 230), *again, 70, 71]
-    look = looking(ahead(7, old))
-    for token in [900, *old[1:35], *again]:
-        look.commit(0, [token])
-    assert chain(look)[:1] == [60]
 
 
 def test_its_own_response_goes_before_that_of_a_sibling() -> None:
@@ -131,30 +112,8 @@ def test_a_sibling_tells_what_its_own_does_not() -> None:
     assert chain(look) == [], "another prompt's is not looked at"
 
 
-def test_a_place_where_nothing_follows_is_none() -> None:
-    """A sibling that goes on, or an earlier place, tells more than an end."""
-    again = [1, 2, 3, 4]
-    for known, follows in (
-        ([ahead(7, [9, 9, *again]), ahead(8, [50, 51, *again, 60, 61])], [60, 61]),
-        ([ahead(7, [9, *again, 60, 61, *again])], [60, 61, *again]),
-    ):
-        look = looking(*known)
-        for token in [*range(700, 708), *again]:
-            look.commit(0, [token])
-        assert chain(look) == follows[:4]
-
-
 def test_a_row_without_its_own_is_not_drafted_by_a_siblings() -> None:
     assert looking(ahead(8, [1, 2, 3, 4, 5, 6]), row=Row(request(7))).offers() == [0]
-
-
-def test_where_tokens_were_left_out_before_the_nearest_is_further_on() -> None:
-    again = [1, 2, 3, 4]
-    old = [*range(100, 160), *again, 50, *range(200, 240), *again, 60, 61]
-    look = looking(ahead(7, old))
-    for token in [100, *old[56:101], 999, *again]:
-        look.commit(0, [token])
-    assert chain(look)[:1] == [60]
 
 
 def test_what_is_left_is_of_its_own_alone() -> None:
@@ -169,14 +128,6 @@ def test_what_is_left_is_of_its_own_alone() -> None:
     assert (found.seed, found.prompt, found.version, found.ended) == (7, (0,), 1, False)
 
 
-def test_where_a_row_has_just_parted_the_rest_is_what_should_follow() -> None:
-    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]))
-    look.commit(0, [1, 2, 99])
-    assert look.rest(0) == [4, 5, 6]
-    look.commit(0, [98])
-    assert look.rest(0) == [5, 6]
-
-
 def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     look = looking(ahead(7, [1, 2, 3]))
     look.commit(0, [1, 2])
@@ -185,14 +136,6 @@ def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     for token in (1, 2, 3, 1, 2, 3):
         look.commit(0, [token])
     assert chain(look) == []
-
-
-def test_beyond_what_is_known_nothing_is_guessed() -> None:
-    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 1, 2, 3, 4, 8, 8]))
-    look.commit(0, [1, 2, 3, 4, 5, 6, 7])
-    for token in (1, 2, 3, 4):
-        look.commit(0, [token])
-        assert chain(look) == []
 
 
 def test_a_row_that_comes_back_is_taken_up_where_it_stands() -> None:

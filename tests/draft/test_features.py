@@ -128,29 +128,6 @@ def test_rows_are_written_in_one_call() -> None:
     assert window.read(2, 0, 2)[1].tolist() == [6, 5]
 
 
-def test_reading_between_rounds_or_not_makes_no_difference() -> None:
-    """To the bit, over rings that fill up several times: the ring itself, as a drafter reads it, too."""
-    generator = torch.Generator().manual_seed(0)
-    eager, lazy = (FeatureWindow(FeatureLayout((0,), 5), 3, torch.float32, CPU) for _ in range(2))
-    for window in (eager, lazy):
-        for _ in range(3):
-            window.append(A_ROW, kept=0)
-    for turn in range(400):
-        grown = torch.randint(0, 4, (3,), generator=generator).tolist()
-        rows = [row for row in range(3) for _ in range(grown[row])]
-        positions = [eager.length[row] + i for row in range(3) for i in range(grown[row])]
-        features = torch.randn(len(rows), 6, generator=generator)
-        tokens = torch.randint(9, (len(rows),), generator=generator).tolist()
-        for window in (eager, lazy):
-            window.write(rows, positions, features, tokens)
-        assert eager.length == lazy.length
-        assert eager.features.isfinite().all()
-        if turn % 97 == 96:
-            assert torch.equal(eager.features, lazy.features)
-            assert torch.equal(eager.tokens, lazy.tokens)
-    assert min(eager.length) > 3 * eager.capacity
-
-
 def test_what_is_read_is_a_copy() -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
     window.append(A_ROW, kept=0)
@@ -254,17 +231,6 @@ def test_the_harvest_is_what_transformers_computes(model: Model, window: int, dr
         assert covered == set(range(first, entries)), "every entry comes out"
 
 
-def test_the_harvest_does_not_depend_on_what_was_drafted(model: Model) -> None:
-    def entries(drafter: str) -> set[tuple[int, int, int]]:
-        _, responses, items = run(model, requests(), 16, drafter)
-        found = by_response(items, responses)
-        return {
-            (seed, i.start + k, int(t)) for seed, mine in found.items() for i in mine for k, t in enumerate(i.tokens)
-        }
-
-    assert entries("eagle") == entries("plain")
-
-
 class Replay(NodeDrafter):
     """Goes on as responses did that nothing stopped."""
 
@@ -298,14 +264,7 @@ def test_nothing_is_kept_of_a_stop_token_that_was_drafted(model: Model) -> None:
         assert mine[-1].start + len(mine[-1].tokens) == entries
 
 
-def test_the_harvest_names_version_and_prompt(model: Model) -> None:
-    _, responses, items = run(model, requests(), 16)
-    assert {item.target_version for item in items} == {model.decoder.version}
-    assert {item.prompt_length for item in items} == {len(r.request.prompt.token_ids) for r in responses}
-
-
 def test_a_preempted_response_is_harvested_too(model: Model) -> None:
-    """What was given away is not given again; what fell out of the window while it waited is lost."""
     engine, responses, items = run(model, requests(8, new_tokens=60), 8, bound_tokens=180, max_rows=8)
     assert engine.stats.preemptions > 0
     assert engine.layout is not None
@@ -320,7 +279,6 @@ def test_a_preempted_response_is_harvested_too(model: Model) -> None:
 
 @pytest.mark.parametrize("longest", [30, 150])
 def test_siblings_that_copied_their_prompt_are_harvested_as_their_own(model: Model, longest: int) -> None:
-    """Also where the row they copied from is so far on that its ring has lost the prompt."""
     prompt = Prompt(0, "", tuple(range(11)) * 2)
     asked = [Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)]
     engine, responses, items = run(model, asked, 8, max_rows=2)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 
 from tlt.draft.drafter import Node
@@ -119,15 +118,6 @@ def test_a_long_match_beats_a_short_one() -> None:
     assert set(offers(drafter, live)) == {50}
 
 
-def test_the_newest_epoch_comes_first_when_there_are_more_matches_than_are_looked_at() -> None:
-    drafter, live = SuffixDrafter(LOTS), request(epoch=2)
-    decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
-    decoded(drafter, request(epoch=1), [1, 2, 40] * 40)
-    drafter.open(live, [])
-    commit(drafter, live, [7, 1, 2])
-    assert set(offers(drafter, live)) == {40}
-
-
 def test_the_newest_matches_of_an_epoch_are_looked_at() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     decoded(drafter, request(index=1), [1, 2, 30] * 20 + [1, 2, 40] * 16)
@@ -155,15 +145,6 @@ def test_counts_and_escape_make_the_law() -> None:
     drafter.open(live, [])
     commit(drafter, live, [6, 1, 2])
     assert offers(drafter, live) == pytest.approx({3: 2 / 4.5, 4: 1 / 4.5})
-
-
-def test_a_short_text_is_not_taken_for_a_long_match() -> None:
-    """Two tokens are all there is: they count as a match of two, with its escape of 1.5, and not of eight."""
-    drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
-    decoded(drafter, request(prompt=(5,), index=1), [1, 2])
-    drafter.open(live, [])
-    commit(drafter, live, [1])
-    assert offers(drafter, live) == pytest.approx({2: 1 / 2.5})
 
 
 @given(
@@ -284,11 +265,3 @@ def test_a_request_decoded_anew_starts_from_what_it_has_now() -> None:
     decoded(drafter, request(prompt=(5, 6), index=1), [7, 8])
     drafter.open(live, [])
     assert 7 in offers(drafter, live)
-
-
-def test_tensors_have_the_dtypes_the_tree_expects() -> None:
-    drafter, live = SuffixDrafter(LOTS), request()
-    drafter.open(live, [1, 2, 3, 1, 2])
-    out = drafter.propose([Node(live, [1, 2, 3, 1, 2], ())])
-    assert out.ids is not None
-    assert (out.ids.dtype, out.log_q.dtype) == (torch.int64, torch.float32)

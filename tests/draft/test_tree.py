@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from tlt.draft.calibration import _EDGES, Calibration
+from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Drafter, Level, Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
 from tlt.draft.tree import DraftTree, NoiseOf, Roots, _cut, _grow_trees, _Grown, grow, stack
@@ -159,7 +159,6 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
 @given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: bool, garbage: bool) -> None:
-    """What is quicker for chains alone gives what grows trees, also where a drafter goes on at dead nodes."""
 
     class Eager(TableDrafter):
         def predict(self, level: Level) -> Candidates:
@@ -173,27 +172,14 @@ def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: b
         assert trees_of(Eager(seed, listed, garbage), rows, strategy) == chains
 
 
-def test_a_listing_and_the_whole_vocabulary_give_the_same_tree() -> None:
-    class Listing(TableDrafter):
-        def propose(self, nodes: Sequence[Node]) -> Offer:
-            whole = super().propose(nodes)
-            return whole._replace(ids=torch.arange(VOCAB).expand(len(nodes), VOCAB))
-
-    strategy, rows = Strategy("table", 4, 3, 20), [(request(), [5])]
-    whole = trees_of(TableDrafter(3, listed=False), rows, strategy)
-    assert trees_of(Listing(3, listed=False), rows, strategy) == whole
-
-
 @pytest.mark.parametrize(("new_tokens", "deepest"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
 def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepest: int) -> None:
-    """Of `new_tokens`, one is committed and the last one is the bonus token at best."""
     (tree,) = trees_of(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy("table", 5, 2, 50))
     assert max(tree.depths) == deepest
 
 
 @pytest.mark.parametrize("branching", [1, 3])
 def test_nothing_follows_a_stop_token(branching: int) -> None:
-    """Of the row that it stops; it may itself be drafted."""
     stopped = replace(request(), sampling=replace(request().sampling, stop_token_ids=(3,)))
     strategy, leaves, inner = Strategy("table", 5, branching, 1000), 0, 0
     for seed in range(20):
@@ -216,18 +202,6 @@ def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float, branc
     assert tree == DraftTree([5])
 
 
-def test_one_bad_row_does_not_stop_another() -> None:
-    class HalfBad(TableDrafter):
-        def propose(self, nodes: Sequence[Node]) -> Offer:
-            scores = torch.zeros(len(nodes), VOCAB)
-            scores[[node.committed == [1] for node in nodes]] = math.nan
-            return Offer(None, scores)
-
-    bad, good = trees_of(HalfBad(0, False), [(request(), [1]), (request(), [2])], Strategy("table", 2, 2, 8))
-    assert len(bad.tokens) == 1
-    assert len(good.tokens) > 2
-
-
 # -- chances and what is kept ------------------------------------------------------------------------------------------
 
 
@@ -244,23 +218,6 @@ def test_before_anything_is_counted_a_chance_falls_with_the_place(scores: list[f
     chances = Calibration().table[cells([*scores, -math.inf])].tolist()
     assert all(0 < chance < 1 for chance in chances)
     assert chances == sorted(chances, reverse=True)
-
-
-@given(
-    scores=st.lists(st.floats(-9, 9), min_size=2, max_size=6, unique=True),
-    depth=st.integers(0, 3),
-    branching=st.integers(1, 5),
-)
-@settings(deadline=None)
-def test_a_cell_tells_depth_place_and_lead_apart(scores: list[float], depth: int, branching: int) -> None:
-    """The best child's lead is over the next one; the others' is over the best, so it is negative."""
-    known, ranked = Calibration(), sorted(scores, reverse=True)
-    found = known.cells(None, depth, np.array([[ranked]]), branching)[0, 0].tolist()
-    assert len(found) == min(branching, len(scores))
-    for place, where in enumerate(found):
-        lead = ranked[0] - ranked[1] if place == 0 else ranked[place] - ranked[0]
-        slot = sum(edge < lead for edge in _EDGES)
-        assert where == (depth * 4 + min(place, 3)) * (len(_EDGES) + 1) + slot
 
 
 def test_kinds_of_guess_are_counted_apart() -> None:

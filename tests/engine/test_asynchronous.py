@@ -149,18 +149,6 @@ def test_an_engine_that_cannot_begin_anew_says_so_to_each_and_hangs_nobody(engin
     served.close()
 
 
-def test_a_caller_who_gives_up_disturbs_nobody(served: AsyncEngine) -> None:
-    async def ask() -> None:
-        tasks = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]
-        await asyncio.sleep(0.005)
-        tasks[0].cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(outcomes[0], asyncio.CancelledError)
-        assert not any(isinstance(outcome, BaseException) for outcome in outcomes[1:])
-
-    asyncio.run(ask())
-
-
 def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
     seen: list[bool] = []
 
@@ -201,7 +189,6 @@ def test_idle_time_that_fails_costs_nobody_an_answer(engine: Engine, caplog: pyt
 
 
 def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: AsyncEngine) -> None:
-    """As docs/verl.md has it, but without interrupting them first."""
 
     async def ask() -> None:
         asked = [asyncio.create_task(served.generate(r)) for r in requests(max_new_tokens=300, stop_token_ids=())]
@@ -211,16 +198,6 @@ def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: Async
         for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30):
             assert "restarted during this request" in str(outcome)
         assert (await asyncio.wait_for(served.generate(requests()[0]), 30)).token_ids
-
-    asyncio.run(ask())
-
-
-def test_requests_that_go_on_are_not_told_anything(served: AsyncEngine) -> None:
-    async def ask() -> None:
-        asked = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]
-        for _ in range(20):
-            await served.between_rounds(lambda engine: None)
-        assert all(response.token_ids for response in await asyncio.gather(*asked))
 
     asyncio.run(ask())
 
@@ -243,7 +220,6 @@ def test_an_engine_that_is_closed_leaves_nobody_waiting(engine: Engine) -> None:
 
 
 def test_what_a_caller_gave_up_is_decoded_no_further(served: AsyncEngine) -> None:
-    """And the same may be asked again, by somebody else too."""
 
     async def ask() -> None:
         one, other, *_ = requests(max_new_tokens=400, stop_token_ids=())

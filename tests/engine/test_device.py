@@ -98,7 +98,6 @@ def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target
 
 
 def test_a_hidden_copy_to_the_host_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above relies on."""
     with fake_gpu(monkeypatch):
         there = torch.ones(3, device=device())
         for copy in (there.tolist, there[0].item, there.any().__bool__, there.cpu().numpy):
@@ -108,28 +107,8 @@ def test_a_hidden_copy_to_the_host_raises(monkeypatch: pytest.MonkeyPatch) -> No
             there + torch.ones(3)
 
 
-LARGE = {
-    "7B": {
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "num_layers": 28,
-        "num_heads": 28,
-        "num_kv_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 18_944,
-        "max_positions": 32_768,
-    },
-    "32B": {
-        "vocab_size": 152_064,
-        "hidden_size": 5120,
-        "num_layers": 64,
-        "num_heads": 40,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 27_648,
-        "max_positions": 32_768,
-    },
-}
+SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
+LARGE = {"7B": (3584, 28, 28, 4, 18_944), "32B": (5120, 64, 40, 8, 27_648)}
 """the shapes of Qwen2.5, with tied heads"""
 
 
@@ -137,7 +116,8 @@ LARGE = {
 @pytest.mark.parametrize("size", LARGE)
 def test_rounds_of_a_large_model(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     with fake_gpu(monkeypatch):
-        shape = LARGE[size]
+        shape = dict(zip(SIZES, LARGE[size], strict=True))
+        shape |= {"vocab_size": 152_064, "head_dim": 128, "max_positions": 32_768}
         target = decoder(torch.bfloat16, **shape)
         engine = engine_for(target, STRATEGIES["eagle chain"], "eagle1", kv_memory_mb=8192, max_rows=64)
         engine.start(requests(64, 40))

@@ -154,7 +154,6 @@ def test_what_is_parked_takes_a_bounded_part_of_host_memory(monkeypatch: pytest.
 
 
 def test_what_is_parked_is_bounded() -> None:
-    """By what the cache may hold. A row that had to go begins anew."""
     store, rng = AheadStore(10**6), random.Random(0)
     looking = engine(store, PLAIN, kv_tokens=140)
     began: set[int] = set()
@@ -184,17 +183,6 @@ def test_a_request_whose_step_has_come_begins_anew() -> None:
     assert looking.parking.row(due.seed) is None
     looking.look_ahead([other])
     assert looking.parking.row(unwanted.seed) is None, "nobody asks for it any more"
-
-
-def test_few_rows_are_begun_in_a_round() -> None:
-    """A worker that decodes ahead may be wanted for something else."""
-    looking = engine(AheadStore(10**6), PLAIN, max_rows=12)
-    looking.look_ahead([r for r in requests() if r.sampling.max_new_tokens > 7])
-    seen: list[int] = []
-    while looking.looks_ahead and len(seen) < 2:
-        looking.round()
-        seen.append(len(looking.rows))
-    assert seen == [4, 8]
 
 
 def test_a_row_goes_on_with_what_is_left_of_its_older_response() -> None:

@@ -16,7 +16,6 @@ from small import Target, cache_for, reference
 from torch import Tensor
 
 import tlt.engine.engine
-from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import Strategy
@@ -120,23 +119,6 @@ def test_rows_find_their_prompt_in_the_free_places_or_at_a_sibling() -> None:
     live = row(a, 12)
     kept, fresh, copies = place_new_rows([row(a, 13)], [live], cache)
     assert (len(kept), len(fresh), len(copies)) == (0, 0, 1), "place 1 holds another prompt, but a sibling is live"
-
-
-def outgrown(engine: Engine) -> None:
-    """A long row (a prompt of 20, 300 tokens to come) beside a short one that ends; then it outgrows the slots."""
-    engine.start([request([1, 2] * 10, 0, 300), request((4, 0, 2, 2, 1), 10, 5)])
-    for _ in range(200):
-        engine.round()
-
-
-def test_a_sibling_that_comes_after_its_slot_was_given_up_is_prefilled() -> None:
-    engine = small.build(TARGET)
-    outgrown(engine)
-    late, prefilled = request((4, 0, 2, 2, 1), 11, 12), engine.stats.prefill_tokens
-    engine.submit([late])
-    (found,) = [r for _ in range(12) for r in engine.round() if r.request is late]
-    assert engine.stats.prefill_tokens - prefilled == 4
-    assert found.token_ids == reference(TARGET, [late])[0].token_ids
 
 
 @pytest.mark.parametrize("leaves", [1, 2])
@@ -339,15 +321,3 @@ def test_a_draft_that_leads_to_what_is_not_finite_changes_no_token(strategy: Str
     for right, want in zip(good, reference(TARGET, good), strict=True):
         assert found[right.seed].token_ids == want.token_ids
         assert found[right.seed].logprobs == pytest.approx(want.logprobs, abs=1e-9)
-
-
-def test_slots_read_zeros_where_they_were_wiped() -> None:
-    store = SlotAttention(cache_for(TARGET.decoder, 100).store.shape)
-    store.resize(2, 8)
-    for tensor in store.layers:
-        tensor.fill_(torch.nan)
-    store.wipe(1, 3)
-    for tensor in store.layers:
-        assert tensor[:, 1, :, 3:].eq(0).all()
-        assert tensor[:, 1, :, :3].isnan().all()
-        assert tensor[:, 0].isnan().all()

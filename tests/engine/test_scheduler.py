@@ -162,21 +162,6 @@ def test_the_largest_request_that_fits_runs_to_its_end() -> None:
         row.tokens.append(0)
 
 
-def test_a_long_request_at_the_head_of_the_line_is_not_overtaken_by_short_ones() -> None:
-    scheduler = scheduler_of(200, max_rows=4, verify_tokens=1)
-    scheduler.submit([request(1, 10, 10), request(2, 100, 10), request(3, 1, 10)])
-    assert [row.request.seed for row in admit(scheduler)] == [1]
-    scheduler.rows.remove(0)
-    assert [row.request.seed for row in admit(scheduler)] == [2]
-
-
-def test_a_rows_cache_holds_all_of_its_tokens_but_the_last() -> None:
-    row = Row(request(1, 3, 10))
-    assert (row.kv_length, row.root, row.context) == (2, 1, (1, 1, 1))
-    row.tokens += [5, 6]
-    assert (row.kv_length, row.root, row.context) == (4, 6, (1, 1, 1, 5, 6))
-
-
 @pytest.mark.parametrize(("most", "begun"), [(16, [0, 0, 0, 4]), (8, [0, 2, 0, 2]), (3, [1, 1, 1, 1])])
 def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) -> None:
     """A prefill of one takes as long as one of four. A row ends before each round."""

@@ -135,6 +135,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         ("ab<|im_end|>ab", "<|im_end|>", "ab"),
         ("a<|end|>b ab", "ab", "ab ab"),
         ("ab\n<|im_end|>", "\n<|im_end|>", "ab\n"),
+        ("ab " * 30 + "日b and more", "ab " * 11 + "日b", "ab " * 30 + "日b"),  # long and late
     ],
 )
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

@@ -108,7 +108,6 @@ def play(
 
 
 def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
-    """By the world's own numbers, in a bucket that was timed with other rows."""
     world = World(right={"eagle": 0.3, "suffix": 0.7}, noise=0.0)
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.3})
     play(bandit, world, 4, 600)
@@ -122,38 +121,9 @@ def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
 
 @pytest.mark.parametrize(("rows", "seed"), [(1, 0), (1, 1), (4, 0), (16, 1), (64, 2)])
 def test_it_is_soon_near_the_best(rows: int, seed: int) -> None:
-    """What one row's round commits is a matter of luck, so there it takes longer to tell arms apart."""
     world, bandit = World(rng=random.Random(seed)), Bandit(ARMS, World().profile)
     assert play(bandit, world, rows, 600).regret < (0.1 if rows == 1 else 0.05)
     assert play(bandit, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)
-
-
-def test_depth_falls_as_rows_grow_and_plain_is_the_end() -> None:
-    world, bandit = World(per_token=0.06), Bandit(ARMS, World(per_token=0.06).profile)
-    deepest = []
-    for rows in ROWS:
-        arms = play(bandit, world, rows, 400).arms[-200:]
-        deepest.append(sorted(arm.depth for arm in arms)[100])
-    assert deepest == sorted(deepest, reverse=True)
-    assert deepest[0] >= 4
-    assert deepest[-1] <= 1
-
-
-@pytest.mark.parametrize(("rows", "factor"), [(1, 0.85), (4, 1.15), (16, 0.85), (64, 1.15)])
-def test_a_profile_that_is_wrong_is_unlearned(rows: int, factor: float) -> None:
-    """It says that drafting takes more, or less, than it does."""
-    world = World()
-    bandit = Bandit(ARMS, partial(world.profile, lambda arm: 1.0 if arm == PLAIN else factor))
-    play(bandit, world, 4, 300)  # what the drafters are worth is known from here
-    play(bandit, world, rows, 600)
-    assert play(bandit, world, rows, 600).regret < (0.1 if rows == 1 else 0.03)
-
-
-@pytest.mark.parametrize(("rows", "seed"), [(1, 0), (4, 1), (16, 2), (64, 0)])
-def test_where_no_drafter_is_any_good_plain_is_not_missed(rows: int, seed: int) -> None:
-    """Over 1,000 rounds, those included in which that is found out."""
-    world = World({"eagle": 0.05, "suffix": 0.02}, rng=random.Random(seed))
-    assert play(Bandit(ARMS, world.profile), world, rows, 1000).against_plain > 0.98
 
 
 def any_world(seed: int) -> tuple[World, Bandit]:
@@ -194,14 +164,6 @@ def test_where_a_drafter_is_much_better_little_of_it_is_missed(rows: int) -> Non
     assert min(shares) > 0.6
 
 
-def test_a_long_tail_costs_little() -> None:
-    """64 rows, fewer and fewer, the last one for long: a rollout's life, five times."""
-    world, bandit = World(catch_up=0.5), Bandit(ARMS, World().profile)
-    played = play(bandit, world, lambda turn: max(1, int(64 * 0.97 ** (turn % 200))), 1000)
-    assert played.regret < 0.08
-    assert played.against_plain > 1.3
-
-
 # -- what changes ------------------------------------------------------------------------------------------------------
 
 
@@ -225,33 +187,10 @@ def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
     assert play(bandit, world, rows, 300).regret < 0.05
 
 
-def test_time_that_an_unknown_drafter_lost_does_not_count_against_one_that_was_evaluated() -> None:
-    world = World()
-    bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
-    eagle, suffix = (next(arm for arm in ARMS if arm.drafter == name) for name in ("eagle", "suffix"))
-    for arm in [PLAIN] * 4 + [suffix] * 4:
-        bandit.choose(4, 300.0, BOTH)
-        bandit.record(RoundResult(arm, world.seconds(arm, 4), [1] * 4, scored=True))
-    assert bandit.tokens(suffix) < 1.1
-    assert bandit.tokens(eagle) == pytest.approx(1.6)
-
-
 def test_a_drafter_that_is_worse_than_its_evaluation_costs_little() -> None:
     world = World({"eagle": 0.05, "suffix": 0.0})
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
     assert play(bandit, world, lambda turn: 64 if turn % 120 < 80 else 4, 2400).against_plain > 0.98
-
-
-def test_short_chains_tell_of_long_ones() -> None:
-    """After a text in which only short chains paid, those that are right to their end say that longer ones would be."""
-    chains = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4, 6, 8))]
-    world = World({"eagle": 0.9, "suffix": 0.1})
-    bandit = Bandit(chains, lambda: {1: {arm: world.seconds(arm, 1) for arm in chains}})
-    play(bandit, world, 1, 300)
-    world.right["eagle"] = 0.4
-    assert statistics.median(arm.depth for arm in play(bandit, world, 1, 300).arms[100:]) <= 2
-    world.right["eagle"] = 0.98
-    assert statistics.median(arm.depth for arm in play(bandit, world, 1, 200).arms[60:]) >= 6
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -287,12 +226,6 @@ def test_one_that_gets_better_little_by_little_is_used_in_every_bucket() -> None
     assert sum(arm.drafter == "eagle" for arm in play(tuner, world, 1, 40).arms) > 30
 
 
-def test_a_slower_machine_changes_no_choice() -> None:
-    """Others use the processor: all rounds take twice as long."""
-    world, bandit = World(), Bandit(ARMS, partial(World().profile, lambda arm: 0.5))
-    assert play(bandit, world, 4, 600).regret < 0.05
-
-
 # -- hysteresis --------------------------------------------------------------------------------------------------------
 
 
@@ -323,12 +256,6 @@ def test_a_switch_that_costs_much_is_not_made_for_little() -> None:
     drafters = [arm.drafter for arm in found[1].arms]
     assert sum(a != b for a, b in itertools.pairwise(drafters)) < 60
     assert found[1].regret < 0.12
-
-
-def test_buckets_are_powers() -> None:
-    rows = [bucket_of(r, 100).rows for r in (1, 2, 3, 4, 5, 8, 9, 64, 65)]
-    assert rows == [0, 1, 2, 2, 3, 3, 4, 6, 7]
-    assert [bucket_of(1, c).context for c in (0.0, 1, 256, 257, 1024, 1025, 16384)] == [0, 0, 0, 1, 1, 2, 3]
 
 
 # -- what it must not do -----------------------------------------------------------------------------------------------
@@ -365,14 +292,6 @@ def test_one_slow_round_does_not_put_off_a_width_for_good() -> None:
         assert arm.ahead == 63
         seconds = 5.0 if turn == 0 else 1.0 + 0.03 * arm.nodes
         bandit.record(RoundResult(arm, seconds, [64], scored=True, ahead=[63]))
-
-
-def test_it_gives_only_strategies_that_it_named() -> None:
-    bandit = Bandit(ARMS, World().profile)
-    assert set(bandit.strategies) == set(ARMS)
-    assert bandit.strategies[0] == PLAIN
-    played = play(bandit, World(), lambda turn: 1 + turn * 7 % 90, 500)
-    assert set(played.arms) <= set(ARMS)
 
 
 def test_more_rows_than_were_profiled_and_fewer() -> None:
@@ -461,25 +380,6 @@ def test_a_look_ahead_is_used_where_that_is_faster(rows: int, per_token: float, 
     assert statistics.fmean(speed(arm, t) / most for (t, (arm, _)), most in zip(played, best, strict=True)) > 0.93
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_short_look_ahead_is_worth_its_own_length_alone(rows: int) -> None:
-    """One token that is surely right, where a wider pass takes longer: it is not taken for four."""
-    world = World({"eagle": 0.0, "suffix": 0.0}, per_token=0.4, noise=0.0)
-    offers = [1] * rows
-    for arm, current in play_ahead(looking(world), world, lambda turn: offers, 1.0, 150)[50:]:
-        assert expected_speed(world, arm, offers, 1.0) >= 0.99 * expected_speed(world, current, offers, 1.0)
-
-
-def test_one_row_with_a_look_ahead_among_many_is_drafted_by_it() -> None:
-    """Where a wider pass costs next to nothing; the others are drafted as they would be without."""
-    for right in ({"eagle": 0.0, "suffix": 0.0}, {"eagle": 0.8, "suffix": 0.4}):
-        world = World(right, per_token=0.0005, per_level={"eagle": 0.02, "suffix": 0.02})
-        played = play_ahead(looking(world), world, lambda turn: [63] + [0] * 15, 1.0, 200)[50:]
-        assert statistics.fmean(arm.ahead >= 16 for arm, _ in played) > 0.9
-        drafted = statistics.fmean(arm.drafter in BOTH for arm, _ in played)
-        assert drafted > 0.9 if right["eagle"] else drafted < 0.1
-
-
 def test_with_nothing_offered_it_does_as_before() -> None:
     world, other = World(), World()
     known, unknown = looking(world), Bandit(ARMS, other.profile, other.right)
@@ -516,14 +416,6 @@ def test_rows_with_a_look_ahead_teach_nothing_of_the_drafter() -> None:
     none.choose(2, 300.0, BOTH)
     none.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 5], True, [16, 4]))
     assert none.tokens(eagle) == before, "where all have one, it has learned nothing"
-
-
-def test_what_look_aheads_were_worth_survives_json() -> None:
-    world = World()
-    bandit, back = looking(world), looking(world)
-    play_ahead(bandit, world, lambda turn: [63] * 4, 0.0, 200)
-    back.load_state(json.loads(json.dumps(bandit.state())))
-    assert max(arm.ahead for arm, _ in play_ahead(back, world, lambda turn: [63] * 4, 0.0, 20)) <= 4
 
 
 # -- its state ---------------------------------------------------------------------------------------------------------
@@ -617,20 +509,6 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     one = model.chances(EAGLE, 4, [0.5])
     assert one[:2] == pytest.approx([(10 + 2 * 0.5) / 14, (7 + 2 * one[0]) / 12])
     assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
-
-
-def test_chains_of_any_depth_find_the_same_chances() -> None:
-    rng, true = random.Random(0), [0.9, 0.7, 0.8, 0.6]
-    model = AcceptanceModel()
-    for turn in range(400):
-        depth, tokens = 1 + turn % 4, []
-        for _ in range(50):
-            right = 0
-            while right < depth and rng.random() < true[right]:
-                right += 1
-            tokens.append(1 + right)
-        model.add(EAGLE, [depth] * 50, tokens)
-    assert model.chances(EAGLE, 4, [0.5]) == pytest.approx(true, abs=0.03)
 
 
 def test_acceptance_follows_a_change_and_keeps_drafters_apart() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -48,29 +47,3 @@ def test_the_walk_is_its_recursive_twin(tree: DraftTree, data: st.DataObject) ->
     assert not any(tree.parents[n] == path[-1] and tree.tokens[n] == sampled[path[-1]] for n in range(1, count)), (
         "the walk goes on while it can"
     )
-
-
-@given(tree=trees(), data=st.data())
-@settings(max_examples=200, deadline=None)
-def test_a_target_that_agrees_with_a_branch_is_led_down_all_of_it(tree: DraftTree, data: st.DataObject) -> None:
-    node = data.draw(st.integers(0, len(tree.tokens) - 1))
-    branch = [node]
-    while branch[0] != 0:
-        branch.insert(0, tree.parents[branch[0]])
-    sampled = [VOCAB] * len(tree.tokens)  # a token that stands nowhere in the tree
-    for above, below in pairwise(branch):
-        sampled[above] = tree.tokens[below]
-    assert walk(tree, sampled) == branch
-
-
-def test_a_token_of_another_branch_is_not_followed() -> None:
-    tree = DraftTree([0])
-    left, right = add_node(tree, 0, 1), add_node(tree, 0, 2)
-    add_node(tree, left, 1)
-    below_right = add_node(tree, right, 2)
-    assert walk(tree, [1, 2, 2, 0, 0]) == [0, left]
-    assert walk(tree, [2, 1, 2, 0, 0]) == [0, right, below_right]
-
-
-def test_plain_decoding_is_a_root_alone() -> None:
-    assert walk(DraftTree([5]), [5]) == [0]

@@ -141,20 +141,6 @@ def _by_the_model(model: Any, found: dict[str, Any], temperature: float) -> list
     return rows
 
 
-def test_loading_a_drafter_leaves_the_order_of_the_data_as_it_is(home: Path) -> None:
-    """TRL shuffles with torch's global generator."""
-    mine, states = Rollout(speculation=modes(home)["learned"]), []
-
-    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
-        before = torch.get_rng_state()
-        found = mine(prompts, trainer)
-        states.append(torch.equal(before, torch.get_rng_state()))
-        return found
-
-    run(home, rollout)
-    assert states == [True, True]
-
-
 def test_no_two_completions_of_a_run_share_their_noise(home: Path) -> None:
     """Several generations are made in one global step, and one prompt comes in several."""
     mine, seeds = Rollout(speculation={"drafter": "off"}), []
@@ -213,25 +199,6 @@ def test_lora_adapters_are_merged_and_the_base_stays_as_it_is(home: Path) -> Non
     assert merged.keys() == whole.keys()
     assert all(torch.allclose(merged[key], whole[key], rtol=0, atol=1e-12) for key in whole)
     assert not torch.equal(whole[f"{name}.weight"], base[f"{name}.weight"])
-
-
-def test_other_adapters_are_refused_by_their_name(home: Path) -> None:
-    shape = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(ValueError, match=r"does not support the adapter 'default' with use_dora"):
-        make(home, Rollout(), peft=shape).train()
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"min_p": 0.1}, "min_p"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
-        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_its_name(home: Path, changes: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"tlt in TRL does not support {name}"):
-        make(home, Rollout(), **changes).train()
 
 
 def test_a_model_that_the_decoder_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -215,7 +215,6 @@ def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
 
 
 def test_two_evaluations_in_one_step_are_alike_and_those_of_two_data_sets_share_no_noise(folder: Path) -> None:
-    """As after load_best_model_at_end, or of a dictionary of data sets; TRL says when each is over."""
     trainer, mine = FakeTrainer(folder), off()
     first = trainer.evaluate(mine, PROMPTS, PROMPTS)
     assert first[0] != first[1], "two batches"
@@ -255,7 +254,6 @@ def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path, counted: bool) -> None:
-    """By the step; and where it is the same, as after load_best_model_at_end, by the weights."""
     trainer, mine = FakeTrainer(folder), off()
     old = mine(PROMPTS, trainer)["completion_ids"]
     before, after = an_update(trainer)
@@ -274,7 +272,6 @@ def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path
 
 
 def test_a_change_too_small_for_a_norm_in_bfloat16_is_seen(folder: Path) -> None:
-    """Where the step is the same, as after load_best_model_at_end."""
     trainer, mine = FakeTrainer(folder), off()
     trainer.model.bfloat16()
     mine(PROMPTS, trainer)
@@ -464,6 +461,7 @@ def test_an_evaluation_is_kept_as_drafts_of_the_next_one_and_training_is_not(fol
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"max_completion_length": None}, "max_completion_length"),
         ({"temperature": 0}, "temperature"),
+        ({"bf16_full_eval": True}, "bf16_full_eval"),  # behind training it casts the model
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
@@ -477,17 +475,6 @@ def test_a_prompt_that_can_never_be_answered_is_refused_in_trls_words(folder: Pa
         off()(["why?", text], FakeTrainer(folder))
 
 
-def test_models_that_are_not_plain_weights_are_refused(folder: Path) -> None:
-    trainer = FakeTrainer(folder)
-    trainer.model.half()
-    with pytest.raises(trl_terms.UnsupportedError, match="fp16"):
-        off()(PROMPTS, trainer)
-    trainer = FakeTrainer(folder)
-    trainer.model.is_quantized = True  # as transformers says of one that bitsandbytes holds
-    with pytest.raises(trl_terms.UnsupportedError, match="quantized"):
-        off()(PROMPTS, trainer)
-
-
 @pytest.mark.parametrize("changes", [{"lora_bias": True}, {"trainable_token_indices": [1, 2]}, {"use_dora": True}])
 def test_adapters_that_are_not_merged_are_refused_by_name(folder: Path, changes: dict[str, Any]) -> None:
     import peft
@@ -499,26 +486,29 @@ def test_adapters_that_are_not_merged_are_refused_by_name(folder: Path, changes:
         off()(PROMPTS, trainer)
 
 
-def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:
+def accelerated(**plugins: Any) -> Callable[[FakeTrainer], Any]:
+    return lambda trainer: setattr(trainer.accelerator, "state", SimpleNamespace(**plugins))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda trainer: trainer.model.half(), "fp16"),
+        (lambda trainer: setattr(trainer.model, "is_quantized", True), "quantized"),  # as bitsandbytes has it
+        (lambda trainer: setattr(trainer, "tools", (print,)), "tools in this TRL, .* has no _generate_single_turn"),
+        (accelerated(deepspeed_plugin=SimpleNamespace(zero_stage=3)), "ZeRO-3"),
+        (accelerated(fsdp_plugin=SimpleNamespace(fsdp_version=1)), "FSDP version 1"),
+        (accelerated(fsdp_plugin=SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())), "cpu_offload"),
+    ],
+)
+def test_what_else_cannot_be_honoured_is_refused(folder: Path, change: Callable[[FakeTrainer], Any], name: str) -> None:
     trainer = FakeTrainer(folder)
-    trainer.tools = (print,)
-    with pytest.raises(
-        trl_terms.UnsupportedError, match="tools in this TRL, whose trainer has no _generate_single_turn"
-    ):
+    change(trainer)
+    with pytest.raises(trl_terms.UnsupportedError, match=name):
         off()(PROMPTS, trainer)
-    trainer = FakeTrainer(folder)
-    trainer.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
-    with pytest.raises(trl_terms.UnsupportedError, match="ZeRO-3"):
-        off()(PROMPTS, trainer)
-    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
-    with pytest.raises(trl_terms.UnsupportedError, match="FSDP version 1"):
-        off()(PROMPTS, trainer)
-    sharded = SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())
-    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=sharded)
-    with pytest.raises(trl_terms.UnsupportedError, match="cpu_offload"):
-        off()(PROMPTS, trainer)
-    with pytest.raises(trl_terms.UnsupportedError, match="bf16_full_eval"):  # behind training it casts the model
-        off()(PROMPTS, FakeTrainer(folder, bf16_full_eval=True))
+
+
+def test_settings_of_our_own_that_do_not_fit_are_refused(folder: Path) -> None:
     with pytest.raises(trl_terms.UnsupportedError, match="backend"):
         Rollout(engine={"backend": "vllm"})(PROMPTS, FakeTrainer(folder))
     with pytest.raises(ValueError, match="did you mean drafter"):

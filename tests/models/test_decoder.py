@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small import cache_for
+from small import cache_for, widen
 from tiny import add_node
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tlt.draft.tree import DraftTree, stack
@@ -91,25 +89,6 @@ def reference(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     """Logits [T, V] of a full forward pass without a cache."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-
-
-def widen(model: nn.Module) -> nn.Module:
-    """transformers takes norms and rotary angles in float32 even under float64; this reference of it does not."""
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
-
-    def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * self.inv_freq.double()
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(norm, module)
-        elif type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = partial(rotary, module)
-    return model
 
 
 class RecordingDecoder(Decoder):
@@ -211,20 +190,6 @@ def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
             torch.testing.assert_close(got[row, node], one_path, atol=tolerance(dtype), rtol=0)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[300] + [3, 9] * 6, [2, 7] * 6 + [280], [4] * 7 + [250, 5, 260] + [6] * 7], ids=str
-)
-def test_long_rows_among_many_short_ones_equal_a_full_forward(tmp_path: Path, lengths: list[int]) -> None:
-    model = widen(checkpoint(tmp_path, "qwen3", positions=512).double())
-    texts = [some_tokens(length, length + row) for row, length in enumerate(lengths)]
-    trees = [some_tree(text[-1], 1 + row % 4, row) for row, text in enumerate(texts)]
-    got = Rows(tmp_path, torch.float64, texts).logits(trees)
-    for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
-        deepest = len(tree.tokens) - 1
-        path = [tree.tokens[n] for n in path_to(tree, deepest)]
-        torch.testing.assert_close(got[row, deepest], reference(model, text[:-1] + path)[-1], atol=1e-11, rtol=0)
-
-
 @each_family
 def test_a_committed_branch_leaves_nothing_of_the_others_behind(tmp_path: Path, variant: str) -> None:
     model = widen(checkpoint(tmp_path, variant).double())
@@ -288,44 +253,6 @@ def test_a_norm_of_bfloat16_is_rounded_once(size: int) -> None:
 
 
 # -- float64 never narrows ---------------------------------------------------------------------------------------------
-
-
-@every_variant
-def test_float64_equals_transformers_as_it_is_up_to_its_own_narrowing(tmp_path: Path, variant: str) -> None:
-    model = checkpoint(tmp_path, variant).double()
-    text = some_tokens(16, 7)
-    got = Rows(tmp_path, torch.float64, [text]).logits([DraftTree([text[-1]])])
-    want = reference(model, text)[-1]
-    assert float((got[0, 0] - want).abs().max()) < 1e-6 * float(want.abs().max())
-
-
-class NoNarrowTensors(TorchDispatchMode):
-    """Fails on any operator whose result holds more than a few numbers of less than 64 bits."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 8:
-                assert tensor.dtype == torch.float64, f"{func} gave {tensor.dtype} {list(tensor.shape)}"
-        return out
-
-
-class WatchedDecoder(RecordingDecoder):
-    def forward(self, *args: Any) -> Tensor:
-        with NoNarrowTensors():
-            return super().forward(*args)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        with NoNarrowTensors():
-            return super().logits(hidden)
-
-
-@each_family
-def test_no_intermediate_of_a_float64_pass_is_narrower(tmp_path: Path, variant: str) -> None:
-    checkpoint(tmp_path, variant)
-    Rows(tmp_path, torch.float64, [some_tokens(12, 1)], kind=WatchedDecoder).logits([some_tree(3, 6, 2)])
-    with pytest.raises(AssertionError, match="float32"):  # the watch can fail
-        Rows(tmp_path, torch.float32, [some_tokens(12, 1)], kind=WatchedDecoder)
 
 
 @each_family

@@ -34,7 +34,6 @@ CPU = torch.device("cpu")
     ],
 )
 def test_tokens_are_those_of_transformers_plain_and_drafted_before_and_after_an_update(name: str) -> None:
-    """Among them are windows shorter than the text, scaled logits, experts, learned positions and fused weights."""
     assert families.try_family(name) == ""
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from test_decoder import CPU, checkpoint
 from torch import Tensor
 
@@ -83,22 +80,6 @@ def test_large_inputs_do_not_overflow_and_one_that_is_not_finite_stays_in_its_ro
     assert made(x).isfinite().all(-1).tolist() == [True, True, False, True, False, True]
 
 
-@has_onednn
-@given(
-    rows=st.integers(0, 40),
-    inputs=st.integers(1, 80),
-    outputs=st.integers(1, 130),
-    shared=st.booleans(),
-    has_bias=st.booleans(),
-)
-def test_any_shape_packed(rows: int, inputs: int, outputs: int, shared: bool, has_bias: bool) -> None:
-    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs) if has_bias else None
-    with pytest.MonkeyPatch.context() as patch:
-        force(patch, "packed")
-        made = Product(weight, bias, shared)
-    check(torch.randn(rows, inputs), made, weight, bias, torch.randn(rows, outputs))
-
-
 @shared_or_not
 def test_float64_is_never_packed_and_keeps_the_bits_of_torch(shared: bool) -> None:
     weight, bias = torch.randn(3072, 576, dtype=torch.float64), torch.randn(3072, dtype=torch.float64)
@@ -130,37 +111,6 @@ def test_a_product_keeps_its_weight_when_the_caller_changes_it(monkeypatch: pyte
         weight.add_(1)
         for rows in (1, 3):
             check(torch.randn(rows, 40), made, before, None)
-
-
-@pytest.mark.parametrize(
-    ("several", "one", "least"), [((5, 4), (5, 4), 1), ((5, 4), (4, 5), 2), ((4, 5), (5, 4), product.NEVER)]
-)
-def test_packing_is_timed_at_four_rows_then_at_one_and_once_per_shape(
-    monkeypatch: pytest.MonkeyPatch, several: tuple[int, int], one: tuple[int, int], least: int
-) -> None:
-    """`several` and `one` are seconds of the plain and of the packed products of 4 rows and of 1."""
-    rows, clock = list[int](), [0.0]
-
-    def multiply(x: Tensor, seconds: dict[int, int]) -> None:
-        rows.append(len(x))
-        clock[0] += seconds[len(x)]
-
-    monkeypatch.setattr(product, "_can_pack", lambda dtype: True)
-    monkeypatch.setattr(product, "_pack", lambda weight: weight)
-    monkeypatch.setattr(product, "_COPIES", 1)
-    monkeypatch.setattr(product, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    product.packed_from.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "mm", lambda x, weight: multiply(x, {4: several[0], 1: one[0]}))
-        packed = lambda x, *rest: multiply(x, {4: several[1], 1: one[1]})  # noqa: E731
-        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", packed)
-        assert product.packed_from(8, 6, torch.float32, False, 1) == least
-        timed = len(rows)
-        assert product.packed_from(8, 6, torch.float32, False, 1) == least
-        assert len(rows) == timed
-        product.packed_from(8, 6, torch.float32, False, 2)
-        assert len(rows) == 2 * timed
-    product.packed_from.cache_clear()
 
 
 @each_way

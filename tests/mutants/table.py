@@ -32,6 +32,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Stops.append", "drop", 4, "Nothing follows a stop token within a round."),
         ("Stops.reason", "compare", 1, "A response has at most max_new_tokens tokens."),
         ("Stops.reason", "compare", 0, "A response ends at a stop token."),
+    ],
+    ("engine.stops", "engine/test_spelling.py"): [
         ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
     ],
     ("engine.spelling", "data/test_tokenizer.py"): [

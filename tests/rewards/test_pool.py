@@ -139,7 +139,6 @@ def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
 
 
 def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only starting a process moves: a busy machine makes nothing slower."""
     clock = count()
     now = [next(clock)]
     monkeypatch.setattr("tlt.rewards.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -197,7 +196,6 @@ def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
 
 
 def test_keys_whose_process_ended_may_go_to_any_process() -> None:
-    """Else the episodes that a hanging process had would wait for it, one after the other."""
     goes_on = threading.Event()
 
     class Ends(Stand):
@@ -283,12 +281,6 @@ def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
 def test_a_function_may_ask_for_all_there_is() -> None:
     answer = Answer("it is 7", "7", 2, (1, 2), "length")
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
-
-
-def test_a_parameter_that_nobody_fills_is_refused_at_the_start() -> None:
-    names = "prompt, answer, response, token_ids, length, finish_reason, task, ground_truth"
-    with pytest.raises(RewardError, match=f"needs the argument 'mood': available names are {names}"):
-        make_reward(config("wants_more"), [PROMPT])
 
 
 def terms_of(*terms: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tlt.config import Config, parse_config
-from tlt.rl.advantages import ADVANTAGES, EPSILON, grpo
+from tlt.rl.advantages import grpo
 from tlt.rl.groups import from_plain, has_spread, is_comparable, make_batch, to_plain, usable
 from tlt.types import Group, Prompt, Request, Response, SamplingParams
 
@@ -66,12 +66,6 @@ def test_a_response_without_a_reward_is_as_if_it_had_never_been() -> None:
     assert batch.rollout_logprobs[1] == pytest.approx([-0.3] * 3)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_the_named_advantage_is_taken(name: str) -> None:
-    batch = make_batch([group(0, 1.0, 0.0), group(1, 2.0, 4.0)], make_config(train={"advantage": name}))
-    assert batch.advantages == [a for each in ADVANTAGES[name]([[1.0, 0.0], [2.0, 4.0]], EPSILON) for a in each]
-
-
 def test_old_log_probs_go_with_the_responses_that_have_them() -> None:
     groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
     for response in groups[1].responses:
@@ -88,10 +82,6 @@ def test_responses_that_were_cut_off_are_compared_but_masked(masks: bool, masked
     assert batch.masked == masked
     assert batch.advantages == [*grpo([1.0, 0.0]), *grpo([2.0, 4.0])]
     assert batch.rewards == [[1.0, 0.0], [2.0, 4.0]]
-
-
-def test_no_groups_make_an_empty_batch() -> None:
-    assert make_batch([], make_config()).response_ids == []
 
 
 # -- overlong ----------------------------------------------------------------------------------------------------------

@@ -66,18 +66,6 @@ def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-13)
 
 
-def test_gradcheck() -> None:
-    hidden, head, targets = random_head()
-    assert torch.autograd.gradcheck(lambda h, w: in_chunks(law_under(w), h, targets, 4)[0], (hidden, head))
-
-
-def test_without_gradients_chunks_work_as_well() -> None:
-    hidden, head, targets = random_head()
-    with torch.no_grad():
-        logprobs, _ = in_chunks(law_under(head), hidden, targets, 4)
-    assert torch.equal(logprobs, in_chunks(law_under(head), hidden, targets, 4)[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46, 5e-324])
 def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:

@@ -183,7 +183,6 @@ def run(
 
 
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    """Whatever has ended it, and whenever: an error amid the second of several epochs, or a signal."""
 
     class Stopping(Display):
         def phase(self, step: int, name: str, total: int) -> None:

@@ -62,7 +62,6 @@ def assert_law(decoder: Decoder, expected: Tensor) -> None:
 
 
 def test_a_head_that_config_json_does_not_know_of_is_kept_from_file_to_checkpoint(tmp_path: Path) -> None:
-    """By the policy, the engine, and a checkpoint, before and after an update."""
     folder = own_head(tmp_path / "model")
     policy, decoder = make_policy(folder), make_decoder(folder)
     before = transformers_law(folder)

@@ -10,14 +10,12 @@ import torch
 from tiny import tiny_config
 
 from tlt.build import open_workplace
-from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.engine.engine import Engine
 from tlt.rl.choose import make_policy
 from tlt.rl.teacher import PolicyTeacher, spot_trainer
 from tlt.spot.buffer import Harvest, Transcript
 from tlt.spot.recompute import Recompute
-from tlt.spot.spot import SpotTrainer
 from tlt.spot.trainer import Interrupted
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -121,18 +119,6 @@ def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) ->
     assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (0, 7), "what is older is too old"
 
 
-def test_after_a_change_of_the_task_only_what_is_judged_on_waits(world: Any) -> None:
-    _, target, policy = world
-    layer = EagleLayer(eagle_options(target.options, "eagle1", WINDOW))
-    recompute = Recompute(PolicyTeacher(policy, target), layer.options.layout, 10_000)
-    spot = SpotTrainer(layer, PolicyTeacher(policy, target), DrafterTrainConfig(), 0, recompute)
-    for length in (9, 6):
-        recompute.add(Transcript(2, (1,) * length))
-        recompute.rollout_ended()
-    spot.forget()
-    assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (0, 6)
-
-
 def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
@@ -146,7 +132,6 @@ def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) 
 
 
 def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
-    """By a target that keeps no features, here our own decoder's `version` alone."""
     config, target, policy = world
 
     class Elsewhere:

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 from tiny import tiny_config
 
 from tlt.commands import drafting
@@ -29,8 +28,8 @@ from tlt.run import workers_view as workers_view_module
 from tlt.run.display import Display
 from tlt.run.keys import listening
 from tlt.run.sample_view import choose, picture
-from tlt.run.workers_view import WorkersView, stacked
-from tlt.trace import AHEAD, IDLE, ROLLOUT, STATES
+from tlt.run.workers_view import WorkersView
+from tlt.trace import AHEAD, IDLE, ROLLOUT
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, StepMetrics, WorkerNow
 
 NOW = [WorkerNow(ROLLOUT, (7, 459)), WorkerNow(AHEAD, (12, 30, 5), (1, 3)), WorkerNow(IDLE)]
@@ -56,15 +55,6 @@ def clock() -> Any:
         yield clock
 
 
-def looked(clock: Clock, seconds: float, rows: int = 4) -> WorkersView:
-    view = WorkersView()
-    view.phase()
-    for _ in range(round(seconds / 0.25)):
-        clock.now += 0.25
-        view.look([WorkerNow(ROLLOUT, (1,) * rows), WorkerNow(IDLE)])
-    return view
-
-
 def test_each_worker_has_a_line_with_its_state_rows_and_longest(clock: Clock) -> None:
     view = WorkersView()
     view.look(NOW)
@@ -72,21 +62,6 @@ def test_each_worker_has_a_line_with_its_state_rows_and_longest(clock: Clock) ->
     assert first.split() == ["0", ROLLOUT, "2", "459", "█"]
     assert second.split() == ["1", AHEAD, "3", "30", "█", "11,", "13"]
     assert third.split() == ["2", IDLE, "▁"]
-
-
-def test_a_long_rollout_fits_the_strip_as_its_cells_stand_for_longer(clock: Clock) -> None:
-    short, long = looked(clock, 5), looked(clock, 100)
-    assert short.seconds == 0.25
-    assert long.seconds == 4.0
-    for view in (short, long):
-        first = shown(view.table([WorkerNow(ROLLOUT), WorkerNow(IDLE)], 0, 40)).splitlines()[1]
-        assert 10 < first.count("█") <= 40
-
-
-def test_a_stacked_bar_has_the_shares_and_their_legend() -> None:
-    bar = stacked("workers", {ROLLOUT: 3.0, IDLE: 1.0, AHEAD: 0.0}, dict.fromkeys(STATES, "red"), width=40)
-    assert isinstance(bar, Text)
-    assert bar.plain.replace("\N{NO-BREAK SPACE}", " ") == "workers " + "━" * 40 + "  rollout 75%  idle 25%"
 
 
 class Watched(Display):
@@ -209,21 +184,6 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
         assert whole in picture, whole
 
 
-@pytest.mark.parametrize(
-    ("spot", "said"),
-    [
-        ({}, ""),
-        ({"version": 3.0, "rests": 1.0}, "learned drafter: version 3, at rest; "),
-        ({"version": 3.0, "rests": 0.0}, "learned drafter: version 3, in training; "),
-    ],
-)
-def test_it_says_whether_the_drafter_is_trained(spot: dict[str, float], said: str) -> None:
-    display, step = Display(Console(file=io.StringIO())), step_metrics(0)
-    step.rollout["spot"] = spot
-    display.history.append(step)
-    assert display._drafters().plain.startswith(f"draft   {said}first token accepted: eagle 81%")
-
-
 @pytest.mark.parametrize(("key", "said"), [("", "Answer: 42"), ("b", "[red]short[/red]"), ("w", "third"), ("x", "42")])
 def test_a_key_shows_the_best_or_the_worst_response(key: str, said: str) -> None:
     display = Display(Console(file=io.StringIO()))
@@ -332,18 +292,3 @@ def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(
         display.stopping("SIGTERM: wait")
         assert "SIGTERM: wait" in shown(display)
     assert capfd.readouterr().err == ""
-
-
-def test_the_number_of_responses_is_shown_before_the_first_ends() -> None:
-    display = Display(Console(quiet=True))
-    display.phase(0, "eval", 256)
-    assert str(display._work).endswith("so far, eval 0/256")
-    display.phase(0, "save", 0)
-    assert str(display._work).endswith("so far, save")
-
-
-def test_the_line_of_a_step_says_what_was_seen_ahead(tmp_path: Path) -> None:
-    display = Watched()
-    run.train(tiny_config(tmp_path), False, display)
-    display.last.rollout["seen_ahead"] = display.last.tokens // 2
-    assert "seen ahead 50%" in display._line(display.last) or "seen ahead 49%" in display._line(display.last)

@@ -89,7 +89,6 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
 
 
 def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
-    """But for what only trouble, an environment, an idle worker or a device brings."""
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     rare = {
         "outcomes/<outcome>",

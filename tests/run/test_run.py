@@ -15,24 +15,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
-from tiny import QUESTIONS, tiny_config, tiny_tree
+from tiny import QUESTIONS, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlt.config import Config, ConfigError
+from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.loop import Rollout
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
-from tlt.rewards import RewardError
 from tlt.rl.policy import Policy
-from tlt.run import closing as closing_module
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.stopping import Stopped
 from tlt.store import checkpoint
-from tlt.store.checkpoint import CheckpointError
 from tlt.types import Response
 
 STEPS = 4
@@ -137,7 +133,6 @@ def test_the_mismatch_of_rollout_and_trainer_is_rounding(home: Path) -> None:
 
 
 def test_something_was_learned_and_something_drafted(home: Path) -> None:
-    """Else the equalities below would say little."""
     assert all(line["update"]["grad_norm"] > 0 for line in read_metrics(home / "whole"))
     assert sum(line["rollout"]["accepted"] for line in read_metrics(home / "whole")) > 0
 
@@ -216,29 +211,6 @@ def test_a_run_that_is_finished_says_so(home: Path) -> None:
     assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
 
 
-def test_without_speculation_a_resumed_run_repeats_every_number(home: Path) -> None:
-    plain = {"drafter": "off"}
-    train(whole(home, "plain", speculation=plain, run={"save_every": 3}))
-    copy = home / "plain resumed"
-    shutil.copytree(home / "plain", copy)
-    shutil.rmtree(copy / "checkpoints" / f"step_{STEPS:08d}")
-    train(whole(home, copy.name, speculation=plain), resume=True)
-    for ours, theirs in zip(read_metrics(home / "plain"), read_metrics(copy), strict=True):
-        for name in ("update", "lengths", "reward", "tokens", "accept_length"):
-            assert ours[name] == theirs[name]
-
-
-def test_a_damaged_last_checkpoint_costs_a_step_and_nothing_else(home: Path) -> None:
-    copy = copy_of_the_run(home, "damaged", 3)
-    weights = copy / "checkpoints" / "step_00000003" / "policy" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(bytes(content))
-    summary = train(whole(home, "damaged"), resume=True)
-    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
-    assert lessons(copy) == lessons(home / "whole")
-
-
 def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
     copy = copy_of_the_run(home, "half a line", 2)
     metrics = copy / "metrics.jsonl"
@@ -315,7 +287,6 @@ class Asking(Display):
 
 @pytest.mark.parametrize("words", ["loading", "model:", "resuming"])
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
-    """Whatever is being loaded, and however long that takes."""
     folder = home / f"early {words}"
     shutil.copytree(home / "whole", folder, symlinks=True)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -387,15 +358,7 @@ def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home:
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
-def test_a_step_that_ends_in_time_is_saved_as_it_is(home: Path) -> None:
-    config = whole(home, "in time", run={"save_every": 0, "stop_within": 30.0})
-    with pytest.raises(Stopped, match=r"saved after step 3 of"):
-        run_module.train(config, False, Slow("rollout", 2, seconds=0.1))
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
 def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nothing whole can be saved then. It is given up when that is over too: what is left is the last checkpoint."""
     real, seconds = Policy.update, [0.15]
 
     def update(self: Policy, batch: Any, step: int, *group: Any) -> Any:
@@ -439,47 +402,6 @@ def summary_of(home: Path) -> dict[str, Any]:
 
 
 # -- what a resumed run may change -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"train": {"learning_rate": 2e-3}}, "train.learning_rate = 0.002, but the run to be resumed has 0.001"),
-        ({"train": {"steps": STEPS - 1}}, "train.steps = 3, but the run to be resumed has 4, of which 2 are done"),
-        ({"train": {"steps": 1}}, "train.steps = 1 is below the 2 steps that are done"),
-        ({"rollout": {"temperature": 0.7}}, "rollout.temperature"),
-        ({"reward": {"name": "exact"}}, "reward.name"),
-        ({"data": {"shuffle": False}}, "data.shuffle"),
-        ({"run": {"seed": 7}}, "run.seed"),
-        ({"model": {"dtype": "float32"}}, "model.dtype"),
-    ],
-)
-def test_a_changed_recipe_is_refused_with_the_key(home: Path, sections: dict[str, Any], key: str) -> None:
-    copy = home / "changed"
-    if not copy.exists():
-        copy_of_the_run(home, copy.name, 2)
-    with pytest.raises(ConfigError, match=key) as error:
-        train(whole(home, copy.name, **sections), resume=True)
-    assert "\n" not in str(error.value)
-
-
-def test_what_reaches_no_policy_may_change(home: Path) -> None:
-    copy = copy_of_the_run(home, "harmless", 2)
-    free = {"speculation": {"drafter": "off"}, "engine": {"max_rows": 3}, "run": {"keep": 1, "save_every": 2}}
-    held_out = {"eval": {"every": 3, "path": str(home / "held_out.jsonl"), "samples": 1}}
-    (home / "held_out.jsonl").write_text('{"question": "new"}', encoding="utf-8")
-    summary = train(whole(home, copy.name, train={"steps": STEPS + 1}, **free, **held_out), resume=True)
-    assert summary["steps"] == STEPS + 1
-    assert lessons(copy)[:3] == lessons(home / "whole")[:3]
-
-
-def test_changed_prompts_are_refused(home: Path, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, run={"save_every": 1})
-    train(config)
-    rows = tmp_path / "prompts.jsonl"
-    rows.write_text(rows.read_text(encoding="utf-8").replace("why?", "why!"), encoding="utf-8")
-    with pytest.raises(DataError, match=r"prompts\.jsonl are not those of the run to be resumed"):
-        train(config, resume=True)
 
 
 # -- exactly once ------------------------------------------------------------------------------------------------------
@@ -535,11 +457,6 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_the_run_goes_on(home: P
     assert 0 < summary["without_reward"]["error"] < STEPS * 6
 
 
-def test_nothing_to_resume_is_an_error(home: Path) -> None:
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        train(whole(home, "nothing here"), resume=True)
-
-
 # -- dynamic sampling --------------------------------------------------------------------------------------------------
 
 
@@ -574,47 +491,6 @@ def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> 
 # -- folders and bad input ---------------------------------------------------------------------------------------------
 
 
-def test_an_occupied_folder_is_refused_and_left_alone(home: Path) -> None:
-    before = (home / "whole" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"already contains a run.*--resume.*--run\.overwrite true.*--run\.folder"):
-        train(whole(home))
-    assert (home / "whole" / "metrics.jsonl").read_bytes() == before
-
-
-def test_overwrite_starts_afresh(home: Path) -> None:
-    copy = copy_of_the_run(home, "again", STEPS)
-    (copy / "notes.txt").write_text("mine", encoding="utf-8")
-    summary = train(whole(home, "again", train={"steps": 1}, run={"overwrite": True}))
-    assert summary["steps"] == 1
-    assert [p.name for p in (copy / "checkpoints").iterdir()] == ["step_00000001"]
-    assert (copy / "notes.txt").is_file()
-
-
-def test_a_reward_that_fails_stops_the_run_with_a_sentence(home: Path) -> None:
-    with pytest.raises(RewardError, match="cannot be imported"):
-        train(whole(home, "bad reward", reward={"name": "tiny_rewards:no_such_function"}))
-
-
-@pytest.fixture
-def own_model(tmp_path: Path) -> Path:
-    tiny_tree(tmp_path)
-    return tmp_path / "model" / "model.safetensors"
-
-
-def test_damaged_weights_are_refused_in_a_sentence(tmp_path: Path, own_model: Path) -> None:
-    own_model.write_bytes(own_model.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        train(tiny_config(tmp_path))
-
-
-def test_missing_weights_are_refused_not_invented(tmp_path: Path, own_model: Path) -> None:
-    weights = load_file(own_model)
-    del weights["model.layers.1.mlp.down_proj.weight"]
-    save_file(weights, own_model, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
-        train(tiny_config(tmp_path))
-
-
 # -- beside plain decoding ---------------------------------------------------------------------------------------------
 
 
@@ -630,17 +506,6 @@ def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tok
     for line, alone in zip(lines, read_metrics(home / "whole"), strict=True):
         counts = ("row_passes", "drafted", "accepted", "ahead_drafted", "strategies")
         assert {key: line["rollout"][key] for key in counts} == {key: alone["rollout"][key] for key in counts}
-
-
-def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None:
-    compared = {"steps": 1, "tokens": 1234, "responses": 6, "differ": 0, "rollout_seconds": 2.0, "plain_seconds": 5.0}
-    summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared, "times_plain": 2.5}
-    assert (
-        "2.50 times as fast as plain decoding, measured on 1 steps (2.0 s against 5.0 s), same tokens"
-        in closing_module._compared(summary)
-    )
-    summary["compared"] = compared | {"differ": 2}
-    assert "2 of 6 responses differ" in closing_module._compared(summary)
 
 
 # -- held-out prompts --------------------------------------------------------------------------------------------------

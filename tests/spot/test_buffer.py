@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
+from tlt.spot.buffer import Harvest, HarvestBuffer
 
 
 def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:
@@ -80,49 +80,7 @@ def test_the_longest_of_the_step_before_stay_beside_this_steps(
     assert buffer.versions <= {1}, "two rollouts before the last one is too old"
 
 
-def test_whole_rollouts_that_fill_the_buffer_leave_room_to_train_on_those_before() -> None:
-    """Half of what whole rollouts may take is left to what is trained on."""
-    buffer = HarvestBuffer(1000, steps=8)
-    for version in range(5):
-        for _ in range(40):
-            buffer.add(harvest(0, 20)._replace(target_version=version))
-        buffer.rollout_ended()
-        assert buffer.tokens <= 500
-    assert buffer.past_tokens >= 240
-    assert sum(len(item.tokens) for item in buffer.latest) == 240
-
-
-def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
-    """Later ones first: 12 entries a step, of which half of 80 holds three and a part of a fourth."""
-    buffer, kept = HarvestBuffer(80, steps=5), []
-    for version in range(6):
-        for length in (2, 3, 7):
-            buffer.add(harvest(0, length)._replace(target_version=version))
-        buffer.rollout_ended()
-        kept.append([(i.target_version, len(i.tokens)) for i in buffer.items])
-    assert kept[1] == [(v, n) for v in (0, 1) for n in (7, 3, 2)]
-    assert kept[5] == [(2, 3)] + [(v, n) for v in (3, 4, 5) for n in (7, 3, 2)], "of version 2 one fits, of 1 none"
-    for _ in range(3):
-        buffer.rollout_ended()
-    assert buffer.versions == {3, 4, 5}, "a rollout without harvest is one too"
-    for _ in range(3):
-        buffer.rollout_ended()
-    assert not buffer.items
-
-
 # -- sampling ----------------------------------------------------------------------------------------------------------
-
-
-def test_late_positions_are_drawn_more_often() -> None:
-    """In proportion to how far into its sequence an item reaches."""
-    buffer, rng = HarvestBuffer(10_000), random.Random(0)
-    for start in (0, 90, 890):
-        buffer.add(harvest(start, 10))
-    buffer.rollout_ended()
-    buffer.rollout_ended()
-    drawn = Counter(buffer.sample(10, rng)[0].start for _ in range(11_000))
-    assert drawn[0] == pytest.approx(11_000 * 10 / 1010, rel=0.2)
-    assert drawn[90] == pytest.approx(11_000 * 100 / 1010, rel=0.1)
 
 
 @given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=20), tokens=st.integers(8, 80), seed=st.integers(0, 9))
@@ -185,13 +143,6 @@ def test_a_sample_is_of_one_version() -> None:
     drawn = [{item.target_version for item in buffer.sample(40, random.Random(seed))} for seed in range(50)]
     assert {len(versions) for versions in drawn} == {1}
     assert set.union(*drawn) == {0, 1}
-
-
-def test_a_piece_is_of_anywhere_in_its_item() -> None:
-    """The beginnings of responses are the easy part."""
-    drawn = [piece for seed in range(300) for piece in pieces([numbered(5, 20)], 100, 4, random.Random(seed))]
-    assert {piece.start for piece in drawn} == set(range(5, 22))
-    assert all(piece.tokens.tolist() == list(range(piece.start, piece.start + 4)) for piece in drawn)
 
 
 def test_what_comes_late_displaces_the_oldest() -> None:

@@ -95,15 +95,6 @@ def test_every_sequence_begins_with_a_round_of_its_own() -> None:
     assert expected_rounds(right, segments) == pytest.approx([sum(column) for column in zip(*alone, strict=True)])
 
 
-def test_where_drafting_is_hard_rounds_are_many() -> None:
-    """Nine entries of ten are drafted without a fault. The mean entry's chain commits far more than the mean round."""
-    right = torch.ones(100, 7)
-    right[:, :] = torch.tensor([0.0 if (i + 1) % 10 == 0 else 1.0 for i in range(107)]).unfold(0, 7, 1)[:100]
-    chains = 1 + right.cumprod(1).sum(1).mean().item()
-    rounds, _ = expected_rounds(right, torch.zeros(100))
-    assert 100 / rounds < chains
-
-
 def test_what_is_not_finite_stays_so() -> None:
     rounds, _ = expected_rounds(torch.full((4, 2), torch.nan), torch.zeros(4))
     assert rounds != rounds

@@ -75,15 +75,6 @@ def test_an_evaluation_at_rest_is_paid_for_and_its_publication_begins_a_burst() 
     assert not schedule.rests
 
 
-def test_what_training_takes_in_a_burst_is_not_charged() -> None:
-    schedule = Schedule(20, RULE)
-    schedule.rollout_ended(1.0, None)
-    for _ in range(RULE.burst):
-        assert schedule.due()
-        stretch(schedule, WORSE._replace(seconds=9.0), seconds=9.0)
-    assert schedule.credit == 0.0
-
-
 def test_the_task_has_changed_after_two_fallen_rollouts_in_a_row() -> None:
     """Of a mean of 0.8, 0.64 is the bound; the mean over three rollouts leaves fallen ones out."""
     schedule = at_rest()
@@ -92,15 +83,6 @@ def test_the_task_has_changed_after_two_fallen_rollouts_in_a_row() -> None:
     assert schedule.acceptance == 0.5, "the new level"
     assert not schedule.rests
     assert schedule.due() is Due.TRAIN
-
-
-def test_the_running_mean_follows_slowly() -> None:
-    schedule = Schedule(20, RULE)
-    for rate in (0.3, 0.6, 0.9):
-        schedule.rollout_ended(1.0, rate)
-    assert schedule.acceptance == pytest.approx((0.3 + 0.1) + (0.9 - 0.4) / 3)
-    schedule.rollout_ended(1.0, None)
-    assert schedule.acceptance == pytest.approx(0.4 + 0.5 / 3), "the drafter was not used"
 
 
 def test_a_change_of_the_task_begins_a_new_stretch() -> None:

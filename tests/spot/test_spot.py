@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from itertools import count
 
 import pytest
@@ -17,7 +16,7 @@ from tlt.engine.engine import Engine
 from tlt.spot import trainer
 from tlt.spot.buffer import Harvest
 from tlt.spot.losses import total_variation
-from tlt.spot.saving import TrainerState, weights_of
+from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, Schedule
 from tlt.spot.spot import SpotTrainer
 from tlt.spot.trainer import DrafterTrainer
@@ -105,20 +104,7 @@ def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> Non
     assert same(state_of(whole), state_of(steps))
 
 
-def test_it_is_over_after_the_micro_batch_under_way(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    assert spot.train(0).micro_batches == 1
-    began = time.perf_counter()
-    report = spot.train(0.2)
-    spent = time.perf_counter() - began
-    assert report.micro_batches > 1
-    assert report.tokens <= report.micro_batches * CONFIG.micro_batch_tokens
-    assert 0.2 <= report.seconds <= spent
-    assert report.seconds < 0.2 + 20 * report.seconds / report.micro_batches
-
-
 def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, items: list[Harvest]) -> None:
-    """Wherever that reaches it: in each column's pass forward, and backward."""
     spot = make_spot(model, items)
     spot.train(0)
     looks = count()
@@ -132,39 +118,6 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     assert last >= 2 * spot.trainer.depth
     spot.train(0)
     assert not same(before, state_of(spot))
-
-
-@pytest.mark.parametrize(("wrong", "weight"), [(1.0, 1 / 8), (0.64, 0.08), (0.12, 1 / 50), (0.0, 1 / 50)])
-def test_what_is_published_is_the_running_mean_of_the_weights(
-    model: Model, items: list[Harvest], wrong: float, weight: float
-) -> None:
-    """Of 50 micro-batches; of fewer where most guesses are wrong, and the weights move away from what they were."""
-    spot = make_spot(model, items)
-    mean = spot.trainer.layer.fc.weight.detach().clone()
-    for _ in range(3):
-        spot.trainer.reach = (1 - wrong) * spot.config.unroll
-        spot.train(0)
-        mean += weight * (spot.trainer.layer.fc.weight.detach() - mean)
-        assert torch.allclose(weights_of(state_of(spot))["fc.weight"], mean, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("acceptance_rate", "right", "share"),
-    [(None, None, 1.0), (None, 0.6, 0.8), (None, 1.5, 0.5), (None, 2.9, 0.1), (0.9, None, 0.1), (0.9, 0.3, 0.9)],
-)
-def test_the_rate_is_the_share_of_guesses_that_are_wrong(
-    model: Model, items: list[Harvest], acceptance_rate: float | None, right: float | None, share: float
-) -> None:
-    """Of three guesses `right` were right lately; so a trained drafter begins cold, and learns again after a
-    collapse."""
-    layer = fresh_layer(model)
-    layer.acceptance_rate = acceptance_rate
-    spot = make_spot(model, items, layer=layer)
-    spot.enough, spot.trainer.steps = 1, 1000.0
-    if right is not None:
-        spot.trainer.reach = right
-    spot.train(0)
-    assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(share * CONFIG.learning_rate)
 
 
 def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rate(
@@ -187,31 +140,6 @@ def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rat
     spot.trainer.reach = 2.0
     spot.train(0)
     assert spot.trainer.reach > 1.5, "it begins anew once"
-
-
-def test_a_random_drafter_begins_with_regression_and_one_that_was_published_does_not(
-    model: Model, items: list[Harvest]
-) -> None:
-    """Nor does one that is trained again from the drafter in use; the whitening is of the harvest of that time."""
-    spot = make_spot(model, items, layer=EagleLayer(eagle_options(model.decoder.options, "eagle1", 32)).double())
-    assert spot.enough == 4 * 32
-    seen: list[tuple[int, bool]] = []
-    prepare = spot.trainer.prepare
-
-    def look(sample: list[Harvest], from_scratch: bool) -> None:
-        assert 16 * 32 - 64 < sum(len(item.tokens) for item in sample) <= 16 * 32
-        seen.append((int(spot.trainer.steps), from_scratch))
-        prepare(sample, from_scratch)
-
-    spot.trainer.prepare = look  # type: ignore[method-assign]
-    for _ in range(9):
-        spot.train(0)
-    assert seen == [(0, True), (1, False), (2, False), (4, False), (8, False)]
-    spot.publish(state_of(spot), 0.5)
-    spot.mean[0].fill_(math.nan)
-    assert spot.state() is None
-    spot.train(0)
-    assert seen[5:] == [(0, False), (1, False)]
 
 
 def test_without_harvest_nothing_is_trained(model: Model) -> None:
@@ -298,26 +226,6 @@ def test_an_interrupted_evaluation_ends_at_the_next_column(model: Model, items: 
     assert spot.evaluate()._replace(seconds=0.0) == pytest.approx(whole._replace(seconds=0.0))
     assert whole.seconds > 0
     assert not whole.interrupted
-
-
-def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(
-    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tlt.spot.spot._ENOUGH", 16)  # of which a random one needs as many entries as it has inputs
-    layer = fresh_layer(model)
-    layer.acceptance_rate = 0.9
-    few = [item for item in items if item.prompt_id < 16]
-    good = make_spot(model, few, layer=layer)
-    assert make_spot(model, few).ready
-    assert not good.ready
-    for _ in range(3):
-        for item in items:
-            good.harvest(item)
-        good.target_moved()
-    assert good.ready
-    config = CONFIG.model_copy(update={"buffer_tokens": 8 * 100})
-    small = SpotTrainer(layer, model.decoder, config)
-    assert small.enough == 100, "there is room for so much"
 
 
 def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
@@ -473,15 +381,6 @@ def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
 ) -> None:
     monkeypatch.setattr("tlt.spot.spot._HEADS", int(heads * model.decoder.head.nbytes))
     assert make_spot(model, []).buffer.whole.maxlen == steps + 1, "and those of the last rollout"
-
-
-def test_a_pack_is_of_one_version(items: list[Harvest], model: Model) -> None:
-    spot = make_spot(model, items)
-    spot.buffer.rollout_ended()
-    for item in items[:8]:
-        spot.buffer.add(item._replace(target_version=1))
-    for _ in range(20):
-        assert len({item.target_version for item in spot.buffer.sample(200, random.Random(3))}) == 1
 
 
 class Waiting:

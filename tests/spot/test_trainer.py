@@ -110,7 +110,7 @@ def test_every_column_is_what_sequential_drafting_gives(
     size."""
     monkeypatch.setattr("tlt.spot.unroll._QUERIES", queries)
     layer, steps = make_layer(model.decoder, kind, window), 5
-    items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))]
+    items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (491, 21), (0, 4))]
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=steps))
     batch = pack(items, CPU)
     with torch.no_grad():
@@ -140,19 +140,6 @@ def test_columns_of_some_entries_are_those_of_all(
     assert torch.equal(every[0], some[0])
     for column, those in zip(every[1:], some[1:], strict=True):
         assert torch.allclose(column[roots], those, rtol=1e-10, atol=1e-12)
-
-
-def test_positions_beyond_the_targets_last_one_are_drafted_as_they_are_trained(model: Model) -> None:
-    """The guesses at the end of the longest text there can be."""
-    layer, item = make_layer(model.decoder, "eagle3", 8), harvest("eagle3", 500, 12)
-    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=4))
-    with torch.no_grad():
-        columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack([item], CPU), 4))
-        want = drafted(model, layer, [item], 4)
-    assert max(entry + column for _, entry, column in want) == 11
-    for (_, entry, column), law in want.items():
-        got = torch.log_softmax(model.decoder.head @ columns[column][entry], 0)
-        assert torch.allclose(got, law, rtol=1e-8, atol=1e-8)
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------
@@ -232,7 +219,6 @@ def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And two drafters are judged together as each alone."""
     layers, batch = [make_layer(model.decoder, "eagle3", 8, seed) for seed in (0, 1)], pack(mixed_items(), CPU)
     made = DrafterTrainer(layers[0], model.decoder, DrafterTrainConfig(unroll=3))
     alone = [made.judge([layer], batch) for layer in layers]
@@ -246,7 +232,6 @@ def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytes
 def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the head had no other rows, in the loss and in a judgement."""
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
     items, config = mixed_items(), DrafterTrainConfig(unroll=2)
     made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
@@ -327,18 +312,6 @@ def test_an_epoch_comes_in_another_order_every_time() -> None:
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> None:
-    config = DrafterTrainConfig(unroll=2, learning_rate=0.01)
-    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
-    rates = []
-    for step in range(22):
-        made.rate_scale = 0.5 if step == 21 else 1.0
-        made.step(pack(mixed_items(), CPU))
-        rates.append(made.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([*(0.0005 * (step + 1) for step in range(20)), 0.01, 0.005])
-    assert made.steps == 22
 
 
 def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
@@ -445,16 +418,6 @@ def test_a_few_steps_teach_what_was_not_seen(name: str) -> None:
     assert after_loss < before_loss
     assert after[0] > before[0] + 0.1
     assert all(late > early for early, late in zip(before, after, strict=True))
-
-
-def test_training_reads_the_targets_present_head() -> None:
-    """The same harvest under another head has another teacher."""
-    model, other = make_model(seed=1), make_model(seed=2)
-    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=2))
-    batch = pack(mixed_items(), CPU)
-    one = made.loss(batch)[0].item()
-    model.decoder.load(other.hf.state_dict(), version=1)
-    assert made.loss(batch)[0].item() != pytest.approx(one, abs=1e-6)
 
 
 @pytest.mark.parametrize(("has_units", "expected"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -146,14 +146,6 @@ def test_a_missing_file_falls_back_to_the_checkpoint_before(tmp_path: Path) -> N
         save_step(tmp_path, 2)
 
 
-def test_a_partial_folder_is_ignored_and_then_replaced(tmp_path: Path) -> None:
-    save_step(tmp_path, 1)
-    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".step_00000002.partial")
-    assert good_step(tmp_path) == 1
-    save_step(tmp_path, 2)
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
-
-
 def test_a_stray_file_is_no_checkpoint(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     (tmp_path / "step_notes.txt").write_text("mine", encoding="utf-8")

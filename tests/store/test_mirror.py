@@ -93,7 +93,6 @@ def test_as_many_are_kept_as_the_run_keeps(tmp_path: Path, url: str) -> None:
 def test_one_that_was_cut_short_is_not_there(
     tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever file it was. It goes with the next one that is copied."""
     first, second = (save(tmp_path / "here", step) for step in (1, 2))
     copy(Mirror(url, 2), first)
     mirror, puts = Mirror(url, 2), iter(range(10))

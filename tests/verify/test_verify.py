@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -19,25 +17,21 @@ from tiny import tiny_config, tiny_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.build import make_target, open_workplace
+from tlt.build import make_target
 from tlt.config import Config, parse_config
-from tlt.draft.ahead import Ahead, LookAhead
+from tlt.draft.ahead import LookAhead
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
-from tlt.engine.engine import Engine
-from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
 from tlt.models.weights import read_safetensors
-from tlt.rewards.turns import SingleTurn
 from tlt.run import train as run
 from tlt.run.display import Display
 from tlt.sampling import TopK, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
 from tlt.verify import forks, oracle
 from tlt.verify import verify as runs
-from tlt.verify.look_ahead import OlderTarget, spoiled
-from tlt.verify.modes import modes
+from tlt.verify.look_ahead import OlderTarget
 from tlt.verify.verify import verify
 
 EXPLAINED = 1e-4  # in float32
@@ -91,14 +85,6 @@ def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
     assert len({r["policy_sha256"] for r in verdict["runs"]}) == 1
     assert {r["tokens_different"] for r in verdict["runs"]} == {0}
     assert verdict["forks"] == []
-
-
-def test_result_has_the_promised_keys(verdict: dict[str, Any]) -> None:
-    assert {"agree", "runs", "forks", "machine", "versions", "commit"} <= set(verdict)
-    for r in verdict["runs"]:
-        assert {"mode", "policy_sha256", "tokens_different", "seconds", "rewards"} <= set(r)
-        assert r["seconds"] > 0
-        assert len(r["rewards"]) == 2
 
 
 def test_the_oracle_is_always_right_and_comes_back_from_preemption(verdict: dict[str, Any]) -> None:
@@ -200,13 +186,6 @@ def test_float32_holds_and_the_last_line_is_the_verdict(
     assert "1 preemptions" not in "".join(lines)
 
 
-def test_at_most_eight_prompts_a_step_unless_full(home: Path) -> None:
-    config = small(home, rollout={"prompts_per_step": 20})
-    assert runs._verify_config(config, "float64", full=False).rollout.prompts_per_step == 8
-    assert runs._verify_config(config, "float64", full=True).rollout.prompts_per_step == 20
-    assert runs._verify_config(small(home), "float64", full=False).rollout.prompts_per_step == 2
-
-
 def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
     config = small(home)
     target = make_target(config.model)
@@ -260,38 +239,6 @@ def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
     assert all(a is b for a, b in zip(older.said(requests), found, strict=True)), "decoded once for all modes"
     older.sync(Weights(second), 1)
     assert [ahead.tokens.tolist() for ahead in older.said(requests)] == now
-
-
-def test_a_spoiled_look_ahead_is_wrong_in_every_way() -> None:
-    rng = random.Random(0)
-    own = list(range(10, 40))
-    entries = [
-        Ahead(seed, (seed // 2,), np.array([token + 100 * seed for token in own], dtype=np.int32), 4, True)
-        for seed in range(4)
-    ]
-    seen = set()
-    for _ in range(60):
-        for entry, other in zip(entries, spoiled(entries, 1000, rng), strict=True):
-            assert (other.seed, other.prompt, other.version) == (entry.seed, entry.prompt, 5)
-            assert all(0 <= token < 1000 for token in other.tokens.tolist())
-            seen.add(what_happened(entry, other.tokens.tolist(), entries))
-    assert seen == {"nothing", "empty", "cut", "left out", "put in", "twice", "a sibling's", "a stranger's", "random"}
-
-
-def what_happened(entry: Ahead, tokens: list[int], entries: Sequence[Ahead]) -> str:
-    own = entry.tokens.tolist()
-    whose = next((other for other in entries if other.tokens.tolist() == tokens), None)
-    if whose is not None:
-        return "nothing" if whose is entry else "a sibling's" if whose.prompt == entry.prompt else "a stranger's"
-    if tokens == own[: len(tokens)]:
-        return "cut" if tokens else "empty"
-    if tokens == own + own:
-        return "twice"
-    if any(tokens == own[:at] + own[at + 1 :] for at in range(len(own))):
-        return "left out"
-    if any(own == tokens[:at] + tokens[at + 1 :] for at in range(len(tokens))):
-        return "put in"
-    return "random"
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
@@ -393,38 +340,6 @@ def test_a_look_ahead_that_only_costs_speed_is_found(
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.rstrip().split("\n")
-
-
-@pytest.mark.slow
-def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One worker in a process never comes to such a slot: only late siblings do."""
-    resize = KVCache._resize
-
-    def forgetful(self: KVCache, slots: int, tokens: int) -> None:
-        held = self._held
-        resize(self, slots, tokens)
-        self._held = held + [()] * (slots - len(held))
-
-    monkeypatch.setattr(KVCache, "_resize", forgetful)
-    rollout = {"prompts_per_step": 4, "group_size": 6, "max_new_tokens": 32}
-    agree, result = check(small(home, rollout=rollout), tmp_path)
-    assert not agree
-    assert {r["mode"] for r in result["runs"] if r["tokens_different"]} == {"several workers"}
-
-
-def test_several_workers_decode_plainly_too(home: Path) -> None:
-    config = small(home)
-    place = open_workplace(config)
-    several = modes(config, place.target, place.tokenizer, SingleTurn())["several workers"]
-    asked = [Request(prompt, 0, 0, seed, place.sampling) for seed, prompt in enumerate(place.prompts)]
-    seen: list[Response] = []
-    said = several.plainly(asked, seen.append)
-    expected = Engine(place.target, config.engine).generate(asked)
-    assert {r.request.seed: r.token_ids for r in said} == {r.request.seed: r.token_ids for r in expected}
-    assert seen == said
-    assert all(r.decoded.drafted == 0 for r in said)
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
