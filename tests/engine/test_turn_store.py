@@ -49,7 +49,7 @@ def test_a_row_that_does_not_go_on_leaves_nothing(gone: Row) -> None:
 
 
 def test_the_oldest_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.engine.turns.MOST_BYTES", 9)
+    monkeypatch.setattr("tlt.engine.turns._MOST_BYTES", 9)
     store = left(row(1, 2, 3, seed=1), row(1, 2, 3, seed=2), row(1, 2, 3, seed=3))
     assert [store.known(row(1, 2, 3, 4, seed=seed)) for seed in (1, 2, 3)] == [0, 4, 4]
     assert store.bytes == 8

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from small import cache_for
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from tlt.engine.parking import Parking
 from tlt.engine.rows import RowTable
 from tlt.engine.scheduler import Scheduler
 from tlt.models.decoder import Decoder
@@ -269,9 +268,7 @@ def test_a_sequence_longer_than_the_model_is_good_for_is_refused_at_submit(folde
     change_config(folder, **({"max_position_embeddings": 64} | LIMITS[case]))
     options = decoder_options(read_config(folder))
     cache = cache_for(Decoder(options, torch.float32, CPU), 10_000)
-    scheduler = Scheduler(
-        RowTable([]), cache, Parking(cache), max_rows=4, verify_tokens=8, max_positions=options.max_positions
-    )
+    scheduler = Scheduler(RowTable([]), cache, max_rows=4, verify_tokens=8, max_positions=options.max_positions)
 
     def submit(prompt_tokens: int, new_tokens: int) -> None:
         prompt = Prompt(17, "", (1,) * prompt_tokens)

@@ -62,12 +62,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.placing", "engine/test_rows.py"): [
         ("place_new_rows", "operand", 1, "A prompt is reused only from the slot that holds it."),
         ("place_new_rows", "operand", 3, "A row that was begun is not replaced by its sibling's prompt."),
-        ("seat", "drop", 20, "A sibling gets a copy of its prompt's keys and values."),
-    ],
-    ("engine.parking", "engine/test_parking.py"): [
-        ("Parking.park", "never", 2, "Swapped-out rows use a bounded amount of memory."),
-        ("Parking.restore", "drop", 1, "A restored row frees its swapped-out memory."),
-        ("Parking.restore", "drop", 2, "A restored row gets its keys and values back."),
+        ("seat", "drop", 15, "A sibling gets a copy of its prompt's keys and values."),
     ],
     ("engine.noise", "engine/test_noise.py"): [
         ("NoiseWindow.remove", "drop", 0, "A row that moves takes its noise along."),

@@ -27,7 +27,6 @@ from tlt.engine.kv_cache import KVCache
 from tlt.engine.laws import LawTable
 from tlt.engine.memory import cache_tokens
 from tlt.engine.noise import DraftNoise, NoiseWindow
-from tlt.engine.parking import Parking
 from tlt.engine.placing import seat
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
@@ -75,7 +74,6 @@ class Engine(Generates):
         shape = HeadShape.of(target.options, target.dtype, target.device)
         self._bound = lambda: kv_tokens or cache_tokens(config.kv_memory_mb, shape)
         self.cache = KVCache(attention_for(shape), self._bound())
-        self.parking = Parking(self.cache)
         self.rollout = self._new_rollout()
         self._amid_round = False
 
@@ -95,10 +93,9 @@ class Engine(Generates):
         rows = RowTable([turns, self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
         widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
-        self.parking.begin(window)
         return RolloutState(
             rows=rows,
-            scheduler=Scheduler(rows, self.cache, self.parking, config.max_rows, widest, target.options.max_positions),
+            scheduler=Scheduler(rows, self.cache, config.max_rows, widest, target.options.max_positions),
             laws=laws,
             noise=noise,
             window=window,
@@ -118,8 +115,6 @@ class Engine(Generates):
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._amid_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
-            if not self._amid_round:  # else rows may be incomplete
-                self.rollout.scheduler.put_off_ahead()
             self.rollout = self._new_rollout()
             self._amid_round = False
         self.tuner.rollout_begins()
@@ -244,7 +239,7 @@ class Engine(Generates):
             self._put_off_ahead()
         admitted = self.rollout.scheduler.admit(self._most_beside_ahead())
         if admitted:
-            self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache, self.parking)
+            self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache)
         return bool(admitted)
 
     def _most_beside_ahead(self) -> int:

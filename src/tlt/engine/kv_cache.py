@@ -48,8 +48,7 @@ class KVCache:
 
     def append(self, row: Row, kept: int) -> None:
         self._rows.append(row)
-        # a row of a coming step may have keys and values of an older target, so no other row may use them
-        self._held[len(self._rows) - 1] = () if row.ahead else row.request.prompt.token_ids
+        self._held[len(self._rows) - 1] = row.request.prompt.token_ids
 
     def remove(self, place: int, last: int) -> None:
         row, mover = self._rows[place], self._rows[last]
@@ -110,15 +109,6 @@ class KVCache:
         if self.ledger:
             self.ledger.copied(source, target, length)
 
-    def read(self, slot: int, length: int) -> Tensor:
-        """Return a copy in host memory."""
-        return self.store.read(slot, length)
-
-    def write(self, slot: int, values: Tensor) -> None:
-        """Write the result of `read`, possibly of an older target. Allowed only for rows of coming steps."""
-        assert self._rows[slot].ahead, "tokens of this step must not depend on an older target's keys and values"
-        self.store.write(slot, values)
-
     def save(self, slot: int, length: int) -> Saved:
         """Return a copy for `restore`."""
         booked = self.ledger.booked[slot, :length].clone() if self.ledger else None
@@ -146,5 +136,5 @@ class KVCache:
         """Raise AssertionError if a ledger is kept and a slot does not have the keys and values of its row, or of
         `held`."""
         if self.ledger:
-            contexts = [() if row.ahead else row.context for row in self._rows] + self._held[len(self._rows) :]
+            contexts = [row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

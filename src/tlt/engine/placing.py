@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.parking import Parking
 from tlt.engine.state import RolloutState
 from tlt.types import Row
 
@@ -22,16 +21,11 @@ class Placing(NamedTuple):
     """Rows whose prompt another row has, active or among the two above"""
 
 
-def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache, parking: Parking) -> int:
+def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Place the admitted rows. Prefill each context once, then copy it to the siblings. Return the number of prefilled
     tokens, without those of coming steps."""
     rows, window = rollout.rows, rollout.window
-    for row in admitted:
-        if parking.row(row.request.seed) is row:
-            rows.append(row)
-            parking.restore(len(rows) - 1, row)
-    live = {id(row) for row in rows}
-    kept, fresh, copies = place_new_rows([row for row in admitted if id(row) not in live], rows, cache)
+    kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
         rows.append(row, kept=row.kv_length)
     known = {id(row): rollout.turns.known(row) for row in fresh}

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.parking import Parking
 from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
 from tlt.types import Request, Row
@@ -24,12 +23,11 @@ class Scheduler:
         self,
         rows: RowTable,
         cache: KVCache,
-        parking: Parking,
         max_rows: int,
         verify_tokens: int,
         max_positions: int,
     ) -> None:
-        self.rows, self.cache, self.parking = rows, cache, parking
+        self.rows, self.cache = rows, cache
         self.max_rows, self.max_positions = max_rows, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
@@ -42,37 +40,28 @@ class Scheduler:
         for row in rows:
             self._check(row.request)
         self.waiting.extend(rows)
-        self.parking.forget(row.request.seed for row in rows)
 
     def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
         """Replace the look-ahead requests, by seed, the most urgent first. Active rows among the first that fit into
-        `most` active rows continue; the others are swapped out. Raises ValueError, like `submit`."""
+        `most` active rows continue; the others leave. Raises ValueError, like `submit`."""
         for request in requests.values():
             self._check(request)
-        live: set[int] = set()
+        live, left = set[int](), {row.request.seed: row for row in self.ahead}
         urgent = set(islice(requests, max(0, most - sum(not row.ahead for row in self.rows))))
         for place in reversed(range(len(self.rows))):
             if (row := self.rows[place]).ahead and row.request.seed in urgent:
                 live.add(row.request.seed)
             elif row.ahead:
-                self._leave(place)
-        if requests:
-            self.parking.keep_only(requests)
+                left[row.request.seed] = self.rows.remove(place)
         self.ahead = deque(
-            self.parking.row(seed) or Row(request, ahead=True) for seed, request in requests.items() if seed not in live
+            left.get(seed) or Row(request, ahead=True) for seed, request in requests.items() if seed not in live
         )
 
     def put_off_ahead(self) -> None:
-        """Swap out the rows of coming steps. They are admitted first when slots are free again."""
+        """Remove the rows of coming steps. They are admitted first when slots are free again."""
         for place in reversed(range(len(self.rows))):
             if self.rows[place].ahead:
-                self.ahead.appendleft(self._leave(place))
-
-    def _leave(self, place: int) -> Row:
-        """Remove a row that has not ended. A row of a coming step is swapped out."""
-        if self.rows[place].ahead:
-            self.parking.park(place, self.rows[place])
-        return self.rows.remove(place)
+                self.ahead.appendleft(self.rows.remove(place))
 
     def _check(self, request: Request) -> None:
         refuse_impossible(request, self.max_positions, "the model supports", "lower rollout.max_new_tokens")
@@ -117,7 +106,7 @@ class Scheduler:
         rows and put them first in the queue. Return the number of preempted rows."""
         left = 0
         while not self.has_room(new):
-            row = self._leave(len(self.rows) - 1)
+            row = self.rows.remove(len(self.rows) - 1)
             (self.ahead if row.ahead else self.waiting).appendleft(row)
             left += 1
         self.cache.reserve(len(self.rows), self._longest() + new)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from tlt.draft.features import FeatureWindow, SavedEntries
 from tlt.engine.kv_cache import KVCache, Saved
-from tlt.engine.parking import MOST_BYTES
 from tlt.types import Row
+
+_MOST_BYTES = 1 << 30  # of host memory for keys and values
 
 
 class _Kept(NamedTuple):
@@ -47,7 +48,7 @@ class TurnStore:
         kept = _Kept(row.context[:-1], self.cache.save(place, row.kv_length), entries)
         self._kept[row.request.seed] = kept
         self.bytes += kept.saved.values.nbytes
-        while self.bytes > MOST_BYTES:
+        while self.bytes > _MOST_BYTES:
             self._drop(next(iter(self._kept)))
 
     def known(self, row: Row) -> int:
