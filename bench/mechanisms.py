@@ -1,5 +1,5 @@
-"""What a step loses without one mechanism of the rollout: moving rows to an idle worker, keeping the keys and values of
-rows of coming steps, or the journal of responses.
+"""What a step loses without one mechanism of the rollout: keeping the keys and values of rows of coming
+steps, or the journal of responses.
 
     python bench/mechanisms.py recipes/longtail.toml [--workers 2] [--steps 30] [--json FILE] [--section.key value ...]
 
@@ -26,7 +26,6 @@ from tlt.run.resume import at_the_time_of_the_run
 
 WITHOUT = {
     "all": "",
-    "no_help": "from tlt.cluster.allocation import Allocation; Allocation.ask_for_rows = lambda self, index: False",
     "no_parking": "from tlt.engine.parking import Parking; Parking.park = lambda self, place, row: None",
     "no_journal": "from tlt.run import train; train._journal = lambda config: None",
 }
