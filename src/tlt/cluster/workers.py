@@ -224,6 +224,8 @@ def _import_ray(alone: bool) -> Any:
     token, which is in no file. Raises ConfigError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers have a low priority
+    # else Ray prints the errors of workers whose calls are not waited for, after another worker has failed
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if alone:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on all interfaces, loopback or not
     if alone and "ray" not in sys.modules:
