@@ -322,6 +322,16 @@ def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.L
     assert caplog.text == ""
 
 
+def test_a_ray_that_does_not_start_is_one_sentence(home: Path) -> None:
+    import ray
+
+    with (
+        patch.object(ray, "init", side_effect=Exception("The node timed out.\nSee its logs.")),
+        pytest.raises(ClusterError, match=r"^Ray cannot start on this machine \(The node timed out\.\): start again"),
+    ):
+        RayPool(config_of(home, 2, "none"), home / "model")
+
+
 class TwoArguments(Exception):
     """Pickled by its message alone, from which it cannot be made again."""
 

@@ -71,6 +71,11 @@ class RayPool:
                 log_to_driver=False,
                 logging_level="ERROR",
             )
+        except Exception as error:  # Ray raises no narrower one
+            raise ClusterError(
+                f"Ray cannot start on this machine ({_first_line(error)}): start again when the machine is less busy, "
+                "or set cluster.workers = 1"
+            ) from error
         finally:
             os.environ.pop(MARK)
 
@@ -79,8 +84,9 @@ class RayPool:
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            reason = (str(error).splitlines() or ["no answer"])[0]
-            raise ClusterError(f"cannot join a Ray cluster at {address} ({reason}): check cluster.address") from None
+            raise ClusterError(
+                f"cannot join a Ray cluster at {address} ({_first_line(error)}): check cluster.address"
+            ) from None
         if not self._config.cluster.allow_no_token and lets_in_anybody(self._ray.get_runtime_context().gcs_address):
             raise ConfigError(
                 f"the Ray cluster at {address} requires no token, so anybody who reaches it can run code on its nodes: "
@@ -186,6 +192,10 @@ class RayPool:
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
             self._sweeper.wait()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no answer"])[0]
 
 
 def _why(error: Exception) -> str:
