@@ -60,14 +60,13 @@ trl: .venv-trl/.installed
 test-trl: trl
 	OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1 $(TRL)/python -m pytest tests/integrations
 
-# verl in an environment of its own, and tlt inside it; the last three packages are those that it needs and does not name.
+# verl in an environment of its own, and tlt inside it.
 VERL := .venv-verl/bin
 verl: .venv-verl/.installed
 .venv-verl/.installed: pyproject.toml
 	test -x $(VERL)/python || $(PYTHON) -m venv .venv-verl
 	$(VERL)/pip install -q torch==2.13.0
-	$(VERL)/pip install -q verl==0.9.1 transformers==5.10.4 ray==2.60.0 cachetools uvicorn fastapi pytest==9.2.0 hypothesis==6.170.15
-	$(VERL)/pip install -q --no-deps -e .
+	$(VERL)/pip install -q -e '.[verl]' verl==0.9.1 ray==2.60.0 pytest==9.2.0 hypothesis==6.170.15
 	touch $@
 
 test-verl: verl

@@ -1,9 +1,10 @@
-"""Which families of transformers tlt's engine decodes, each tried as a small random model in float64.
+"""Which families of transformers tlt's engine decodes, each tried as a small random model in float64 and float32.
 
     python bench/families.py [NAME ...]        all causal language models of the installed transformers, or these
 
-A family passes if greedy tokens are those of `generate`, if drafts change no token at temperature 1, and if both hold
-after an update. Others are listed with the reason that a user would read.
+A family passes if greedy tokens are those of `generate`, if drafts change no token at temperature 1, if log-probs of
+packed responses are those of single ones, and if all this holds after an update by the gradient. Others are listed with
+the reason that a user would read.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from tlt import Engine, Prompt, SamplingParams, make_requests
-from tlt.config import EngineConfig
+from tlt.config import EngineConfig, RolloutConfig, TrainConfig
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.tuner import Fixed
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import is_fused, read_config
-from tlt.models.hugging_face import experts_in, load_model
+from tlt.models.hugging_face import experts_in
 from tlt.rl.parity import take_weights
+from tlt.rl.policy import Policy
+from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
 VOCABULARY = 128
@@ -56,32 +58,34 @@ MORE: dict[str, Any] = {
 }
 """set where a family's config has the field"""
 NEW = 24
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""largest difference of two log-probs"""
 LARGEST = 10_000_000
 
 
-class Model:
-    """A policy, as far as the engine asks one for its weights and logits."""
+def policy_of(folder: Path, dtype: torch.dtype) -> Policy:
+    return Policy(folder, dtype, CPU, TrainConfig(learning_rate=1e-2), RolloutConfig())
 
-    def __init__(self, folder: Path) -> None:
-        self.model = load_model(folder, torch.float64, CPU)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
+def greedy(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Decode with `generate` of transformers."""
+    settings = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None}
+    tokens = torch.tensor([prompt])
+    found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
+    return tuple(found[0, len(prompt) :].tolist())
 
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens[None]).logits[0]
 
-    @torch.no_grad()
-    def update(self) -> None:
-        for weight in self.model.parameters():
-            weight.add_(0.05 * weight.std(correction=0) * torch.randn_like(weight))
-
-    def generate(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        settings = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None}
-        tokens = torch.tensor([prompt])
-        found = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
-        return tuple(found[0, len(prompt) :].tolist())
+def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Take an optimizer step on these responses, two to each prompt. Return "" if all is well, else what is wrong."""
+    prompts, responses = [prompt for prompt, _ in decoded], [list(response) for _, response in decoded]
+    batch = TrainBatch(prompts, responses, [1.0, -1.0] * (len(decoded) // 2), [[0.0] * len(r) for r in responses])
+    packed = policy.logprobs(batch)
+    for prompt, response, found in zip(prompts, responses, packed, strict=True):
+        law = policy.logits(torch.tensor([*prompt, *response])).log_softmax(-1)
+        expected = law[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
+        if not torch.allclose(torch.tensor(found, dtype=law.dtype), expected, atol=ROUNDING[law.dtype]):
+            return "log-probs of packed responses differ from those of single ones"
+    return "" if policy.update(batch, 0)["grad_norm"] > 0 else "the gradient is 0"
 
 
 def save_small(name: str, folder: Path) -> None:
@@ -111,24 +115,24 @@ def try_family(name: str) -> str:
         except Exception as error:  # a config may need fields that are not known here
             return f"no small model can be made ({_first_line(error)})"
         try:
-            return _compare(folder)
+            return _compare(folder, torch.float64) or _compare(folder, torch.float32)
         except ValueError as error:
             return _first_line(error)
 
 
-def _compare(folder: Path) -> str:
-    target = decoder_for(read_config(folder), torch.float64, CPU)
-    target.load(folder_weights(folder, torch.float64), 0)
-    model = Model(folder)
+def _compare(folder: Path, dtype: torch.dtype) -> str:
+    target = decoder_for(read_config(folder), dtype, CPU)
+    target.load(folder_weights(folder, dtype), 0)
+    policy, drafted, at = policy_of(folder, dtype), Strategy("suffix", 6, 1, 7), str(dtype).removeprefix("torch.")
     for version in (0, 1):
-        take_weights(target, model, version)
+        take_weights(target, policy, version)
         plain = decode(target, 0.0, PLAIN)
-        if wrong := sum(tokens != model.generate(prompt) for prompt, tokens in plain):
-            return f"{wrong} of {len(plain)} greedy responses differ from generate at version {version}"
-        drafted = Strategy("suffix", 6, 1, 7)
+        if wrong := sum(tokens != greedy(policy.model, prompt) for prompt, tokens in plain):
+            return f"{wrong} of {len(plain)} greedy responses differ from generate at version {version} in {at}"
         if any(decode(target, t, PLAIN) != decode(target, t, drafted) for t in (0.0, 1.0)):
-            return f"drafts change tokens at version {version}"
-        model.update()
+            return f"drafts change tokens at version {version} in {at}"
+        if wrong := update(policy, sorted(plain + decode(target, 1.0, PLAIN))):
+            return f"{wrong} in {at}"
     return ""
 
 

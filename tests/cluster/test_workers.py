@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -296,6 +297,32 @@ def test_what_a_worker_cannot_do_comes_back_as_its_own_sentence(home: Path) -> N
     broken = config.model_copy(update={"model": config.model.model_copy(update={"path": str(home / "no model")})})
     with pytest.raises(ModelError, match="no model"):
         remote.join(RayPool(broken, home / "no model"), broken)
+
+
+def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the first one ends the run. Ray logs errors whose calls are dropped."""
+    pool = RayPool(config_of(home, 2, "two"), home / "no model")
+    logging.getLogger("ray").addHandler(caplog.handler)
+    try:
+        calls = [pool.submit(index, "sha256") for index in range(2)]
+        for call in (calls.pop(0), pool.submit(1, "sha256")):  # the call between them is dropped before it returns
+            calls.clear()
+            with pytest.raises(ModelError, match="no model"):
+                pool.result(call)
+    finally:
+        logging.getLogger("ray").removeHandler(caplog.handler)
+        pool.close()
+    assert caplog.text == ""
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(home: Path) -> None:
+    import ray
+
+    with (
+        patch.object(ray, "init", side_effect=Exception("The node timed out.\nSee its logs.")),
+        pytest.raises(ClusterError, match=r"^Ray cannot start on this machine \(The node timed out\.\): start again"),
+    ):
+        RayPool(config_of(home, 2, "none"), home / "model")
 
 
 class TwoArguments(Exception):

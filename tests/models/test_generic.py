@@ -87,12 +87,12 @@ def reference_attention(target: Decoder):
 def test_an_update_of_the_policy_reaches_the_engine_at_the_next_load_alone(tmp_path: Path) -> None:
     target = small(tmp_path)
     hidden = torch.ones(1, 1, 64, dtype=torch.float64)
-    model = families.Model(tmp_path)
-    take_weights(target, model, 1)
+    policy = families.policy_of(tmp_path, torch.float64)
+    take_weights(target, policy, 1)
     before = target.logits(hidden)
-    model.update()
+    assert families.update(policy, [((5, 6), (7, 8)), ((5, 6), (9,))]) == ""
     assert torch.equal(target.logits(hidden), before)
-    take_weights(target, model, 2)
+    take_weights(target, policy, 2)
     assert not torch.allclose(target.logits(hidden), before)
 
 
@@ -100,9 +100,8 @@ def test_scaled_logits_are_in_the_head_that_a_drafter_multiplies_with(tmp_path: 
     target = small(tmp_path, "cohere")
     hidden = torch.randn(3, 64, dtype=torch.float64)
     assert torch.allclose(target.to_logits(hidden), target.logits(hidden))
-    assert not torch.allclose(
-        hidden @ families.Model(tmp_path).state_dict()["lm_head.weight"].t(), target.logits(hidden)
-    )
+    weight = families.policy_of(tmp_path, torch.float64).model.lm_head.weight
+    assert not torch.allclose(hidden @ weight.t(), target.logits(hidden))
 
 
 def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:

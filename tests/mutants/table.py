@@ -162,7 +162,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.batching", "rl/test_batching.py"): [
         ("pack", "drop", 12, "Positions begin at 0 in each packed sequence."),
         ("pack", "operand", 12, "Packed sequences do not see each other."),
-        ("_least_work", "operand", 18, "A micro-batch stays within its token budget."),
+        ("_first_micro_batches", "operand", 17, "A micro-batch stays within its token budget."),
+        ("plan", "operand", 7, "Each micro-batch counts with the cost of a pass."),
     ],
     ("rl.batching", "rl/test_shared_prefix.py"): [
         ("plan_shared", "operand", 2, "A shared prompt counts against the token budget."),

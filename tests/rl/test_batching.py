@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,10 +56,44 @@ def test_short_ones_leave_a_long_one_where_that_saves_more_than_it_takes() -> No
     assert len(plan([100, *[20] * 6], 4096, 128)) == 1, "less than a pass takes to begin"
 
 
-# -- pack --------------------------------------------------------------------------------------------------------------
-
-
 Rows = list[list[int]]
+
+
+def work(rows: Rows) -> float:
+    """Work of a micro-batch whose rows have these lengths, in tokens."""
+    width = max(map(max, rows))
+    attended = 0.5 if all(len(row) == 1 for row in rows) else 1.0
+    return 256 + len(rows) * width * (1 + attended * width / (6 * SIZE))
+
+
+def layouts(part: list[int], budget: int) -> Iterator[Rows]:
+    """Both layouts of descending lengths, if they are within the budget."""
+    packed: Rows = []
+    for own in part:
+        fitting = [row for row in packed if sum(row) + own <= part[0]]
+        if fitting:
+            fitting[0].append(own)
+        else:
+            packed.append([own])
+    yield from (rows for rows in (packed, [[own] for own in part]) if len(rows) == 1 or len(rows) * part[0] <= budget)
+
+
+def least_work(lengths: list[int], budget: int) -> float:
+    """Least work over all ways to cut descending lengths."""
+    if not lengths:
+        return 0.0
+    firsts = ((k, rows) for k in range(1, len(lengths) + 1) for rows in layouts(lengths[:k], budget))
+    return min(work(rows) + least_work(lengths[k:], budget) for k, rows in firsts)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=7), st.integers(1, 1500))
+def test_no_other_cut_is_less_work(lengths: list[int], budget: int) -> None:
+    planned = [[[lengths[i] for i in row] for row in rows] for rows in plan(lengths, budget, SIZE)]
+    assert sum(map(work, planned)) == pytest.approx(least_work(sorted(lengths, reverse=True), budget))
+
+
+# -- pack --------------------------------------------------------------------------------------------------------------
 
 
 def packed(sequences: list[tuple[list[int], list[int]]], budget: int) -> list[tuple[Rows, MicroBatch]]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from tlt.rl.early import (
     fixed_logprobs,
     has_early_shards,
     in_shards,
+    most_responses,
     needs_logprobs,
     owners_of,
 )
 from tlt.rl.groups import make_batch, usable
 from tlt.rl.packer import Packer
 from tlt.rl.planner import Planner
+from tlt.rl.schedule import split
 from tlt.rl.shard_sum import Shard
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
 
@@ -130,6 +133,27 @@ def test_a_cut_by_hand() -> None:
     found = cut(batch, lambda i: True, 10, 1)
     assert found.early == [of(2) + of(4), of(0) + of(7), of(3) + of(5), of(8) + of(9)]
     assert found.late == of(1) + of(6)
+
+
+@given(st.lists(groups, min_size=1, max_size=20), st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2]))
+def test_no_shard_has_more_responses_than_is_said(drawn: list[Any], more: int, workers: int, updates: int) -> None:
+    prompts = len(drawn) + more
+    config = config_of(prompts, workers, updates_per_step=min(updates, prompts))
+    batch = make_batch([group_of(number, *one) for number, one in enumerate(drawn)], config)
+    planner = Planner(config.train, prompts, Packer(99, 8, torch.device("cpu"), shares=True))
+    everyone: Any = SimpleNamespace(rank=0, size=1, shards=workers)
+    for members in split(len(batch.response_ids), config.train.updates_per_step):
+        for shard in planner.of_gradients(batch, members, everyone, ()).own:
+            assert len(shard.members) <= most_responses(config)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "workers", "updates", "responses"), [(16, 1, 1, 32), (16, 2, 1, 6), (40, 2, 1, 18), (16, 2, 4, 8)]
+)
+def test_the_most_responses_by_hand(prompts: int, workers: int, updates: int, responses: int) -> None:
+    """Groups have 2 responses. Of 15 groups, 13 may be early, in shards of 2, so 12 are early and 3 are late. Of 39, 34
+    may be early, in shards of 5, so 30 are early and 9 are late. Four optimizer steps have a quarter each."""
+    assert most_responses(config_of(prompts, workers, updates_per_step=updates)) == responses
 
 
 def of(group: int) -> list[int]:

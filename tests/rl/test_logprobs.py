@@ -89,7 +89,9 @@ def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) 
     folder, batch = save_weights(tmp_path, 30_000, scale=0.1), random_batch(30_000, responses=20)
     whole, chunked = (make_policy(folder, torch.bfloat16, logits_mb=mb) for mb in (512, 1))
     tokens, seen = sum(map(len, batch.response_ids)), []
-    chunked.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append((logits.dtype, len(logits))))
+    chunked.model.lm_head.register_forward_hook(
+        lambda module, given, logits: seen.append((logits.dtype, logits.shape[1]))
+    )
     ours, theirs = (policy.update(batch, 0) for policy in (chunked, whole))
     assert {dtype for dtype, _ in seen} == {torch.bfloat16}
     assert max(size for _, size in seen) == chunk_tokens(chunked.model, 1) < tokens
@@ -104,7 +106,7 @@ def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) 
 def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperature: float) -> None:
     """Log-probs in bfloat16 are good to 1 % at best."""
     policy, batch, seen = make_policy(save_weights(tmp_path, 31), torch.bfloat16), random_batch(31), []
-    policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits.detach().double()))
+    policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits[0].detach().double()))
     (micro,) = policy.passes.micro_batches([policy.model], batch, range(6), Alone())
     logprobs, entropy = token_logprobs(policy.model, micro, temperature, 512, autocast=True)
     law = torch.distributions.Categorical(logits=seen[0] / temperature)

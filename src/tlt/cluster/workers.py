@@ -71,6 +71,11 @@ class RayPool:
                 log_to_driver=False,
                 logging_level="ERROR",
             )
+        except Exception as error:  # Ray raises no narrower one
+            raise ClusterError(
+                f"Ray cannot start on this machine ({_first_line(error)}): start again when the machine is less busy, "
+                "or set cluster.workers = 1"
+            ) from error
         finally:
             os.environ.pop(MARK)
 
@@ -79,8 +84,9 @@ class RayPool:
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            reason = (str(error).splitlines() or ["no answer"])[0]
-            raise ClusterError(f"cannot join a Ray cluster at {address} ({reason}): check cluster.address") from None
+            raise ClusterError(
+                f"cannot join a Ray cluster at {address} ({_first_line(error)}): check cluster.address"
+            ) from None
         if not self._config.cluster.allow_no_token and lets_in_anybody(self._ray.get_runtime_context().gcs_address):
             raise ConfigError(
                 f"the Ray cluster at {address} requires no token, so anybody who reaches it can run code on its nodes: "
@@ -188,6 +194,10 @@ class RayPool:
             self._sweeper.wait()
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no answer"])[0]
+
+
 def _why(error: Exception) -> str:
     """Return a clause with the reason why a worker was lost, without Ray's speculation."""
     lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
@@ -224,6 +234,8 @@ def _import_ray(alone: bool) -> Any:
     token, which is in no file. Raises ConfigError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers have a low priority
+    # else Ray prints the errors of workers whose calls are not waited for, after another worker has failed
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if alone:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on all interfaces, loopback or not
     if alone and "ray" not in sys.modules:

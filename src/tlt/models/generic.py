@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from tlt.files import telling
 from tlt.models.decoder import Attend, Decoder
 from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.head import Head
 from tlt.models.hugging_face import experts_in
 from tlt.models.product import Product
 from tlt.types import MOST_GUESSES
@@ -27,7 +28,6 @@ from tlt.types import MOST_GUESSES
 _NAME = "tlt_engine"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _REMEDY = "try engine.backend = 'vllm', or give another model"
-_LINEAR = 1e-4  # relative to the largest logit
 
 
 def attend(
@@ -65,9 +65,9 @@ def attend(
 _TRIED = """
 afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm ernie4_5 ernie4_5_moe exaone4
 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_neox granite granitemoe granitemoeshared
-helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm2 llama
-mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2
-olmo3 olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
+helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm2 llama mellum
+minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe
+opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
 """
 TRIED = frozenset(_TRIED.split())
 """families that pass `make families`"""
@@ -98,12 +98,11 @@ class GenericDecoder(Decoder):
         model.eval().requires_grad_(False)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         _pack(model)
-        self.model, self.own_logits, self.embedding = model.base_model, _HeadAlone(model), embedding
+        self.model, self.own_head, self.embedding = model.base_model, Head(model), embedding
         with undecodable():
             if self.version < 0:
                 self._check_layers()
-            scale = self._logit_scale(head)
-        self.head = head if scale == 1.0 else head * scale
+            self.head = self.own_head.scaled(head)
         self.to_logits = Product(self.head, shared=True)
         self.version = version
 
@@ -141,48 +140,7 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.own_logits(hidden.reshape(1, -1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
-
-    def _logit_scale(self, head: Tensor) -> float:
-        """Return the factor between the model's logits and hidden @ head.T, because a drafter uses only the head.
-
-        It is 1 if the two are not proportional, for example with a soft cap. Learned drafts are then worse."""
-        hidden = torch.linspace(-1, 1, head.shape[1], dtype=self.dtype, device=self.device)[None]
-        plain, own = (hidden @ head.t()).double(), self.logits(hidden).double()
-        scale = round(float((plain * own).sum() / plain.square().sum()), 5)
-        return scale if (own - scale * plain).abs().max() <= _LINEAR * own.abs().max() else 1.0
-
-
-class _Given(nn.Module):
-    """Stand-in for all layers, which returns known hidden states."""
-
-    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> _Output:
-        return _Output(inputs_embeds)
-
-
-class _Output:
-    """Output of a base model with only the hidden states, which are all that the head reads."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-
-class _HeadAlone:
-    """Head of a causal language model: the model's own path from hidden states after the final norm to logits."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = copy.copy(model)
-        self.model._modules = model._modules | {model.base_model_prefix: _Given()}
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits [B, N, V] for hidden states [B, N, D]."""
-        return self.model(inputs_embeds=hidden, use_cache=False).logits
+        return self.own_head(hidden)
 
 
 class _PackedLinear(nn.Module):

@@ -6,8 +6,7 @@ order, never on when they arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,51 +88,66 @@ def plan_shared(
 def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
     """Return micro-batches as [micro-batch][row] -> sequence numbers, the longest sequences first.
 
-    Rows are as wide as the longest sequence of their micro-batch. A row holds one sequence or all that fit, whichever
-    is less work. Shorter sequences join a micro-batch as long as that is less work than to begin another one. A
-    sequence that exceeds `max_tokens` gets a micro-batch of its own.
+    The sequences in descending order are cut where the total work is least. Rows are as wide as the longest sequence of
+    their micro-batch. A row holds one sequence or all that fit, whichever is less work. A sequence that exceeds
+    `max_tokens` gets a micro-batch of its own.
 
-    Work is measured in tokens. In rows of width L, attention adds a share of L / (6 hidden_size). It adds half of that
-    if each row is one sequence, because plain causal attention skips the masked half.
+    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention adds a
+    share of L / (6 hidden_size). It adds half of that if each row is one sequence, because plain causal attention skips
+    the masked half.
     """
-    left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    batches = []
-    while left:
-        rows = _least_work([lengths[i] for i in left], max_tokens, hidden_size)
-        batches.append([[left[k] for k in row] for row in rows])
-        left = left[sum(map(len, rows)) :]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    descending = [lengths[i] for i in order]
+    best = [(0.0, 0, False)] * (len(order) + 1)  # for the rest from each place: work, and its first micro-batch
+    for start in reversed(range(len(order))):
+        best[start] = min(
+            (_BEGINNING + work + best[start + count][0], count, alone)
+            for work, count, alone in _first_micro_batches(descending[start:], max_tokens, hidden_size)
+        )
+    batches, start = [], 0
+    while start < len(order):
+        _, count, alone = best[start]
+        members = order[start : start + count]
+        batches.append([[i] for i in members] if alone else _in_rows(members, lengths))
+        start += count
     return batches
 
 
-def _least_work(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[int]]:
-    """Return the rows of the first micro-batch. `lengths` are in descending order."""
+def _first_micro_batches(
+    lengths: Sequence[int], max_tokens: int, hidden_size: int
+) -> Iterator[tuple[float, int, bool]]:
+    """Yield each possible micro-batch of the first sequences: its work, the number of sequences, and whether each has
+    its own row. `lengths` are in descending order."""
 
-    def work(rows: int, width: int, attended: float) -> float:
+    def work(rows: int, attended: float) -> float:
         return rows * width * (1 + attended * width / (6 * hidden_size))
 
-    width = lengths[0]
-    rest = [*accumulate((work(1, own, 0.5) for own in reversed(lengths)), initial=0.0)][::-1]
-    rows: list[list[int]] = []  # first-fit
+    width, rows = lengths[0], 0
+    for count, row in enumerate(_first_fit(lengths), 1):
+        rows = max(rows, row + 1)
+        if rows > 1 and rows * width > max_tokens:
+            return
+        yield work(rows, 1.0), count, False
+        if count == 1 or count * width <= max_tokens:
+            yield work(count, 0.5), count, True
+
+
+def _in_rows(members: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    rows: dict[int, list[int]] = {}
+    for i, row in zip(members, _first_fit([lengths[i] for i in members]), strict=True):
+        rows.setdefault(row, []).append(i)
+    return [*rows.values()]
+
+
+def _first_fit(lengths: Sequence[int]) -> Iterator[int]:
+    """Yield the row of each sequence: the first that has room for it. Rows are as wide as the first sequence."""
     room: list[int] = []
-    found: list[tuple[float, int, bool]] = []  # total work, sequences in this micro-batch, whether each has its own row
-    for k, own in enumerate(lengths):
+    for own in lengths:
         row = next((r for r, free in enumerate(room) if free >= own), len(room))
         if row == len(room):
-            if row and (row + 1) * width > max_tokens:
-                break
-            rows.append([])
-            room.append(width)
-        rows[row].append(k)
+            room.append(lengths[0])
         room[row] -= own
-        count = k + 1
-        later = rest[count] + (_BEGINNING if rest[count] else 0)
-        found.append((work(len(rows), width, 1.0) + later, count, False))
-        if count == 1 or count * width <= max_tokens:
-            found.append((work(count, width, 0.5) + later, count, True))
-    _, count, alone = min(found)
-    if alone:
-        return [[k] for k in range(count)]
-    return [short for row in rows if (short := [k for k in row if k < count])]
+        yield row
 
 
 def pack(

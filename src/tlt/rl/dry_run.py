@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tlt.config import Config, ConfigError
 from tlt.engine.memory import free_bytes
 from tlt.rl.batching import Layout
-from tlt.rl.early import most_early_gradients
+from tlt.rl.early import most_early_gradients, most_responses
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
 from tlt.rl.shard_sum import Shard
@@ -60,7 +60,7 @@ class _Update:
     new: int
     """rollout.max_new_tokens"""
     budget: int
-    """train.micro_batch_tokens, or fewer if an optimizer step has fewer"""
+    """train.micro_batch_tokens, or fewer if a shard has fewer"""
     logits_mb: int
     checkpoints: bool
     """train.gradient_checkpointing"""
@@ -68,8 +68,7 @@ class _Update:
     @staticmethod
     def of(config: Config, longest_prompt: int) -> _Update:
         rollout, train = config.rollout, config.train
-        responses = -(-rollout.prompts_per_step * rollout.group_size // train.updates_per_step)
-        most = responses * (longest_prompt + rollout.max_new_tokens)
+        most = most_responses(config) * (longest_prompt + rollout.max_new_tokens)
         budget = min(train.micro_batch_tokens, most)
         return _Update(longest_prompt, rollout.max_new_tokens, budget, train.logits_mb, train.gradient_checkpointing)
 

@@ -47,6 +47,19 @@ def most_early_gradients(config: Config) -> int:
     return -(-len(in_shards(range(prompts), prompts, prompts, workers)) // workers)
 
 
+def most_responses(config: Config) -> int:
+    """Return the largest number of responses in a shard of gradients."""
+    rollout, train, workers = config.rollout, config.train, config.cluster.workers
+    prompts = rollout.prompts_per_step
+    if not (has_early_shards(train, workers) and has_early_gradients(train)):
+        return -(-prompts * rollout.group_size // train.updates_per_step)
+    groups = 0
+    for count in range(1, prompts + 1):  # fewer than the step has, because some groups have no gradient
+        early = [len(shard) for shard in in_shards(range(count), count, prompts, workers)]
+        groups = max(groups, count - sum(early), *early)
+    return groups * rollout.group_size
+
+
 def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
     """Return which log-probs are computed before the first gradient, as fields of `Fixed`. With one optimizer step the
     policy is still the old one."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tlt.models.head import Head
 from tlt.rl.batching import MicroBatch
 from tlt.sampling import lowest_temperature
 from tlt.types import TrainBatch
@@ -27,7 +28,7 @@ def token_logprobs(
     shared = {"shared_row": micro.shared} if micro.shared else {}
     with cast:
         hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
-    head = model.get_output_embeddings()
+    head = Head(model)
 
     def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with cast:
@@ -68,7 +69,7 @@ def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
     """Return logits [N, V] at each token of one sequence [N], computed as in `token_logprobs`."""
     hidden = last_hidden(model, tokens, autocast)
     with _autocast(tokens.device, autocast):
-        return model.get_output_embeddings()(hidden)
+        return Head(model)(hidden)
 
 
 def last_hidden(model: Any, tokens: Tensor, autocast: bool) -> Tensor:

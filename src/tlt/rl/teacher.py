@@ -14,6 +14,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Decoder, rotary_table
+from tlt.models.head import Head
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
 from tlt.spot.recompute import Recompute
@@ -54,7 +55,8 @@ class PolicyTeacher:
     def head(self) -> Tensor:
         """Copy of the head's weight, because the next update changes the policy in place."""
         if self._head is None or self._head[0] != self.version:
-            weight = self.policy.model.get_output_embeddings().weight.detach()
+            model = self.policy.model
+            weight = Head(model).scaled(model.get_output_embeddings().weight.detach())
             self._head = self.version, weight.to(self.dtype, copy=True)
         return self._head[1]
 

@@ -1,0 +1,61 @@
+"""Head of a causal language model: its own path from hidden states to logits, with its scalings and soft caps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LINEAR = 1e-4  # relative to the largest logit
+
+
+class Head:
+    """Function from hidden states after the final norm to logits. It uses the model's weights, and follows them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = copy.copy(model)
+        self._model._modules = model._modules | {model.base_model_prefix: _Given()}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] for hidden states [..., D]."""
+        logits = self._model(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
+        return logits.view(*hidden.shape[:-1], -1)
+
+    @torch.no_grad()
+    def scaled(self, weight: Tensor) -> Tensor:
+        """Return the head's weight [V, D] times the factor between the logits and hidden @ weight.T, because a drafter
+        uses only the weight.
+
+        The factor is 1 if the two are not proportional, for example with a soft cap. Learned drafts are then worse."""
+        hidden = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+        plain, own = (hidden @ weight.t()).double(), self(hidden).double()
+        factor = round(float((plain * own).sum() / plain.square().sum()), 5)
+        proportional = (own - factor * plain).abs().max() <= _LINEAR * own.abs().max()
+        return weight * factor if proportional and factor != 1.0 else weight
+
+
+class _Given(nn.Module):
+    """Stand-in for all layers, which returns known hidden states."""
+
+    @property
+    def decoder(self) -> _Given:
+        """Layers of a family whose base model has them inside."""
+        return self
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """Output of a base model with only the hidden states, which are all that the head reads."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
