@@ -20,8 +20,8 @@ from tlt.sampling import make_requests
 from tlt.spot.buffer import Transcript
 from tlt.types import Response
 
-for folder in ("cluster", "rewards"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / folder))
+sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 
 from test_episodes import AtOnce
 from test_turns import Stops, config_of, train, two
