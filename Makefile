@@ -78,7 +78,7 @@ verifiers: .venv-verifiers/.installed
 .venv-verifiers/.installed: pyproject.toml
 	test -x $(VERIFIERS)/python || $(PYTHON) -m venv .venv-verifiers
 	$(VERIFIERS)/pip install -q torch==2.13.0
-	$(VERIFIERS)/pip install -q -e '.[verifiers]' pytest==9.2.0
+	$(VERIFIERS)/pip install -q -e '.[verifiers]' pytest==9.2.0 hypothesis==6.170.15
 	touch $@
 
 test-verifiers: verifiers
@@ -98,4 +98,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl .venv-verl runs build src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-verifiers runs build src/*.egg-info

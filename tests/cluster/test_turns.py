@@ -21,6 +21,7 @@ from tlt.config import Config, parse_config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
+from tlt.rewards.episodes import Episodes
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.store.completions import read_completions
@@ -118,6 +119,45 @@ def test_a_run_that_is_killed_and_resumed_leaves_no_trace(tmp_path: Path, undist
     config = two(tmp_path, run={"save_every": 1})
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(1, response=2))
+    assert train(config, resume=True) == undisturbed
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> list[Episodes]:
+    """Return a list that gets the episodes of each rollout. In it, `awaits` says whether a tool runs."""
+    found: list[Episodes] = []
+    begin = Episodes.begin
+    monkeypatch.setattr(Episodes, "begin", lambda self, requests: (found.append(self), begin(self, requests))[1])
+    return found
+
+
+def test_a_worker_that_is_lost_while_a_tool_runs_leaves_no_trace(
+    tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
+) -> None:
+    lost: list[int] = []
+
+    def loses(worker: int, method: str) -> str:
+        if lost or method != "decode" or not waiting[-1].awaits:
+            return ""
+        lost.append(worker)
+        return "after"
+
+    assert train(config_of(tmp_path, "Slow", cluster={"workers": 2, "slice_seconds": 1e-9}), loses) == undisturbed
+    assert lost
+
+
+def test_a_run_that_is_killed_while_a_tool_runs_leaves_no_trace(
+    tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
+) -> None:
+    class StopsAmidCall(Stops):
+        def response(self, response: Any) -> None:
+            self.left = 0 if waiting[-1].awaits else 1
+            super().response(response)
+
+    workers = {"workers": 2, "slice_seconds": 1e-9}
+    config = config_of(tmp_path, "Slow", cluster=workers, run={"save_every": 1})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=StopsAmidCall(1))
     assert train(config, resume=True) == undisturbed
 
 

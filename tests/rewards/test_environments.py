@@ -153,12 +153,10 @@ def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
         ({"reward": {"environment": "a:B", "name": "exact"}}, "remove reward.name"),
         ({"reward": {"turns": 3, "name": "exact"}}, "reward.turns needs reward.environment"),
         ({"reward": {"environment": "verifiers"}}, "environment"),
-        ({"reward": {"environment": "a:B"}, "engine": {"backend": "vllm"}}, "does not support reward.environment"),
         ({"data": {"environment": "a", "path": "-"}}, "give either data.tasks"),
         ({"data": {"path": "-", "environment_arguments": {"game": "b"}}}, "environment_arguments needs"),
         ({"data": {"environment": "a"}, "eval": {"every": 1}}, "eval.every cannot be used with data.environment"),
         ({"data": {"environment": "a"}, "reward": {"name": "exact"}}, "remove reward.name"),
-        ({"data": {"environment": "a"}, "engine": {"backend": "vllm"}}, "does not support reward.environment"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], why: str) -> None:

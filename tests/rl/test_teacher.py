@@ -72,6 +72,20 @@ def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
         torch.testing.assert_close(ours.features, theirs.features, atol=1e-5, rtol=1e-5)  # transformers' float32 parts
 
 
+def test_entries_of_earlier_turns_are_left_out(world: Any) -> None:
+    """Their hidden states are those of the whole context."""
+    _, target, policy = world
+    layout = eagle_options(target.options, "eagle1", WINDOW).layout
+    recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
+    tokens = tuple(range(1, 3 * WINDOW))
+    (*_, whole) = recompute._harvest(Transcript(2, tokens), never)
+    for first in (whole.end - WINDOW - 3, whole.end - 3):
+        items = recompute._harvest(Transcript(2, tokens, first), never)
+        entries = {entry for item in items for entry in range(item.start, item.end)}
+        assert entries == set(range(first, whole.end))
+    assert torch.equal(items[-1].features, whole.features[-3:])
+
+
 def test_the_head_of_a_version_stays_what_it_was(world: Any) -> None:
     _, target, policy = world
     teacher = PolicyTeacher(policy, target)

@@ -14,13 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_environments import Echo
 
 from tlt.build import open_engine, open_target, open_workplace
+from tlt.cluster.local import LocalRollout
 from tlt.config import Config, load_config
+from tlt.data.prompts import reply_encoder
 from tlt.draft.eagle import EagleLayer, load_drafter, save_drafter
 from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.rewards.episodes import Episodes
 from tlt.rl.parity import check_parity
 from tlt.rl.policy import Policy
 from tlt.sampling import request_seed
@@ -28,6 +33,10 @@ from tlt.types import Request, Response, SamplingParams
 from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError, is_tested, vllm_version
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
+
+from test_episodes import AtOnce
 
 pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")
 ROOT = Path(__file__).parent.parent.parent
@@ -139,6 +148,22 @@ def test_stop_strings_end_a_response_as_with_us(opened: Any, place: Any) -> None
     responses = list(engine.generate(asked))
     assert_same(place, responses, plain(place, asked, engine.detokenize))
     assert any(response.finish_reason == "stop" and response.text.endswith("=") for response in responses)
+
+
+def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
+    asked, spell = requests(place, 16, stop_strings=("=",), continues=True), Detokenizer(place.tokenizer)
+
+    def played(engine: Any) -> list[Response]:
+        turns = Episodes(AtOnce(Echo), reply_encoder(place.tokenizer, recipe().data), spell, None)  # type: ignore[arg-type]
+        return LocalRollout(engine, turns=turns).generate(asked, lambda response: None)[0]
+
+    ours = {
+        response.request.seed: response for response in played(Engine(place.target, recipe().engine, (), None, spell))
+    }
+    assert max(len(response.replies) for response in ours.values()) > 1
+    engine = opened("off")
+    assert_same(place, played(engine), ours)
+    assert engine.target.llm.vllm_config.cache_config.enable_prefix_caching
 
 
 def test_new_weights_are_taken_and_compared_with_the_policy(opened: Any, place: Any) -> None:

@@ -291,8 +291,6 @@ class Config(Section):
 
 
 def _for_vllm(config: Config) -> None:
-    if config.reward.environment:
-        raise ValueError("engine.backend = 'vllm' does not support reward.environment: set it to 'tlt'")
     if config.model.dtype == "float64":
         raise ValueError("engine.backend = 'vllm' does not support float64: set model.dtype = 'float32' or 'bfloat16'")
     if ":" in config.model.device:

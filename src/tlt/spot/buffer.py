@@ -54,6 +54,8 @@ class Transcript(NamedTuple):
     prompt_length: int
     tokens: tuple[int, ...]
     """Tokens of the prompt, then of the response"""
+    first: int = 0
+    """Position of the first entry to train on; entries before it are of earlier turns"""
 
 
 class HarvestBuffer:

@@ -64,16 +64,16 @@ class Recompute:
         return found
 
     def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
-        """Compute the entries of all tokens but the last, cut into whole windows and the last window, as our own engine
-        cuts them. Raises Interrupted."""
+        """Compute the entries from `first` to the last token but one, cut into whole windows and the last window, as
+        our own engine cuts them. Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
         if not features.isfinite().all():  # cannot be trained on
             return []
-        length = len(features)
-        starts = [*range(0, length - size + 1, size)]
-        if length % size:
-            starts.append(max(0, length - size))
+        first, length = transcript.first, len(features)
+        starts = [*range(first, length - size + 1, size)]
+        if (length - first) % size:
+            starts.append(max(first, length - size))
         whole = Harvest(self.teacher.version, 0, transcript.prompt_length, tokens[1:], features)
         return [whole.cut(low, size) for low in starts]
 

@@ -112,7 +112,7 @@ def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dic
         return modes(config, target, tokenizer, turns)
     from tlt.verify.vllm_modes import vllm_modes  # vLLM is an extra
 
-    return vllm_modes(config, target, tokenizer)
+    return vllm_modes(config, target, tokenizer, turns)
 
 
 def _verify_config(config: Config, dtype: str, full: bool) -> Config:

@@ -12,12 +12,13 @@ from tlt.engine.engine import Engine
 from tlt.engine.spelling import Detokenizer
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
+from tlt.rewards.turns import Turns
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 
 
-def vllm_modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
+def vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
     """Return name -> rollout. Each mode has its own vLLM, except our plain decoding, which uses `target`."""
     spell = Detokenizer(tokenizer)
 
@@ -29,12 +30,12 @@ def vllm_modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rol
 
     store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
     found: dict[str, Rollout] = {
-        "vllm": LocalRollout(engine("off")),
-        "vllm, look-ahead": LookAheadRollout(engine("adaptive", store), older),
+        "vllm": LocalRollout(engine("off"), turns=turns),
+        "vllm, look-ahead": LookAheadRollout(engine("adaptive", store), older, turns),
     }
     if config.speculation.path:
-        found["vllm, learned"] = LocalRollout(engine("eagle"))
+        found["vllm, learned"] = LocalRollout(engine("eagle"), turns=turns)
     # n-gram lookup is the last vLLM: it loads numba, and then no other vLLM starts in the same process
-    found["vllm, n-gram"] = LocalRollout(engine("suffix"))
+    found["vllm, n-gram"] = LocalRollout(engine("suffix"), turns=turns)
     # plain is last, because the next step starts from its state
-    return found | {"plain": LocalRollout(Engine(target, config.engine, detokenize=spell))}
+    return found | {"plain": LocalRollout(Engine(target, config.engine, detokenize=spell), turns=turns)}

@@ -1,7 +1,8 @@
 """vLLM with the interface of our own engine. A round is one vLLM step.
 
 The noise (`noise.py`) determines each sampled token, so responses equal those of our own engine up to rounding.
-vLLM schedules, pages the KV cache and verifies drafts. This module handles requests, responses and look-ahead.
+vLLM schedules, pages the KV cache and verifies drafts. This module handles requests, responses and look-ahead. A later
+turn of an episode is a new request to vLLM. Its prompt is the episode so far, which vLLM's prefix cache still has.
 """
 
 from __future__ import annotations
@@ -216,10 +217,11 @@ class VllmEngine(Generates):
             else:
                 if self.on_harvest:
                     prompt = row.request.prompt
-                    self.on_harvest(Transcript(len(prompt.token_ids), row.context))
+                    self.on_harvest(Transcript(len(prompt.token_ids), row.context, row.harvested))
                 text = text_of(row, self.detokenize)
                 said = row.tokens, row.logprobs, row.full_logprobs
-                responses.append(Response(row.request, *said, reason, text, decoded=row.decoded))
+                known = {"decoded": row.decoded, "replies": row.replies}
+                responses.append(Response(row.request, *said, reason, text, **known))
         return responses
 
     def _abort(self, names: list[str]) -> list[Row]:

@@ -1,0 +1,98 @@
+"""Episodes with vLLM: each turn is a request of its own, and tokens and sha256 are those of our engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import pytest
+
+from tlt.build import open_engine, open_target, open_workplace
+from tlt.cluster.local import LocalRollout
+from tlt.config import Config
+from tlt.data.prompts import reply_encoder
+from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
+from tlt.rewards.episodes import Episodes
+from tlt.sampling import make_requests
+from tlt.spot.buffer import Transcript
+from tlt.types import Response
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
+
+from test_episodes import AtOnce
+from test_turns import Stops, config_of, train, two
+from tiny_environments import Echo
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[fake_vllm.LLM]:
+    return fake_vllm.install(monkeypatch)
+
+
+def by_vllm(config: Config) -> Config:
+    """Return the configuration with vLLM. A recipe may not combine it with float64."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "vllm"})})
+
+
+def home(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+def played(engine: Any, place: Any, config: Config) -> list[Response]:
+    """Return the episodes of all groups, in the order of their seeds."""
+    encode = reply_encoder(place.tokenizer, config.data)
+    turns = Episodes(AtOnce(Echo), encode, Detokenizer(place.tokenizer), None)  # type: ignore[arg-type]
+    requests = make_requests(place.prompts, 4, place.sampling, 1)
+    responses, _ = LocalRollout(engine, turns=turns).generate(requests, lambda response: None)
+    return sorted(responses, key=lambda response: response.request.seed)
+
+
+@pytest.mark.parametrize("drafter", ["off", "adaptive"])
+def test_episodes_are_those_of_our_engine(drafter: str, started: Any, tmp_path: Path) -> None:
+    config = by_vllm(config_of(tmp_path, speculation={"drafter": drafter}))
+    place = open_workplace(config)
+    ours = played(Engine(place.target, config.engine, detokenize=Detokenizer(place.tokenizer)), place, config)
+    vllm = played(open_engine(config, open_target(config, config.model.path)), place, config)
+    assert max(len(response.replies) for response in ours) > 1
+    for mine, theirs in zip(ours, vllm, strict=True):
+        for name in ("token_ids", "replies", "finish_reason", "text", "reward"):
+            assert getattr(theirs, name) == getattr(mine, name)
+        for name in ("logprobs", "full_logprobs"):
+            assert getattr(theirs, name) == pytest.approx(getattr(mine, name), abs=1e-6)
+    assert started[0].runner.live == {}
+
+
+def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path: Path) -> None:
+    config = by_vllm(config_of(tmp_path, speculation={"drafter": "off"}))
+    place, given = open_workplace(config), list[Transcript]()
+    responses = played(
+        open_engine(config, open_target(config, config.model.path), on_harvest=given.append), place, config
+    )
+    expected = set[tuple[int, int]]()  # first entry and length of each turn
+    for response in responses:
+        before = len(response.request.prompt.token_ids)
+        starts = [0, *(before + reply.end - 1 for reply in response.replies)]
+        ends = [*(before + reply.start for reply in response.replies), before + len(response.token_ids)]
+        expected |= {(start, end) for start, end in zip(starts, ends, strict=True) if end > before}
+    assert {(transcript.first, len(transcript.tokens)) for transcript in given} == expected
+
+
+def test_a_run_ends_in_one_sha256_whoever_is_lost(started: Any, tmp_path: Path) -> None:
+    ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
+    calls = iter(range(100))
+    config = by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "adaptive"}))
+    assert train(config, lambda i, m: "after" if i and m == "decode" and next(calls) == 2 else "") == ours
+    assert next(calls) > 2
+
+
+def test_a_run_that_is_killed_and_resumed_leaves_no_trace(started: Any, tmp_path: Path) -> None:
+    ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
+    config = by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "off"}, run={"save_every": 1}))
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=Stops(1, response=2))
+    assert train(config, resume=True) == ours
