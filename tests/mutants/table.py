@@ -342,7 +342,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
     ("cluster.allocation", "cluster/test_allocation.py"): [
-        ("take", "operand", 5, "A worker takes no more rows than its fair share."),
+        ("take", "operand", 1, "A worker takes no more rows than its fair share."),
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
         ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),

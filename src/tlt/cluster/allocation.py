@@ -78,18 +78,11 @@ class Allocation:
 
 
 def take(queue: deque[list[T]], load: int, fair: int, slots: int) -> list[T]:
-    """Take waiting groups for a worker that has `load` requests, until it has its fair share or no free slot. The last
-    group may be split. Nothing is taken while less than an eighth of the slots is free, because each admission costs a
-    prefill."""
+    """Take waiting groups for a worker that has `load` requests: whole groups, while it has less than its fair share
+    and they fit into its slots. A group that does not fit is split if an eighth of the slots is free."""
     taken: list[T] = []
-    if slots - load < max(1, slots // 8):
-        return taken
-    room = min(fair, slots) - load
-    while queue and len(taken) < room:
-        group, left = queue[0], room - len(taken)
-        taken += group[:left]
-        if rest := group[left:]:
-            queue[0] = rest
-        else:
-            queue.popleft()
+    while queue and load + len(taken) < fair and load + len(taken) + len(queue[0]) <= slots:
+        taken += queue.popleft()
+    if queue and not taken and load < fair and slots - load >= max(1, slots // 8):
+        taken, queue[0] = queue[0][: slots - load], queue[0][slots - load :]
     return taken
