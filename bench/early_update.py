@@ -5,7 +5,7 @@
 
 Both runs decode the same responses and end with the same policy, except for explained forks of float32. The simulation
 takes the groups, the seconds of a decoding round and the seconds of a token in the update from these runs. Its workers
-decode one token per round for each row, and compute early shards by the rules of `rl/early.py`.
+decode one token per round for each row, do not help each other, and compute early shards by the rules of `rl/early.py`.
 
 With `--one-step-off`, a third run takes turns with them, which decodes a step during the update of the step before
 (`bench/one_step_off.py`). It is off-policy, so it has other responses. The simulation has the least time that such a

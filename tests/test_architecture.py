@@ -37,10 +37,10 @@ MAX_CLASS = (250, 15, 12)
 """lines, methods, attributes that methods set"""
 LARGER = {
     "attention/slots.py:SlotAttention": (201, 24, 5),
-    "cluster/coordinator.py:Coordinator": (235, 22, 17),
+    "cluster/coordinator.py:Coordinator": (244, 22, 18),
     "cluster/crew.py:Crew": (310, 29, 15),
     "cluster/drafter_training.py:DrafterTraining": (192, 19, 16),
-    "cluster/worker.py:Worker": (258, 34, 18),
+    "cluster/worker.py:Worker": (261, 34, 18),
     "cluster/workers.py:RayPool": (155, 18, 10),
     "draft/eagle.py:EagleLayer": (57, 7, 14),
     "draft/learned.py:EagleDrafter": (156, 13, 20),

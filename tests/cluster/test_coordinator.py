@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from pools import Choose, Loses, TestPool, ThreadWorker
 from rich.console import Console
 from tiny import tiny_config
 
+from tlt.cluster.allocation import Allocation
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
@@ -297,23 +298,6 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     assert pool.closed
 
 
-def test_a_slice_is_longer_if_the_worker_has_one_row_only(home: Path) -> None:
-    config = config_of(home, 2, rollout={"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 24})
-    slices: set[tuple[bool, float]] = set()  # whether the worker has several rows, and the seconds
-    turn = count()
-    real = ThreadWorker.decode
-
-    def decode(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        live = [row for row in self.engine.rows if not row.ahead]
-        rows = [*live, *self.engine.waiting, *work.requests, *work.resumed]
-        slices.add((len(rows) > 1, seconds))
-        return real(self, work, seconds)
-
-    with patch.object(ThreadWorker, "decode", decode):
-        train(config, choose=lambda n: next(turn))
-    assert slices == {(True, AT_ONCE), (False, 5 * AT_ONCE)}
-
-
 def test_those_who_train_are_called_back(home: Path) -> None:
     """When the next rollout or the update begins, and when rows of a lost worker are there: a call that trains goes no
     further, and later ones do."""
@@ -417,6 +401,40 @@ def test_what_a_lost_worker_had_said_is_said_again_at_once(home: Path) -> None:
 def plain_of(home: Path, workers: int) -> tuple[str, Any]:
     plain = {"speculation": {"drafter": "off", "training": {"idle": False}}}
     return train(config_of(home, workers, **(AHEAD | plain)))[:2]
+
+
+def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
+    """It is given them after one more round of the other's, and does not train while it waits."""
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
+    expected = train(config_of(home, 2, rollout=rollout))[:2]
+    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
+    config = config_of(home, 2, rollout=rollout, **drafter)
+    taken: list[int] = []
+    turn = count()
+    decode, asks = ThreadWorker.decode, Allocation.ask_for_rows
+
+    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
+        taken.extend(len(row.tokens) for row in work.resumed)
+        live = [row for row in self.engine.rows if not row.ahead]
+        rows = [*live, *self.engine.waiting, *work.requests, *work.resumed]
+        assert seconds == (0.0 if work.release else AT_ONCE if len(rows) > 1 else 5 * AT_ONCE)
+        return decode(self, work, seconds)
+
+    def asking(self: Any, index: int) -> bool:
+        helps = asks(self, index)
+        if helps:
+            self.crew.pool.log.append((index, "asks"))
+        return helps
+
+    always = patch("tlt.cluster.balance.Forecast.is_worth_helping", lambda *arguments: True)
+    with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Allocation, "ask_for_rows", asking):
+        digest, learned, pool = train(config, choose=lambda n: next(turn))
+    assert (digest, learned) == expected
+    assert max(taken) > 0
+    assert "train_drafter" in {method for _, method in pool.log}
+    for worker in range(2):
+        calls = [method for index, method in pool.log if index == worker]
+        assert ("asks", "train_drafter") not in pairwise(calls)
 
 
 def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:

@@ -442,11 +442,11 @@ def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: 
     assert not all(worker.spot.trainer for worker in pool.workers)
 
 
-def test_rows_of_a_lost_worker_are_queued_again(home: Path) -> None:
+def test_rows_that_were_promised_to_one_that_is_lost_are_given_to_others(home: Path) -> None:
     crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, config_of(home, "adaptive"))
-    rows = {i: Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2)}
-    coordinator.allocation.shares = [Share(), Share(rows)]
+    given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))
+    coordinator.allocation.shares = [Share(), Share(rows={0: given}, promised=[promised])]
     coordinator._reclaim(1)
-    assert list(coordinator.allocation.queue) == [[rows[0], rows[1]]]
-    assert not coordinator.allocation.shares[1].rows
+    assert list(coordinator.allocation.queue) == [[given, promised]]
+    assert not coordinator.allocation.shares[1].promised

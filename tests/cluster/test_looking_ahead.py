@@ -219,7 +219,7 @@ class Puppet:
         self.trace.append((self.index, "decode", work))
         responses = [Response(request, [1, 2], [0.0] * 2, [0.0] * 2, "stop") for request in work.requests]
         stats = RolloutStats(tokens=2 * len(responses), seconds={"prefill": 0.0})
-        return Slice(responses, stats, {}, {})
+        return Slice(responses, [], stats, {}, [], 0.01, {})
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float) -> AheadSlice:
         self.trace.append((self.index, "look_ahead", work))

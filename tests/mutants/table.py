@@ -341,8 +341,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Deadlines.seconds", "opposite", 0, "A long call has at least the short calls' timeout."),
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
-    ("cluster.allocation", "cluster/test_allocation.py"): [
-        ("take", "operand", 1, "A worker takes no more rows than its fair share."),
+    ("cluster.balance", "cluster/test_balance.py"): [
+        ("half_of", "element", 0, "The longest row stays with its worker."),
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
         ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),

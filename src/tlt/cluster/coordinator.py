@@ -15,6 +15,7 @@ from statistics import fmean
 from tlt.build import starting_drafter, steps_ahead
 from tlt.cluster.ahead import LookingAhead, by_prompt
 from tlt.cluster.allocation import Allocation
+from tlt.cluster.balance import Forecast
 from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early import METHOD as EARLY_UPDATE
@@ -39,7 +40,7 @@ _REPLY = 0.02  # seconds between two checks for replies of environments
 class Coordinator:
     def __init__(self, crew: Crew, config: Config, turns: Turns | None = None) -> None:
         self.crew, self.config, self.turns = crew, config, turns or SingleTurn()
-        self.allocation = Allocation(crew, config.engine.max_rows)
+        self.allocation = Allocation(crew, config.engine.max_rows, Forecast(config.rollout.max_new_tokens))
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. It is replaced as a whole, so any thread may read
@@ -58,6 +59,7 @@ class Coordinator:
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from there to the update
         self._version = 0  # target version
         self._plain = False  # whether this is a comparison with plain decoding
+        self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
     def _enter(self, state: str) -> None:
         for index, tracer in enumerate(self.tracers):
@@ -102,16 +104,19 @@ class Coordinator:
         return responses, stats
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        """Decode with plain decoding. Workers do no idle work meanwhile."""
+        """Decode with plain decoding. Workers help each other and do no idle work meanwhile."""
         self._all_back()
-        self._plain, self.uses_idle_time = True, False
+        kept = self.allocation.forecast
+        self.allocation.forecast, self.uses_idle_time = self._plain_forecast, False
+        self._plain = True
         try:
             self._enter(COMPARE)
             self._begin(len(requests))
             self.allocation.queue = deque(by_prompt(self.turns.begin(requests)))
             return self._decode(on_response)
         finally:
-            self._plain, self.uses_idle_time = False, True
+            self._plain = False
+            self.allocation.forecast, self.uses_idle_time = kept, True
             self._enter(IDLE)
 
     def _all_back(self) -> None:
@@ -181,19 +186,24 @@ class Coordinator:
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
         drafts = [] if self._plain else self.ahead.drafts(row.request for row in new)
-        work = Work(self._number, fresh, [row for row in new if row.tokens], drafts, self._plain)
+        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts, self._plain)
         self.crew.call(index, "decode", work, self._seconds(share))
+        share.asked = []
 
     def _seconds(self, share: Share) -> float:
-        """Return the duration of the worker's next slice in seconds. It is longer if the worker has one row only,
-        because the slice ends with that row, so no finished response waits for the end of the slice."""
+        """Return the duration of the worker's next slice in seconds. It is 0 if a helper waits for rows of the worker.
+        It is longer if the worker has one row only, because that row cannot be moved to another worker."""
+        if share.asked:
+            return 0.0
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Give idle work to a worker that has nothing left to decode. In this order, the worker updates early, trains
-        the drafter, or looks ahead."""
+        """Give idle work to a worker that has nothing left to decode. In this order, the worker helps another worker,
+        updates early, trains the drafter, or looks ahead. A helper looks ahead until it gets rows, because look-ahead
+        ends within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if not (self._update_early(index) or self._train(index, self.config.cluster.slice_seconds)):
+        waits_for_rows = self.allocation.ask_for_rows(index)
+        if waits_for_rows or not (self._update_early(index) or self._train(index, self.config.cluster.slice_seconds)):
             self._decode_ahead(index)
 
     def _update_early(self, index: int) -> bool:

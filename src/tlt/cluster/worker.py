@@ -51,6 +51,8 @@ class Work(NamedTuple):
     """Number of the rollout. If it is new, earlier rows are dropped."""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
+    release: Sequence[int] = ()
+    """Seeds of requests that the worker releases, so that others decode them"""
     drafts: Sequence[Ahead] = ()
     """Look-ahead drafts for the new requests"""
     plain: bool = False
@@ -77,10 +79,14 @@ class Slice(NamedTuple):
     """Result of a slice."""
 
     responses: list[Response]
+    released: list[Row]
     stats: RolloutStats
     """Counters of this worker for the whole rollout so far"""
     live: dict[int, int]
     """Number of tokens so far of each active row, by seed"""
+    waiting: list[int]
+    """Seeds of the waiting rows"""
+    seconds: float
     news: dict[int, list[int]]
     """Tokens of active and waiting rows since the previous slice, by seed"""
 
@@ -149,13 +155,16 @@ class Worker:
         engine.look_ahead(())
         self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}
         engine.submit(work.requests, work.resumed)
+        released = engine.release_requests(work.release)
         responses: list[Response] = []
         while engine.busy:
             responses += engine.round()
             if time.perf_counter() - began >= seconds:
                 break
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
-        return Slice(responses, engine.stats, live, self._news(engine))
+        waiting = [row.request.seed for row in engine.waiting]
+        seconds = time.perf_counter() - began
+        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine))
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}

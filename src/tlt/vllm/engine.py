@@ -80,7 +80,7 @@ class VllmEngine(Generates):
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """Add requests to the current rollout. `resumed` rows were begun by another engine. Raises ValueError for
+        """Add requests to the current rollout. `resumed` rows were released by another engine. Raises ValueError for
         a request that is too long."""
         rows = [*resumed, *(Row(request) for request in requests)]
         for row in rows:
