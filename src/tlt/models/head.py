@@ -21,7 +21,7 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] for hidden states [..., D]."""
         logits = self._model(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
-        return logits.view(*hidden.shape[:-1], -1)
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
     @torch.no_grad()
     def scaled(self, weight: Tensor) -> Tensor:
