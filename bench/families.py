@@ -26,6 +26,7 @@ from tlt.config import EngineConfig, RolloutConfig, TrainConfig
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.tuner import Fixed
+from tlt.files import first_line
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import is_fused, read_config
@@ -113,11 +114,11 @@ def try_family(name: str) -> str:
         try:
             save_small(name, folder)
         except Exception as error:  # a config may need fields that are not known here
-            return f"no small model can be made ({_first_line(error)})"
+            return f"no small model can be made ({first_line(error)[:200]})"
         try:
             return _compare(folder, torch.float64) or _compare(folder, torch.float32)
         except ValueError as error:
-            return _first_line(error)
+            return first_line(error)[:200]
 
 
 def _compare(folder: Path, dtype: torch.dtype) -> str:
@@ -144,10 +145,6 @@ def decode(target: Decoder, temperature: float, strategy: Strategy) -> list[tupl
     requests = make_requests([Prompt(i, str(i), text) for i, text in enumerate(texts)], 1, sampling, seed=3)
     found = {response.request.prompt.token_ids: tuple(response.token_ids) for response in engine.generate(requests)}
     return sorted(found.items())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def main() -> None:

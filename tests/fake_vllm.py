@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tlt.config import Config
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
@@ -311,6 +312,11 @@ class LLM:
         sampled = [row.tokens[before[name] :] for name, row in zip(self.runner.input_batch.req_ids, rows, strict=True)]
         drafts = self.runner.drafter.propose(sampled, counts, tokens)
         self.guesses = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
+
+
+def by_vllm(config: Config) -> Config:
+    """Return the configuration with vLLM, which a recipe may not combine with float64."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "vllm"})})
 
 
 def install(monkeypatch: Any) -> list[LLM]:

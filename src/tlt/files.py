@@ -53,6 +53,11 @@ def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[Non
         raise kind(f"{what} ({why}){remedy and f': {remedy}'}") from error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+
+
 def is_text(words: str) -> bool:
     """Return whether a string can be encoded as UTF-8. JSON and command lines may contain lone surrogates, which
     cannot."""

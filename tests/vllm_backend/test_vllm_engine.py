@@ -32,18 +32,8 @@ from tlt.vllm.versions import VllmError
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[fake_vllm.LLM]:
-    return fake_vllm.install(monkeypatch)
-
-
-def by_vllm(config: Config) -> Config:
-    """float64 is refused by the recipe, as the real one has none."""
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "vllm"})})
-
-
 def opened(config: Config) -> VllmEngine:
-    config = by_vllm(config)
+    config = fake_vllm.by_vllm(config)
     engine = open_engine(config, open_target(config, config.model.path))
     assert isinstance(engine, VllmEngine)
     return engine
@@ -134,7 +124,7 @@ def test_a_response_goes_on_behind_an_end_token_that_is_none_of_its_stops(starte
 
 
 def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: Path) -> None:
-    config = by_vllm(tiny_config(tmp_path, speculation={"drafter": "off"}))
+    config = fake_vllm.by_vllm(tiny_config(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), []
     engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
     responses = said_by(engine, requests(place, 6))
@@ -167,7 +157,7 @@ def test_a_pass_has_room_for_all_rows_and_their_drafts(started: Any, tmp_path: P
 
 def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path) -> None:
     """Fewer than the text on which the laws are compared."""
-    config = by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 12}, rollout={"max_new_tokens": 3}))
+    config = fake_vllm.by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 12}, rollout={"max_new_tokens": 3}))
     target = open_target(config, config.model.path)
     policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
     take_weights(target, policy, 1)
@@ -181,7 +171,7 @@ def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path)
 def test_a_vllm_that_draws_other_tokens_is_refused(
     started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    config = by_vllm(tiny_config(tmp_path))
+    config = fake_vllm.by_vllm(tiny_config(tmp_path))
     target = open_target(config, config.model.path)
     policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
     take_weights(target, policy, 1)
@@ -288,7 +278,7 @@ def run_of(home: Path, drafts: str) -> Config:
         "depth": 1,
     }
     config = config_of(home, 2, speculation=speculation, rollout=SHORT)
-    return by_vllm(config)
+    return fake_vllm.by_vllm(config)
 
 
 @pytest.fixture

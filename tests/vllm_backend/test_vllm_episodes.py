@@ -28,16 +28,6 @@ from test_turns import Stops, config_of, train, two
 from tiny_environments import Echo
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[fake_vllm.LLM]:
-    return fake_vllm.install(monkeypatch)
-
-
-def by_vllm(config: Config) -> Config:
-    """Return the configuration with vLLM. A recipe may not combine it with float64."""
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "vllm"})})
-
-
 def home(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
@@ -54,7 +44,7 @@ def played(engine: Any, place: Any, config: Config) -> list[Response]:
 
 @pytest.mark.parametrize("drafter", ["off", "adaptive"])
 def test_episodes_are_those_of_our_engine(drafter: str, started: Any, tmp_path: Path) -> None:
-    config = by_vllm(config_of(tmp_path, speculation={"drafter": drafter}))
+    config = fake_vllm.by_vllm(config_of(tmp_path, speculation={"drafter": drafter}))
     place = open_workplace(config)
     ours = played(Engine(place.target, config.engine, detokenize=Detokenizer(place.tokenizer)), place, config)
     vllm = played(open_engine(config, open_target(config, config.model.path)), place, config)
@@ -68,7 +58,7 @@ def test_episodes_are_those_of_our_engine(drafter: str, started: Any, tmp_path: 
 
 
 def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path: Path) -> None:
-    config = by_vllm(config_of(tmp_path, speculation={"drafter": "off"}))
+    config = fake_vllm.by_vllm(config_of(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), list[Transcript]()
     responses = played(
         open_engine(config, open_target(config, config.model.path), on_harvest=given.append), place, config
@@ -85,14 +75,14 @@ def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path
 def test_a_run_ends_in_one_sha256_whoever_is_lost(started: Any, tmp_path: Path) -> None:
     ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
     calls = iter(range(100))
-    config = by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "adaptive"}))
+    config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "adaptive"}))
     assert train(config, lambda i, m: "after" if i and m == "decode" and next(calls) == 2 else "") == ours
     assert next(calls) > 2
 
 
 def test_a_run_that_is_killed_and_resumed_leaves_no_trace(started: Any, tmp_path: Path) -> None:
     ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
-    config = by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "off"}, run={"save_every": 1}))
+    config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "off"}, run={"save_every": 1}))
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(1, response=2))
     assert train(config, resume=True) == ours

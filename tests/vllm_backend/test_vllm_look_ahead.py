@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import fake_vllm
 import numpy as np
 import pytest
 from test_vllm_engine import opened, requests, weights_of
@@ -23,9 +22,7 @@ VOCAB = 9
 PROMPT = (1, 2, 3)
 
 
-@pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> list[fake_vllm.LLM]:
-    return fake_vllm.install(monkeypatch)
+pytestmark = pytest.mark.usefixtures("started")
 
 
 def request(seed: int) -> Request:

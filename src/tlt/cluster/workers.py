@@ -24,6 +24,7 @@ from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.signals import keep_signal_handlers, unwrap_given_up
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
+from tlt.files import first_line
 from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
@@ -73,7 +74,7 @@ class RayPool:
             )
         except Exception as error:  # Ray raises no narrower one
             raise ClusterError(
-                f"Ray cannot start on this machine ({_first_line(error)}): start again when the machine is less busy, "
+                f"Ray cannot start on this machine ({first_line(error)}): start again when the machine is less busy, "
                 "or set cluster.workers = 1"
             ) from error
         finally:
@@ -85,7 +86,7 @@ class RayPool:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise ClusterError(
-                f"cannot join a Ray cluster at {address} ({_first_line(error)}): check cluster.address"
+                f"cannot join a Ray cluster at {address} ({first_line(error)}): check cluster.address"
             ) from None
         if not self._config.cluster.allow_no_token and lets_in_anybody(self._ray.get_runtime_context().gcs_address):
             raise ConfigError(
@@ -192,10 +193,6 @@ class RayPool:
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
             self._sweeper.wait()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no answer"])[0]
 
 
 def _why(error: Exception) -> str:

@@ -28,6 +28,8 @@ from torch.distributed import (  # documented, not exported
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from tlt.files import first_line
+
 _BUCKET = 1 << 20  # most numbers in one collective, so that its buffers fit the cache of a CPU
 _PATIENCE = timedelta(minutes=60)  # timeout for a slow member; the connections of a lost one close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
@@ -234,7 +236,7 @@ class Processes:
             _end_silent_connections()
         except RuntimeError as error:  # torch raises subclasses of it
             self.leave()
-            raise GroupBroken(f"{size} workers did not connect at {address}: {_first_line(error)}") from None
+            raise GroupBroken(f"{size} workers did not connect at {address}: {first_line(error)}") from None
 
     def sum_(self, tensor: Tensor) -> None:
         self._call(dist.all_reduce, tensor)
@@ -268,7 +270,7 @@ class Processes:
             collective(*arguments)
         except RuntimeError as error:
             self.leave()
-            raise GroupBroken(_first_line(error)) from None
+            raise GroupBroken(first_line(error)) from None
 
     def leave(self) -> None:
         """Close the connections, so that members that wait for this one get an error."""
@@ -299,8 +301,4 @@ def broken(error: RuntimeError) -> GroupBroken | None:
     gloo's errors are recognized by their text, which begins with a path of its sources."""
     if isinstance(error, GroupBroken):
         return error
-    return GroupBroken(_first_line(error)) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return GroupBroken(first_line(error)) if isinstance(error, dist.DistError) or "gloo" in str(error) else None

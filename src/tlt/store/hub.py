@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tlt.config import Config
 from tlt.data.tables import KINDS, SPLITS
-from tlt.files import telling
+from tlt.files import first_line, telling
 from tlt.progress import working
 from tlt.store.model_files import PATTERNS
 
@@ -104,7 +104,7 @@ def push(folder: Path, repository: str) -> str:
             api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload by tlt export")
     except Exception as error:
         raise HubError(
-            f"{folder} is written, but cannot be uploaded to {repository} ({_first_line(error)}): set HF_TOKEN to a "
+            f"{folder} is written, but cannot be uploaded to {repository} ({first_line(error)}): set HF_TOKEN to a "
             f"token that may write there, and run hf upload {repository} {folder} . --private"
         ) from error
     return str(address)
@@ -272,16 +272,12 @@ def _explained(name: _Name, revision: str | None) -> Iterator[None]:
                 "machine with a network"
             ) from error
         raise HubError(
-            f"{missing}, and the hub cannot be reached ({_first_line(error.__cause__ or error)}): check the network, "
+            f"{missing}, and the hub cannot be reached ({first_line(error.__cause__ or error)}): check the network, "
             "the proxy and HF_ENDPOINT"
         ) from error
     except Exception as error:
         if isinstance(error, OSError) and not isinstance(error, errors.HfHubHTTPError):  # such as a full disk
             raise
         raise HubError(
-            f"the download of {what} failed ({_first_line(error)}): start again; the files that are complete are kept"
+            f"the download of {what} failed ({first_line(error)}): start again; the files that are complete are kept"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from tlt.config import ConfigError
 from tlt.config.run import RunConfig
+from tlt.files import first_line
 from tlt.store.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, latest, steps_of
 from tlt_rl import install_hint
 
@@ -42,7 +43,7 @@ class Mirror:
             ) from None
         except Exception as error:  # each place has a library with errors of its own
             remedy = "check that the bucket or the parent folder exists, and that the credentials may write to it"
-            raise ConfigError(f"run.mirror = {url!r} cannot be written to ({_said(error)}): {remedy}") from None
+            raise ConfigError(f"run.mirror = {url!r} cannot be written to ({first_line(error)}): {remedy}") from None
         self._copier = ThreadPoolExecutor(1, "mirror")
 
     def _refuse_to_be_kept_out(self) -> None:
@@ -86,7 +87,7 @@ class Mirror:
                 self._remove(name)
         except Exception as error:  # any library's error; the run's own checkpoints are safe
             then = "it is tried again at the end of the run, unless a newer one is copied before"
-            log.warning("%s was not copied to %s (%s): %s", checkpoint.name, self.url, _said(error), then)
+            log.warning("%s was not copied to %s (%s): %s", checkpoint.name, self.url, first_line(error), then)
 
     def _put(self, checkpoint: Path, name: str) -> None:
         self._remove(name)
@@ -130,7 +131,7 @@ class Mirror:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     self._files.get_file(place, str(path))
             except Exception as error:
-                raise CheckpointError(f"{name} cannot be fetched from {self.url} ({_said(error)})") from None
+                raise CheckpointError(f"{name} cannot be fetched from {self.url} ({first_line(error)})") from None
             if wrong := fault(draft):
                 log.warning("%s in %s is damaged and skipped: %s", name, self.url, wrong)
                 shutil.rmtree(draft)
@@ -169,10 +170,6 @@ def _link(path: str, other: str) -> None:
         os.link(path, other)
     except OSError:  # the file system has no links
         shutil.copy2(path, other)
-
-
-def _said(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def mirror_of(run: RunConfig) -> Mirror | None:
