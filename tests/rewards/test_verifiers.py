@@ -205,6 +205,70 @@ def test_an_episode_is_one_conversation(run: Any, texts: tuple[str, ...], error:
     load.cache_clear()
 
 
+def test_an_environment_sees_the_whole_conversation() -> None:
+    """Two calls in a turn, then the answer."""
+    import tiny_verifiers
+
+    seen: dict[str, Any] = {}
+
+    class Shelf(vf.Toolset[tiny_verifiers.AddConfig, vf.State]):
+        async def setup(self) -> None:
+            self.word = "book"
+
+        async def setup_task(self, task: Any) -> None:
+            self.number = task.number
+
+        @vf.tool
+        async def take(self) -> str:
+            """Take what is there."""
+            return f"{self.word} {self.number}"
+
+    class Own(tiny_verifiers.CountEnv):
+        async def setup(self, agents: Any) -> None:
+            seen["set up"] = True
+
+        async def run(self, task: Any, agents: Any) -> None:
+            async with agents.player.interaction(task) as interaction:
+                seen["segment"] = [message.content for message in (await interaction.turn()).messages]
+
+        async def finalize(self, task: Any, episode: Any) -> None:
+            seen["final reward"] = episode.traces[0].reward
+
+    async def judged(self: Any, trace: Any) -> float:
+        seen["ended well"] = trace.is_completed and trace.ok
+        seen["nodes"] = [(node.parent, node.message.content, node.sampled) for node in trace.nodes]
+        seen["ids"] = [call.id for message in trace.assistant_messages for call in message.tool_calls or []]
+        return 1.0
+
+    load.cache_clear()
+    module = module_of("tiny_needs", judged=vf.reward(judged))
+    module.Own, module.__all__ = Own, ["Own", "Given"]  # type: ignore[attr-defined]
+    module.Given.toolsets = classmethod(lambda cls, config: [Shelf(tiny_verifiers.AddConfig())])  # type: ignore[attr-defined]
+    calls, answer = 2 * call("shelf_take"), "a book"
+    with patch.dict(sys.modules, {"tiny_needs": module}):
+        (prompt,) = load_prompts(config("tiny_needs").data, lambda text: (1,))
+        environments = Environments(Episode, 20.0)
+        for said in [(), (calls,), (calls, answer)]:
+            (found,) = environments.answer_all([(prompt, Turn(1, 1, said))])
+            seen.setdefault("replies", []).append(found.reply)
+    load.cache_clear()
+    assert seen == {
+        "set up": True,
+        "replies": ["", "book 1\nbook 1", None],
+        "segment": [calls, "book 1", "book 1", answer],
+        "ended well": True,
+        "nodes": [
+            (None, "?", False),
+            (0, calls, True),
+            (1, "book 1", False),
+            (2, "book 1", False),
+            (3, answer, True),
+        ],
+        "ids": ["0", "1"],
+        "final reward": found.reward,
+    }
+
+
 def test_another_task_of_the_same_number_is_an_error() -> None:
     """An episode that is made again would have another reward."""
     (prompt,) = prompts(size=1)
