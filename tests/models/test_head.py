@@ -32,6 +32,7 @@ def test_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model, hidden = small(name, tmp_path)
     assert torch.allclose(Head(model)(hidden), model(TOKENS).logits)
     assert torch.allclose(Head(model)(hidden[0, 3]), model(TOKENS).logits[0, 3])
+    assert Head(model)(hidden[0, :0]).shape == (0, model.config.vocab_size)  # a micro-batch may have no target
 
 
 def test_it_follows_the_weights_and_has_their_gradients(tmp_path: Path) -> None:
