@@ -106,6 +106,16 @@ def test_every_control_does_what_it_says(tmp_path: Path, width: int) -> None:
     assert seen["tabs"]
 
 
+def test_an_estimate_is_drawn_in_worker_seconds(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=4)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["seconds"] |= {"compare": 0.0, "rollout": 3.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    seen = seen_in(write_report([run]), use=USE)
+    assert seen["first"] == "step 0: tlt, measured 4, plain decoding, estimated 8 worker seconds"
+
+
 def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
     seen = seen_in(write_report([make_run(tmp_path / "run", steps=8)]))
     assert seen["fetched"] == 0

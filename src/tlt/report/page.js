@@ -115,7 +115,7 @@ const KINDS = {  // the colours of page.html by their other names
   rollout: "verify", speculative: "verify", plain: "decode", commit: "decode", "other decoding": "decode", eval: "draft",
   "look-ahead": "ahead", "early update": "update", judge: "spot", "drafter training": "spot",
 };
-const kind = (name) => "--" + (KINDS[name.toLowerCase()] || name.toLowerCase().replace(/\W/g, "-"));
+const kind = (name) => "--" + (KINDS[name] || name.replace(/\W/g, "-"));
 const colour = (name) => `var(${kind(name)}, var(--other))`;
 
 function bar(seconds) {
@@ -305,11 +305,13 @@ function againstPlain({ ratios, columns }) {
     interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost]);
   const head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "steps that lost"];
   const line = (name, path, dots) => ({ name, points: columns[path] || [], dots });
-  const charts = [chart("Seconds of each rollout", "s", [
-    line("tlt, measured", "seconds/rollout", false), line("plain decoding, measured", "seconds/compare", true)]),
-  chart("Decoding, summed over the workers", "worker seconds", [line("tlt, measured", "rollout/against_plain/seconds", false),
-    line("plain decoding, estimated", "rollout/against_plain/plain_seconds", false)])];
-  return !rows.length ? [el("p", {}, UNMEASURED)] : [table(head, rows), charts[ratios[0].measured ? 0 : 1]];
+  if (!rows.length) return [el("p", {}, UNMEASURED)];
+  return [table(head, rows), ratios[0].measured ? chart("Seconds of each rollout", "s", [
+    line("tlt, measured", "seconds/rollout", false), line("plain decoding, measured", "seconds/compare", true),
+  ]) : chart("Decoding, summed over the workers", "worker seconds", [
+    line("tlt, measured", "rollout/against_plain/seconds", false),
+    line("plain decoding, estimated", "rollout/against_plain/plain_seconds", false),
+  ])];
 }
 
 const COUNTERS = {  // a measured number and an estimated one are never added

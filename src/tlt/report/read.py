@@ -18,8 +18,6 @@ FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl", "c
 
 _TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # bytes read from the end
 _MOST_TIMELINES, _MOST_SPANS = 12, 6000
-
-
 _WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # for names in trace.json
 
 
