@@ -35,7 +35,7 @@ from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 128
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -65,13 +65,13 @@ LARGEST = 10_000_000
 
 
 def policy_of(folder: Path, dtype: torch.dtype) -> Policy:
-    return Policy(folder, dtype, CPU, TrainConfig(learning_rate=1e-2), RolloutConfig())
+    return Policy(folder, dtype, DEVICE, TrainConfig(learning_rate=1e-2), RolloutConfig())
 
 
 def greedy(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """Decode with `generate` of transformers."""
     settings = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None}
-    tokens = torch.tensor([prompt])
+    tokens = torch.tensor([prompt], device=DEVICE)
     found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
     return tuple(found[0, len(prompt) :].tolist())
 
@@ -82,7 +82,7 @@ def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]
     batch = TrainBatch(prompts, responses, [1.0, -1.0] * (len(decoded) // 2), [[0.0] * len(r) for r in responses])
     packed = policy.logprobs(batch)
     for prompt, response, found in zip(prompts, responses, packed, strict=True):
-        law = policy.logits(torch.tensor([*prompt, *response])).log_softmax(-1)
+        law = policy.logits(torch.tensor([*prompt, *response], device=DEVICE)).log_softmax(-1).cpu()
         expected = law[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
         if not torch.allclose(torch.tensor(found, dtype=law.dtype), expected, atol=ROUNDING[law.dtype]):
             return "log-probs of packed responses differ from those of single ones"
@@ -122,7 +122,7 @@ def try_family(name: str) -> str:
 
 
 def _compare(folder: Path, dtype: torch.dtype) -> str:
-    target = decoder_for(read_config(folder), dtype, CPU)
+    target = decoder_for(read_config(folder), dtype, DEVICE)
     target.load(folder_weights(folder, dtype), 0)
     policy, drafted, at = policy_of(folder, dtype), Strategy("suffix", 6, 1, 7), str(dtype).removeprefix("torch.")
     for version in (0, 1):

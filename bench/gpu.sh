@@ -14,6 +14,10 @@ if "$PYTHON" -c "import vllm" 2> /dev/null; then  # the same by vLLM: plain, n-g
     timeout 600 "$PYTHON" -m tlt bench rollout bench/prompts.toml --engine.backend vllm --batches 1,4,16,64,128 \
         --look-ahead 1 --repeats 2 --model.device cuda --engine.vllm.gpu_memory_utilization 0.2 --json "$OUT/gpu_vllm.json"
 fi
+if [ -e .models/smollm2 ]; then  # make real
+    timeout 300 "$PYTHON" bench/strategies.py recipes/smollm2.toml --batches 1 8 32 128 --model.dtype bfloat16 \
+        --model.device cuda --json "$OUT/gpu_strategies.json"
+fi
 for dtype in float32 bfloat16; do
     timeout 240 "$PYTHON" -m tlt bench rollout bench/prompts.toml --batches 1,32 --repeats 2 \
         --model.dtype "$dtype" --model.device cuda --json "$OUT/gpu_rollout_$dtype.json"

@@ -208,7 +208,9 @@ def steps_ahead(config: SpeculationConfig) -> int:
 
 def make_target(config: ModelConfig) -> Decoder:
     """Return a decoder for a model folder, still without weights. Raises ModelError."""
-    return decoder_for(read_config(config.path), torch_dtype(config), torch_device(config))
+    target = decoder_for(read_config(config.path), torch_dtype(config), torch_device(config))
+    target.cuda_graphs &= config.cuda_graphs
+    return target
 
 
 def _load_target(config: ModelConfig, folder: str | Path) -> Decoder:
@@ -308,6 +310,8 @@ def torch_device(config: ModelConfig) -> torch.device:
     count = torch.cuda.device_count()
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
+    # cuDNN plans its attention anew for each shape, and a pass has another shape than the one before: 43 ms a pass
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(name)
 
 

@@ -11,7 +11,9 @@ Shapes: M rows or nodes, V vocabulary, K listed candidates.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +49,22 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the position in the response.
     """
+    if has_kernel(seeds.device):
+        from tlt import noise_kernel
+
+        return noise_kernel.gumbel_noise(seeds, positions, vocab_size)
     if seeds.device.type != "cpu":
         return _gumbel(philox_words(seeds, positions, vocab_size)).float()
     out = torch.empty(len(seeds), vocab_size)
     for row, seed, position in zip(out, seeds.tolist(), positions.tolist(), strict=True):
         row.copy_(_gumbel(_host_words(seed, position, vocab_size)))  # one row at a time fits a core's cache
     return out
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether `noise_kernel` runs on this device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _gumbel(words: Tensor) -> Tensor:

@@ -356,18 +356,6 @@ def test_a_new_target_version(kind: Kind) -> None:
     check_as_twin(other, log, every=17)
 
 
-def test_new_weights_in_the_same_drafter(model: Model) -> None:
-    """`load`, then a new rollout."""
-    life = Life(model, make_layer(model.decoder, "eagle3", 16))
-    life.run(requests(3))
-    life.log.clear()
-    drafter, layer = life.engine.drafters.usable["eagle"], make_layer(model.decoder, "eagle3", 16, seed=5)
-    assert isinstance(drafter, Recorder)
-    drafter.load(layer)
-    drafter.layer = layer
-    check_as_fresh(model, life.run(requests(3)), TREE)
-
-
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     """Proposals are the twin's distributions over these tokens alone, under the head of the present version."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny import qwen3
 
-from tlt.config import DrafterTrainConfig, EngineConfig
+from tlt.config import DrafterTrainConfig, EngineConfig, RolloutConfig, TrainConfig
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
+from tlt.draft.features import FeatureLayout
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.strategy import Strategy
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
+from tlt.models.weights import sha256
+from tlt.rl.policy import Policy
 from tlt.sampling import gumbel_noise, request_seed
 from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.types import Prompt, Request, SamplingParams, TrainBatch
 from tlt.verify.oracle import last_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -76,6 +80,33 @@ def test_speculation_changes_no_token_in_float64(model: Any, drafter: Any) -> No
     assert engine.stats.drafted > 0
 
 
+@pytest.mark.parametrize("strategy", [PLAIN, Strategy("random", 4, 1, 5), Strategy("random", 4, 2, 8)], ids=str)
+def test_captured_passes_change_no_token(model: Any, strategy: Strategy) -> None:
+    """A cache that grows and rows that end: graphs are dropped and captured again."""
+    target, asked = decoder(model, torch.float64), requests(300)
+    found, captured = [], 0
+    for captures in (False, True):
+        target.cuda_graphs = captures
+        layout = FeatureLayout((1, 2), 16)
+        harvested: list[Harvest] = []
+        engine = Engine(
+            target, EngineConfig(), [RandomDrafter(VOCAB)], Fixed(strategy), layout=layout, on_harvest=harvested.append
+        )
+        engine.start(asked)
+        done: dict[int, list[int]] = {}
+        while engine.busy:
+            done |= {response.request.seed: response.token_ids for response in engine.round()}
+            graphs = engine.rollout.runner.graphs
+            captured = max(
+                captured, sum(made.replayed.graph is not None for made in graphs.passes.values()) if graphs else 0
+            )
+        found.append((done, [(item.start, item.tokens.tolist()) for item in harvested], harvested))
+    assert captured > 1
+    assert found[0][:2] == found[1][:2]
+    for eager, replayed in zip(found[0][2], found[1][2], strict=True):
+        torch.testing.assert_close(replayed.features, eager.features, rtol=1e-6, atol=1e-6)
+
+
 def test_a_small_cache_preempts_and_changes_nothing(model: Any) -> None:
     target, asked = decoder(model, torch.float64), requests(80)
     roomy = tokens(Engine(target, EngineConfig()), asked)
@@ -102,3 +133,59 @@ def test_a_learned_drafter_trains_and_drafts_and_changes_no_token(model: Any, ki
         assert sum(found[seed] != plain[seed] for seed in plain) <= 1  # a tie of rounding, in 2,000 tokens
         assert engine.stats.drafter_failures == 0
         assert engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_captured_chains_are_those_of_levels(model: Any, kind: Kind) -> None:
+    """Tokens and chances of all drafts, over rounds in which rows end and others take their places."""
+    target, asked = decoder(model, torch.float64), requests(120)
+    torch.manual_seed(0)
+    layer = EagleLayer(eagle_options(target.options, kind, 32))
+    found: list[list[Any]] = []
+    for whole in (False, True):
+        drafter = EagleDrafter(layer, target)
+        drafter.whole_chains = whole
+        tuner = Fixed(Strategy("eagle", 4, 1, 5))
+        engine = Engine(target, EngineConfig(max_rows=7), [drafter], tuner, layout=layer.options.layout)
+        found.append([])
+        draft = engine.draft
+
+        def observed(now: Any, draft: Any = draft) -> Any:
+            trees = draft(now)
+            found[-1].append([(tree.tokens, tree.chance) for tree in trees])
+            return trees
+
+        engine.draft = observed
+        tokens(engine, asked)
+        assert engine.stats.drafter_failures == 0
+    assert found[0] == found[1]
+    assert any(chain.replayed.graph for chain in drafter.chains.values())
+
+
+def test_graphs_of_rollouts_that_are_over_do_not_spoil_the_next_ones(model: Any) -> None:
+    """Also if references keep them until the collector runs."""
+    target, asked = decoder(model, torch.float32), requests(40)
+    engine = Engine(target, EngineConfig(), [RandomDrafter(VOCAB)], Fixed(Strategy("random", 3, 1, 4)))
+    first = tokens(engine, asked)
+    for _ in range(4):
+        graphs = engine.rollout.runner.graphs
+        assert graphs is not None
+        graphs.passes[None] = graphs  # type: ignore[index, assignment]  # a cycle
+        assert tokens(engine, asked) == first
+
+
+def test_two_updates_end_with_the_same_bits(tmp_path: Path) -> None:
+    """The gradient of attention is added up in a fixed order."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "num_attention_heads": 8, "head_dim": 32}
+    qwen3(**sizes, intermediate_size=256, num_hidden_layers=4).save_pretrained(tmp_path)
+    prompts = [tuple(range(40))] * 4 + [tuple(range(9))] * 4
+    responses = [torch.randint(VOCAB, (200 + 31 * n,), generator=generator).tolist() for n in range(8)]
+    batch = TrainBatch(prompts, responses, [1.0, -1.0] * 4, [[-3.0] * len(response) for response in responses])
+    found = []
+    for _ in range(3):
+        config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=8192)
+        policy = Policy(tmp_path, torch.bfloat16, torch.device("cuda"), config, RolloutConfig())
+        policy.update(batch, 0)
+        found.append(sha256(policy.state_dict()))
+    assert found[0] == found[1] == found[2]

@@ -120,8 +120,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotAttention._attend_span", "always", 1, "A row attends to its own tokens only."),
         ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
-        ("SlotAttention._bias", "compare", 3, "Nodes of a tree see no stale values behind the tree."),
-        ("SlotAttention._bias", "compare", 1, "A token sees itself and all tokens before it."),
+        ("SlotAttention.bias", "compare", 3, "Nodes of a tree see no stale values behind the tree."),
+        ("SlotAttention.bias", "compare", 1, "A token sees itself and all tokens before it."),
     ],
     ("models.decoder", "models/test_decoder.py"): [
         ("RMSNorm.__init__", "operand", 7, "A norm's epsilon is added to a mean."),
@@ -324,6 +324,17 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("EagleDrafter.close", "drop", 2, "A drafter's slot is wiped when its row leaves."),
         ("EagleDrafter._deeper", "operand", 1, "Draft tokens stand at their own positions."),
         ("EagleDrafter.predict", "drop", 4, "A row without features gets no draft."),
+    ],
+    ("draft.chain", "draft/test_chain.py"): [
+        ("ReplayedChain._compute", "operator", 6, "Tokens of a chain stand behind one another in the drafter's cache."),
+        ("ReplayedChain._compute", "compare", 3, "A row with features gets a draft when chains are drafted whole."),
+    ],
+    ("attention.padded", "engine/test_graphs.py"): [
+        ("padded_plan", "operator", 6, "A row of a padded pass attends to its own tokens only."),
+    ],
+    ("engine.graphs", "engine/test_graphs.py"): [
+        ("GraphedPasses.__call__", "compare", 0, "A captured pass is dropped with the cache that it reads."),
+        ("PaddedPass.__call__", "less", 0, "A padding row writes to no slot."),
     ],
     ("draft.eagle", "draft/test_eagle.py"): [
         ("load_drafter", "never", 10, "A drafter that is not finite is refused."),

@@ -72,6 +72,11 @@ class AttentionBackend(Protocol):
         """Number of positions that each slot can hold at once."""
         ...
 
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """Tensor of each layer that holds its keys and values. After `resize` there are others."""
+        ...
+
     def resize(self, slots: int, tokens: int) -> None:
         """Set the number of slots, and of tokens per slot. Data that fits both sizes is kept; the rest is zeros."""
         ...

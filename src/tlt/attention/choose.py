@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tlt.attention.backend import AttentionBackend, HeadShape
+from tlt.attention.backend import HeadShape
 from tlt.attention.slots import SlotAttention
 
 
-def attention_for(shape: HeadShape) -> AttentionBackend:
+def attention_for(shape: HeadShape) -> SlotAttention:
     return SlotAttention(shape)

@@ -21,6 +21,7 @@ from tlt.attention.backend import Entries, HeadShape
 from tlt.types import MOST_GUESSES
 
 _SPAN_COST = 1024  # an extra span costs about as much time as attending this many tokens of one row
+_SPARE = 16  # entries behind the last slot, for keys and values of padding; many, so that all values are aligned
 
 
 class Span(NamedTuple):
@@ -66,19 +67,27 @@ class _Ahead(NamedTuple):
 
 
 class SlotAttention:
-    """Attention backend with R slots of T tokens. Keys and values of a layer are [2, R, K, T, E]."""
+    """Attention backend with R slots of T tokens. Keys and values of a layer are [2, R, K, T, E], a view of the memory
+    [2, R * K * T + spare, E]."""
 
     def __init__(self, shape: HeadShape) -> None:
         self.shape = shape
         self.queries_per_kv = shape.num_heads // shape.num_kv_heads
-        self.layers = [self._empty(0, 0) for _ in range(shape.num_layers)]
+        self.memory = [self._empty(0, 0) for _ in range(shape.num_layers)]
+        self.layers = [self._slots_of(memory, 0, 0) for memory in self.memory]
         self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
         self._hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
 
     def _empty(self, slots: int, tokens: int) -> Tensor:
         s = self.shape
         # zeros: a masked index has weight 0, and 0 * NaN of uninitialised memory would be NaN
-        return torch.zeros(2, slots, s.num_kv_heads, tokens, s.head_dim, dtype=s.dtype, device=s.device)
+        return torch.zeros(2, slots * s.num_kv_heads * tokens + _SPARE, s.head_dim, dtype=s.dtype, device=s.device)
+
+    def _slots_of(self, memory: Tensor, slots: int, tokens: int) -> Tensor:
+        """Return the view [2, R, K, T, E] of a layer's memory."""
+        return memory[:, : memory.shape[1] - _SPARE].view(
+            2, slots, self.shape.num_kv_heads, tokens, self.shape.head_dim
+        )
 
     @property
     def slots(self) -> int:
@@ -92,7 +101,8 @@ class SlotAttention:
         """Re-allocate layer by layer, so that only one layer exists twice at a time."""
         r, t = min(slots, self.slots), min(tokens, self.tokens)
         for layer, old in enumerate(self.layers):
-            self.layers[layer] = self._empty(slots, tokens)
+            self.memory[layer] = self._empty(slots, tokens)
+            self.layers[layer] = self._slots_of(self.memory[layer], slots, tokens)
             self.layers[layer][:, :r, :, :t] = old[:, :r, :, :t]
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -121,32 +131,32 @@ class SlotAttention:
     ) -> SlotPlan:
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache must resize before a pass"
-        places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
+        places = self.heads(first, len(lengths)) + self.indices(np.array(lengths), 0, new)[..., None]
         committed = torch.tensor(lengths, device=self.shape.device)
         beyond = torch.arange(longest + new, device=committed.device) - committed[:, None]
         spans, biases = _spans(lengths, new), []
         for span in spans:
             rows = slice(span.low, span.high)
             seen = None if visible is None else visible[rows]
-            biases.append(self._by_query(self._bias(beyond[rows, : span.tokens], seen, new)))
+            biases.append(self.by_query(self.bias(beyond[rows, : span.tokens], seen, new)))
         if depths is None:
             depths = torch.arange(new, device=committed.device)
-        return SlotPlan(first, 0, new, self._both(places), spans, biases, None, committed[:, None] + depths, {})
+        return SlotPlan(first, 0, new, self.both(places), spans, biases, None, committed[:, None] + depths, {})
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
-        heads = self._heads(0, rows)
+        heads = self.heads(0, rows)
         wraps = any((length - 1) % size + MOST_GUESSES >= size for length in lengths)
         ahead = _Ahead(np.array(lengths) - 1, np.array(starts), wraps, None)
         if written is None:
-            places = heads + self._indices(ahead.ends, 0, 1)[..., None]
+            places = heads + self.indices(ahead.ends, 0, 1)[..., None]
         else:
             places = heads[written.rows, 0] + (written.positions % size)[:, None]
         if min(lengths) < longest or max(starts) > 0:
-            ahead = ahead._replace(seen=self._bias(self._beyond(ahead), None, 1))
+            ahead = ahead._replace(seen=self.bias(self._beyond(ahead), None, 1))
         span = Span(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
-        return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
+        return SlotPlan(0, 0, 1, self.both(places), [span], [bias], ahead)
 
     def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
         ahead, old, heads = plan.ahead, plan.old + plan.nodes, self.shape.num_kv_heads
@@ -157,47 +167,50 @@ class SlotAttention:
         if chain and plan.old > 0 and not ahead.wraps:
             places = plan.places + 1
         else:
-            places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, new)[..., None])
+            places = self.both(self.heads(0, len(ahead.ends)) + self.indices(ahead.ends, old, new)[..., None])
         if chain and seen is not None:  # the pass before is over, so its bias is changed in place
             seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
         elif not chain:
             assert parents is not None, "branches need parents"
             if seen is None:
-                seen = self._bias(self._beyond(ahead) - (old - 1), None, 1)
+                seen = self.bias(self._beyond(ahead) - (old - 1), None, 1)
             of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
-            own = self._tensor(self._indices(ahead.ends, old, new).repeat(heads, axis=0))
+            own = self._tensor(self.indices(ahead.ends, old, new).repeat(heads, axis=0))
             seen = seen.gather(1, of_parent).scatter_(2, own[..., None], 0.0)
-        bias = None if seen is None else self._by_query(seen[..., : span.tokens])
+        bias = None if seen is None else self.by_query(seen[..., : span.tokens])
         return SlotPlan(0, old, new, places, [span], [bias], ahead._replace(seen=seen))
 
     # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
     # longer than all of its work here.
 
-    def _heads(self, first: int, rows: int) -> np.ndarray:
+    def heads(self, first: int, rows: int) -> np.ndarray:
         """Return [rows, 1, K] flat indices, among all (slot, head, index), at which the heads of each slot begin."""
         heads = self.shape.num_kv_heads
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
-    def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
+    def indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
         """Return [B, N] indices of the new nodes in their slots."""
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
-    def _both(self, places: np.ndarray) -> Tensor:
+    def both(self, places: np.ndarray) -> Tensor:
         """Return the flat indices of keys, followed by those of their values."""
-        values = self.slots * self.shape.num_kv_heads * self.tokens
-        return self._tensor(np.add.outer((0, values), places.ravel()).ravel())
+        return self._tensor(np.add.outer((0, self.memory[0].shape[1]), places.ravel()).ravel())
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.shape.device)
 
     def _beyond(self, ahead: _Ahead) -> Tensor:
-        """Return [B, T]: the position at each index of a slot minus that of the row's last committed entry."""
-        ends, start = (self._tensor(x)[:, None] for x in (ahead.ends, ahead.starts))
+        return self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts))
+
+    def beyond(self, ends: Tensor, starts: Tensor) -> Tensor:
+        """Return [B, T]: the position at each index of a slot minus that of the row's last committed entry, `ends` [B].
+        `starts` [B] are the first visible positions."""
+        ends, start = ends[:, None], starts[:, None]
         # the first visible position is at its index, the others follow around the ring
         around = torch.arange(self.tokens, device=ends.device) - start % self.tokens
         return around + self.tokens * (around < 0) + (start - ends)
 
-    def _bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
+    def bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
         """Return [rows * K, N, T], a new tensor, for nodes directly after the committed positions."""
         if visible is None:
             hidden = beyond[:, None] > torch.arange(new, device=beyond.device)[:, None]
@@ -206,7 +219,7 @@ class SlotAttention:
             hidden = (beyond >= 0)[:, None] & ~(visible.gather(2, which) & (beyond < new)[:, None])
         return torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
 
-    def _by_query(self, bias: Tensor) -> Tensor:
+    def by_query(self, bias: Tensor) -> Tensor:
         """Return [rows * K, H/K * N, T], one row per query, for `bias` [rows * K, N, T]; `bias` itself if N is 1."""
         rows, N, T = bias.shape
         if N == 1 or self.queries_per_kv == 1:
@@ -234,13 +247,13 @@ class SlotAttention:
             return bias
         outside = torch.arange(tokens, device=positions.device) <= positions - window
         narrow = torch.where(outside, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
-        return self._by_query(narrow) if bias is None else self._by_query(narrow) + bias
+        return self.by_query(narrow) if bias is None else self.by_query(narrow) + bias
 
     def attend(
         self, plan: SlotPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
     ) -> Tensor:
         both, size = self.layers[layer], self.shape.head_dim
-        both.view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
+        self.memory[layer].view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
         # queries that share a key-value head become rows of one matmul, so that keys are never repeated
         if plan.nodes > 1:
             query = query.view(-1, plan.nodes, self.shape.num_kv_heads, self.queries_per_kv, size)

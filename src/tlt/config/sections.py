@@ -30,6 +30,9 @@ class ModelConfig(Section):
     CPU."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
     """`cpu`, a CUDA device such as `cuda:0`, or `auto` (CUDA if there is one)."""
+    cuda_graphs: bool = True
+    """On a CUDA device, replay decoding passes and drafts as CUDA graphs. Without them the host's work for each kernel
+    makes a round of a small model three times as long."""
 
 
 class RolloutConfig(Section):
@@ -161,6 +164,9 @@ class TrainConfig(Section):
     gradient. A chunk needs about four times this memory."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input, and recompute the rest for the gradient. It saves memory and costs time."""
+    deterministic: bool = True
+    """Add up gradients in a fixed order on CUDA, so that two runs of the same responses end with the same bits. If an
+    operation of the model cannot do that, the run ends with PyTorch's message: set this to false then."""
     lora: LoraConfig = LoraConfig()
     shard: bool = False
     """Shard parameters, gradients and moments of the decoder layers over the workers (FSDP2), for a model that does not

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -114,6 +114,20 @@ class Offer(NamedTuple):
     log_q: Tensor
     states: Sequence[Sequence[Any]] | None = None
     classes: Sequence[int] | None = None
+
+
+@runtime_checkable
+class ChainDrafter(Protocol):
+    """A drafter that can draft a whole chain for each row without the host."""
+
+    whole_chains: bool
+    """Whether that is faster here than one level at a time"""
+
+    def draft_chain(self, alive: np.ndarray, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for each row what `predict` would lead to, as long as all draft tokens are continued: the tokens [B,
+        depth], and the two best scores of each under the noise [B, depth, 2]. `alive` [B]: rows that are continued.
+        `noise` [B, depth, V]: that of each level, over the whole vocabulary."""
+        ...
 
 
 class NodeDrafter(ABC):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt.attention.backend import TreeBatch
 from tlt.draft.calibration import Calibration
-from tlt.draft.drafter import Candidates, Drafter, Level
+from tlt.draft.drafter import Candidates, ChainDrafter, Drafter, Level
 from tlt.draft.strategy import Strategy
 from tlt.host import to_host
 from tlt.sampling import Law, gumbel_topk
@@ -92,14 +92,25 @@ def _grow_chains(
 ) -> list[DraftTree]:
     """Return the result of `_grow_trees` with one child per node, without the operations that choose among children. On
     a CPU, starting those takes as long as the drafter does."""
+    most = min(strategy.depth, strategy.verify_tokens - 1)
+    whole = None
+    if isinstance(drafter, ChainDrafter) and drafter.whole_chains:
+        noise = torch.cat([noise_of(depth, None) for depth in range(most)], dim=1)
+        whole = [x.swapaxes(0, 1) for x in to_host(*drafter.draft_chain(roots.room > 1, roots.law, noise))]
     tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
     reach, alive = np.ones(none.shape), roots.room[:, None] > 1
     levels = [(tokens, reach, none - 1)]
-    for depth in range(min(strategy.depth, strategy.verify_tokens - 1)):
+    for depth in range(most):
         if not alive.any():
             break
-        candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.law))
-        tokens, cells, valid = _children(candidates, tokens.shape, 1, depth, roots, noise_of, vocab_size, calibration)
+        if whole is None:
+            candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.law))
+            tokens, cells, valid = _children(
+                candidates, tokens.shape, 1, depth, roots, noise_of, vocab_size, calibration
+            )
+        else:
+            tokens, scores = (x[depth, :, None, None] if x.ndim == 2 else x[depth, :, None] for x in whole)
+            cells, valid = calibration.cells(None, depth, scores, 1), np.isfinite(scores[..., :1])
         tokens, cells = tokens[..., 0], cells[..., 0]
         reach = reach * alive * valid[..., 0] * calibration.table[cells]
         reach *= reach >= strategy.min_chance
@@ -218,9 +229,10 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
     return trees
 
 
-def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
-    """Stack trees, padded to the largest one. A padding node follows the one before it and is never accepted."""
-    B, N = len(trees), max(len(tree.tokens) for tree in trees)
+def stack(trees: Sequence[DraftTree], device: torch.device, nodes: int = 1) -> TreeBatch:
+    """Stack trees, padded to the largest one, and to `nodes`. A padding node follows the one before it and is never
+    accepted."""
+    B, N = len(trees), max(nodes, *(len(tree.tokens) for tree in trees))
     if N == 1:
         alone = torch.tensor([tree.tokens for tree in trees], device=device)
         return TreeBatch(alone, torch.zeros_like(alone), None)

@@ -14,6 +14,7 @@ import torch
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
+from tlt.cuda_graph import Replayed
 from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
@@ -212,7 +213,7 @@ class Engine(Generates):
         strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys(), self._offers())
         with clock.phase("prefill"):
             preempted = self.make_room(strategy)
-        began, start = time.time(), time.perf_counter()
+        began, start, slow_calls = time.time(), time.perf_counter(), Replayed.slow_calls
         with clock.phase("draft"):
             now = self.open_round(strategy)
             trees = self.draft(now)
@@ -222,7 +223,8 @@ class Engine(Generates):
             responses = self._commit(now, trees, sampled)
             self.cache.check(self.rollout.version)
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
-        scored, took = not prefilled and not preempted, time.perf_counter() - start
+        scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
+        took = time.perf_counter() - start
         told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
         committed, proposed = [n for n, _ in told], [ahead for _, ahead in told]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
@@ -318,8 +320,10 @@ class Engine(Generates):
         return trees, sampled
 
     def _pass(self, now: Round, trees: Sequence[DraftTree]) -> Sampled:
-        stacked = stack(trees, self.target.device)
-        return self.rollout.runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.law)
+        runner, drafted = self.rollout.runner, any(len(tree.tokens) > 1 for tree in trees)
+        # captured passes are few if all drafts of a strategy have one size
+        stacked = stack(trees, self.target.device, now.strategy.nodes if runner.graphs and drafted else 1)
+        return runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.law)
 
     # -- commit --------------------------------------------------------------------------------------------------------
 

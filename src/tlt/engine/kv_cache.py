@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from tlt.engine.ledger import Ledger
 from tlt.types import Row
 
 _GRAIN = 64  # capacity grows in steps of this many tokens
+_CUDA_GRAIN = 512  # new memory needs new CUDA graphs
 AUDIT = "TLT_AUDIT"
 """Environment variable. If it is 1, a ledger checks the contents of all slots after every round."""
 
@@ -35,6 +36,7 @@ class KVCache:
     def __init__(self, store: AttentionBackend, bound_tokens: int) -> None:
         self.store, self.bound_tokens = store, bound_tokens
         self.ledger = Ledger() if os.environ.get(AUDIT) == "1" else None
+        self._grain = _CUDA_GRAIN if store.memory[0].is_cuda else _GRAIN
         self._rows: list[Row] = []
         self._held: list[tuple[int, ...]] = []
 
@@ -81,7 +83,7 @@ class KVCache:
         if slots <= self.store.slots and tokens <= have:
             return
         # empty slots of a tail are dropped, because growing them would take longer than its rounds
-        want = have if tokens <= have else -(-(tokens + tokens // 2) // _GRAIN) * _GRAIN
+        want = have if tokens <= have else -(-(tokens + tokens // 2) // self._grain) * self._grain
         self._resize(slots, min(want, self.bound_tokens // slots))
 
     def release(self) -> None:
@@ -98,11 +100,10 @@ class KVCache:
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
-    def plan(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> Any:
-        """Plan a target pass over slots first .. first + B, for `store.attend`."""
+    def note_pass(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
+        """Tell the ledger of a target pass over slots first .. first + B."""
         if self.ledger:
             self.ledger.wrote(first, lengths, trees, version)
-        return self.store.plan(first, lengths, trees.tokens.shape[1], trees.visible, trees.depths)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.store.copy(source, target, length)

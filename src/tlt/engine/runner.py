@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import TreeBatch
+from tlt.attention.slots import SlotAttention
 from tlt.draft.features import FeatureWindow
+from tlt.engine.graphs import GraphedPasses
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.host import to_host
@@ -46,6 +48,9 @@ class Runner:
 
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
+        self.graphs = None
+        if target.cuda_graphs and target.can_be_captured and isinstance(slots := cache.store, SlotAttention):
+            self.graphs = GraphedPasses(slots, target.device)
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
         """Fill slots first.. with the keys and values of each context without its last token, which is the root of the
@@ -73,10 +78,10 @@ class Runner:
             part = [list(c[low : min(low + width, len(c) - 1)]) for c, low in zip(contexts, lows, strict=True)]
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
             depths = torch.arange(width, device=tokens.device).expand_as(tokens)
-            hidden, features = self._pass(first, TreeBatch(tokens, depths, None), lows)
+            hidden, *features = self._pass(first, TreeBatch(tokens, depths, None), lows)
             total = total + hidden.sum((1, 2))  # finite if all terms are finite
-            if self.window is not None and features is not None:
-                self._keep(self.window, features, first, lows, contexts)
+            if self.window is not None:
+                self._keep(self.window, features[0], first, lows, contexts)
         return np.isfinite(to_host(total)[0]).tolist()
 
     def _keep(
@@ -107,7 +112,7 @@ class Runner:
     def verify(self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, law: Law) -> Sampled:
         """Run one pass over all trees in slots 0.. and sample the target's token at each node, under the noise of the
         node's position. In plain decoding this is the only time in a round that the host waits for the device."""
-        hidden, features = self._pass(0, trees, lengths)
+        hidden, *features = self._pass(0, trees, lengths, self.graphs)
         logits, positions = self.target.logits(hidden), times[:, None] + trees.depths
         parts = [
             _sample(
@@ -117,17 +122,24 @@ class Runner:
         ]
         tokens, logprobs, full = (x[..., 0] for x in to_host(*map(torch.cat, zip(*parts, strict=True))))
         finite = None if math.isfinite(full.sum()) else [bool(row.all()) for row in np.isfinite(full)]
-        return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, features)
+        return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, *features)
 
-    def _pass(self, first: int, trees: TreeBatch, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states [B, N, D], and the features [B, N, F] for the window."""
-        plan = self.cache.plan(first, lengths, trees, self.target.version)
-        positions = self._tensor(lengths)[:, None] + trees.depths
+    def _pass(
+        self, first: int, trees: TreeBatch, lengths: Sequence[int], graphs: GraphedPasses | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return hidden states [B, N, D], and features [B, N, F] if there is a window for them."""
+        self.cache.note_pass(first, lengths, trees, self.target.version)
+        if graphs is not None:
+            return graphs(trees, lengths, self._forward)
+        plan = self.cache.store.plan(first, lengths, trees.tokens.shape[1], trees.visible, trees.depths)
+        return self._forward(trees.tokens, self._tensor(lengths)[:, None] + trees.depths, plan)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: Any) -> tuple[Tensor, ...]:
         attend = partial(self.cache.store.attend, plan)
         if self.window is None:
-            return self.target.forward(trees.tokens, positions, attend), None
+            return (self.target.forward(tokens, positions, attend),)
         taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps)
-        hidden = self.target.forward(trees.tokens, positions, attend, taps)
+        hidden = self.target.forward(tokens, positions, attend, taps)
         tapped = [taps[layer].view_as(hidden) for layer in self.window.layout.taps]
         return hidden, torch.cat([*tapped, hidden], dim=-1) if tapped else hidden
 

@@ -41,8 +41,14 @@ class RMSNorm:
         size = weight.shape[-1]
         self.weight = wide * size**0.5
         self.floor = torch.tensor((size * eps) ** 0.5, dtype=wide.dtype, device=weight.device)
+        self.eps = eps
+        self.fused = (
+            weight.clone() if weight.is_cuda and weight.dim() == 1 else None
+        )  # CUDA has a kernel for one weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.fused is not None and self.fused.dtype == x.dtype:
+            return F.rms_norm(x, self.fused.shape, self.fused, self.eps)
         scaled = self._unit(x).mul_(self.weight)
         return scaled.to(x.dtype) if x.dtype == torch.bfloat16 else scaled
 
@@ -71,11 +77,15 @@ class Decoder:
 
     `version` is that of the loaded weights, or -1."""
 
+    can_be_captured = True
+    """whether the host waits for nothing in a pass of this kind of model, so that it can be a CUDA graph"""
+
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
         self.options = options
         self.dtype = dtype
         self.device = device
         self.version = -1
+        self.cuda_graphs = device.type == "cuda"  # passes and drafts are replayed
         self.layers: list[Layer] = []
         self._cis = rotary_table(options, dtype, device)
 

@@ -79,6 +79,8 @@ AttentionMaskInterface.register(_NAME, lambda *arguments, **settings: None)
 class GenericDecoder(Decoder):
     """Target model of the engine, for a family that the fused decoder does not support."""
 
+    can_be_captured = False  # experts are chosen on the host
+
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device, config: Any) -> None:
         super().__init__(options, dtype, device)
         self.config = copy.deepcopy(config)

@@ -62,7 +62,9 @@ class LogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         p, targets = ctx.saved_tensors
         own = gradients[0][:, None] / ctx.temperature
-        return p.mul_(-own).scatter_add_(-1, targets[:, None], own), None, None
+        gradient = p.mul_(-own)
+        # not scatter_add_, which has no deterministic kernel on CUDA
+        return gradient.scatter_(-1, targets[:, None], gradient.gather(-1, targets[:, None]) + own), None, None
 
 
 def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:

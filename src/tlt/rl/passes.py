@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import MicroBatch
+from tlt.rl.deterministic import deterministic
 from tlt.rl.early import fixed_logprobs, has_early_gradients
 from tlt.rl.fixed import Fixed
 from tlt.rl.logprobs import rollout_logprobs, token_logprobs
@@ -78,7 +79,8 @@ class Passes:
         inputs = self.objective.inputs(batch, micro, logprobs, to.fixed.old)
         reference = self._reference_logprobs(to.fixed, micro) if self.objective.kl_in_loss else None
         loss, found = self.objective.on(inputs, reference)
-        loss.backward()
+        with deterministic(self.config.deterministic and self.device.type == "cuda"):  # a CPU has a fixed order
+            loss.backward()
         for name, value in found.items():
             to.totals[name] += value
         to.tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)

@@ -27,8 +27,14 @@ _FREE = (
 )
 # These fields change the rounding, because sums are taken in another order or by other kernels.
 _ROUNDS = (
-    *("train.micro_batch_tokens", "train.logits_mb", "train.gradient_checkpointing", "train.shard"),
-    *("cluster.workers", "model.device", "engine", "speculation"),
+    *(
+        "train.micro_batch_tokens",
+        "train.logits_mb",
+        "train.gradient_checkpointing",
+        "train.deterministic",
+        "train.shard",
+    ),
+    *("cluster.workers", "model.device", "model.cuda_graphs", "engine", "speculation"),
 )
 _NOT_IN_FLOAT64 = ("engine", "speculation")  # in float64, results do not depend on the number of rows in a pass
 

@@ -10,7 +10,6 @@ This module does not import vLLM. Shapes: R rows of logits, S slots, V vocabular
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.sampling import Law, gumbel_noise, log_law
+from tlt.sampling import Law, gumbel_noise, has_kernel, log_law
 
 KEY = "tlt"
 """Key of our entry in vLLM's `SamplingParams.extra_args`"""
@@ -230,11 +229,11 @@ WriteScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 def score_writer(device: torch.device) -> WriteScores:
     """Return the Triton kernel on a GPU if Triton is installed, else the PyTorch function."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not has_kernel(device):
         return write_scores
-    from tlt.vllm import kernel
+    from tlt import noise_kernel
 
-    return kernel.write_scores
+    return noise_kernel.write_scores
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:

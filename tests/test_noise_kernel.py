@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tlt.sampling import gumbel_noise
 from tlt.vllm import noise
 from tlt.vllm.noise import Draw, NoiseTable
 
@@ -27,14 +28,14 @@ def test_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", __file__]
     ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:]
-    assert "7 passed" in ran.stdout
+    assert "9 passed" in ran.stdout
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [7, 1024, 4099])
 def test_the_scores_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
-    from tlt.vllm import kernel
+    from tlt import noise_kernel
 
     logits = torch.randn(len(SEEDS), 2 * vocab_size, dtype=dtype)[:, :vocab_size]  # rows of a wider tensor
     log_p = torch.randn(len(SEEDS), vocab_size).log_softmax(-1)
@@ -43,7 +44,7 @@ def test_the_scores_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> N
     given = log_p, torch.tensor(SEEDS), torch.tensor(TIMES), ours, noisy
     expected, before = logits.clone(), logits.clone()
     noise.write_scores(expected, *given)
-    kernel.write_scores(logits, *given)
+    noise_kernel.write_scores(logits, *given)
     rounding = 0.0 if dtype == torch.float32 else 2**-7  # the interpreter cuts off what bfloat16 does not hold
     torch.testing.assert_close(logits, expected, rtol=rounding, atol=0.0)
     assert torch.equal(logits[3], before[3])
@@ -51,12 +52,21 @@ def test_the_scores_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> N
 
 
 @in_the_interpreter
+@pytest.mark.parametrize("vocab_size", [7, 4099])
+def test_the_noise_alone_is_that_of_torch(vocab_size: int) -> None:
+    from tlt import noise_kernel
+
+    seeds, times = torch.tensor(SEEDS), torch.tensor(TIMES)
+    assert torch.equal(noise_kernel.gumbel_noise(seeds, times, vocab_size), gumbel_noise(seeds, times, vocab_size))
+
+
+@in_the_interpreter
 def test_a_table_that_writes_by_it_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tlt.vllm import kernel
+    from tlt import noise_kernel
 
     monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise.write_scores)
     plain = NoiseTable(4, CPU)
-    monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: kernel.write_scores)
+    monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise_kernel.write_scores)
     by_kernel = NoiseTable(4, CPU)
     laws = ((1.0, 0, 1.0), (0.7, 5, 0.9), (0.0, 0, 1.0))
     slots, positions = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([3, 4, 5, 6, 7])
@@ -78,9 +88,9 @@ def test_it_compiles_for_a_gpu() -> None:
     from triton.compiler import ASTSource  # type: ignore[import-not-found]
     from triton.compiler import compile as compiled
 
-    from tlt.vllm import kernel
+    from tlt import noise_kernel
 
     names = {"logits": "*bf16", "log_p": "*fp32", "seeds": "*i64", "times": "*i32", "ours": "*i1", "noisy": "*i1"}
     names |= dict.fromkeys(("vocab_size", "logits_stride", "log_p_stride"), "i32") | {"LANES": "constexpr"}
-    source = ASTSource(kernel._write_scores, names, constexprs={"LANES": 256})
+    source = ASTSource(noise_kernel._write_scores, names, constexprs={"LANES": 256})
     assert compiled(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -1,0 +1,90 @@
+"""A computation on fixed tensors, replayed as a CUDA graph: all its kernels are started by one call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Compute = Callable[[], tuple[Tensor, ...]]
+
+
+class Replayed:
+    """A computation that reads tensors which the caller fills before each call. A call overwrites the result of the one
+    before.
+
+    The first call computes, the second captures, and the others replay, because a capture takes as long as a call.
+    On a CPU every call computes. The host must not wait for the device in `compute`. It is given at each call, because
+    a reference to it could keep a graph and its memory alive."""
+
+    slow_calls = 0
+    """calls in this process that were no replay; a round with one tells nothing of the speed of others"""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._result: tuple[Tensor, ...] | None = None
+
+    def __call__(self, compute: Compute) -> tuple[Tensor, ...]:
+        if self.device.type != "cuda":
+            return compute()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            Replayed.slow_calls += 1
+            if self._result is None:
+                self._result = compute()
+                return self._result
+            self._capture(compute).replay()
+        assert self._result is not None, "captured"
+        return self._result
+
+    def _capture(self, compute: Compute) -> torch.cuda.CUDAGraph:
+        """Record `compute`. `torch.cuda.graph` would also empty the allocator's cache, which takes longer than a
+        pass."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), _no_collection():
+            graph.capture_begin(_keeper(self.device).pool(), "thread_local")  # other threads may train a drafter
+            try:
+                self._result = compute()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.graph = graph
+        return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Put off the garbage collector, because a capture fails if it frees another graph meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@cache
+def _keeper(device: torch.device) -> torch.cuda.CUDAGraph:
+    """Return a graph whose memory all graphs of a device share, because they are replayed one after the other. Their
+    results are not shared, because they are referenced. PyTorch fails on a pool whose graphs are all gone, so this one
+    stays."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    graph.capture_end()
+    return graph
+
+
+def rounded_up(count: int, parts: int = 1) -> int:
+    """Return the next multiple of 1 / `parts` of the largest power of two below `count`, so that few shapes are used.
+    With one part it is the next power of two."""
+    step = max(1, (1 << (count - 1).bit_length() - 1) // parts) if count > 1 else 1
+    return -(-count // step) * step

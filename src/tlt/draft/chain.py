@@ -1,0 +1,93 @@
+"""A whole chain of the learned drafter in one CUDA graph. The host would need 1.3 ms to start the kernels of a level.
+
+Levels that the host would have left out, because they are unlikely, are drafted too. The chain is cut afterwards.
+
+Shapes: B rows and M missing entries, both with padding, D hidden, V tokens that can be proposed, K key-value heads, T
+entries of a slot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.attention.padded import level_plan, place_of
+from tlt.cuda_graph import Replayed
+from tlt.sampling import Law, gumbel_topk
+
+if TYPE_CHECKING:
+    from tlt.draft.learned import EagleDrafter, Missing
+
+
+class ChainShape(NamedTuple):
+    rows: int
+    entries: int
+    depth: int
+    restricted: bool
+    tempered: bool
+    greedy: bool
+
+
+class ReplayedChain:
+    """Chains of one shape."""
+
+    def __init__(self, drafter: EagleDrafter, shape: ChainShape) -> None:
+        self.shape = shape
+        rows, entries, depth, *_ = shape
+        device = drafter.target.device
+        vocab_size = drafter.options.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
+        self.noise = torch.zeros(rows, depth, vocab_size, device=device)
+        self.law = [torch.ones(rows, dtype=kind, device=device) for kind in (torch.float64, torch.int64, torch.float64)]
+        self.missing = torch.zeros(2 * entries + 4 * rows, dtype=torch.int64, device=device)
+        self.replayed = Replayed(device)
+
+    def __call__(self, drafter: EagleDrafter, missing: Missing, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens [B, depth] and the two best scores of each [B, depth, 2] under the noise [B, depth, V]."""
+        count = len(noise)
+        self.noise[:count] = noise if drafter.vocabulary is None else noise[..., drafter.vocabulary]
+        for fixed, given in zip(self.law, (law.temperature, law.top_k, law.top_p), strict=True):
+            fixed[:count] = given
+        rows, entries = self.shape.rows, self.shape.entries
+        blind = np.zeros(rows, dtype=np.int64)
+        blind[missing.blind] = 1
+        ends = np.array(missing.lengths) - 1
+        columns = [(missing.rows, entries), (missing.positions, entries)]
+        columns += [(column, rows) for column in (missing.last, ends, np.array(missing.starts), blind)]
+        padded = [np.pad(column, (0, size - len(column)), constant_values=-1) for column, size in columns]
+        self.missing.copy_(torch.from_numpy(np.concatenate(padded)))  # one transfer
+        tokens, scores = self.replayed(lambda: self._compute(drafter))
+        return tokens[:count], scores[:count]
+
+    def _compute(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor]:
+        (rows, entries, depth, *flags) = self.shape
+        fused, slots, window = drafter.fused, drafter.attention, drafter.window
+        row, position, last, ends, starts, blind = self.missing.split([entries] * 2 + [rows] * 4)
+        at = row.clamp(min=0) * window.capacity + position.clamp(min=0) % window.capacity
+        g = fused.inputs(window.features.flatten(0, 1).index_select(0, at))
+        cis = drafter.target.cis(position.clamp(min=0))
+        query, kv, residual = fused.project(window.tokens.view(-1).index_select(0, at), g, cis)
+        row_of = torch.arange(rows, device=ends.device).masked_fill(ends < 0, -1)
+        last, ends, starts = (x.clamp(min=0) for x in (last, ends, starts))
+        seen = slots.bias(slots.beyond(ends, starts), None, 1)
+        plan = level_plan(slots, place_of(slots, row, position), rows, seen)
+        hidden = drafter.attend(query.index_select(0, last), kv, residual.index_select(0, last), plan)
+        temperature, top_k, top_p = self.law
+        law, tokens, scores = Law(temperature, top_k, top_p, *flags), list[Tensor](), list[Tensor]()
+        for level in range(depth):
+            if level > 0:
+                own = (ends + level) % slots.tokens
+                seen.scatter_(2, own.repeat_interleave(len(seen) // rows)[:, None, None], 0.0)
+                cis = drafter.target.cis((ends + level).clamp(max=drafter.options.max_positions - 1))
+                place = place_of(slots, row_of, own)
+                hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), level_plan(slots, place, rows, seen))
+            log_q = fused.log_q(hidden, (rows,), law)
+            if level == 0:
+                log_q = log_q.masked_fill((blind > 0)[:, None], -torch.inf)
+            best = gumbel_topk(log_q, self.noise[:, level], k=2)
+            pick = best.picks[:, 0]
+            tokens.append(pick if fused.vocabulary is None else fused.vocabulary.index_select(0, pick))
+            scores.append(best.scores)
+        return torch.stack(tokens, dim=1), torch.stack(scores, dim=1)

@@ -1,0 +1,95 @@
+"""Weights and arithmetic of a learned drafter in the engine: an `EagleLayer` as a few products.
+
+Shapes: M tokens, D hidden, H query heads, K key-value heads, E head size, F hidden states of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.draft.eagle import EagleLayer
+from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
+from tlt.models.product import Product
+from tlt.sampling import Law, log_law
+
+_TABLE = 1 << 23  # elements up to which the contribution of every token's embedding is precomputed
+
+
+class FusedLayer:
+    """The layer's weights: fused, with the norms' weights multiplied in."""
+
+    @torch.no_grad()
+    def __init__(self, layer: EagleLayer, target: Decoder) -> None:
+        """`begin` must follow."""
+        self.options = o = layer.options
+        self.target = target  # its embedding is read at every use, because it changes with its version
+        wide = torch.float64 if target.dtype == torch.float64 else torch.float32
+        state = {name: t.detach().to(target.device, wide) for name, t in layer.state_dict().items()}
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")
+        self.norms = {n: RMSNorm(state[n + ".weight"], o.rms_norm_eps) for n in norms if n + ".weight" in state}
+
+        def normed(name: str, weight: Tensor) -> Tensor:
+            """Fold the norm's own weight into `weight` [D, ...], which then applies to the norm's `unit`."""
+            return self.norms[name].weight[:, None] * weight
+
+        q, k = (to_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
+        qkv, fc = torch.cat([q, k, state["v_proj.weight"]]).t(), state["fc.weight"].t()
+        # contributions of the embedding and the hidden states to the first product: [residual of eagle1 | q | k | v]
+        if o.kind == "eagle3":
+            embedding, features = qkv.split(o.hidden_size)
+            parts = normed("input_layernorm", embedding), normed("hidden_norm", features)
+        else:
+            parts = torch.cat([fc, fc @ qkv], dim=1).split(o.hidden_size)
+        gate_up = torch.cat([state["gate_proj.weight"], state["up_proj.weight"]]).t()
+        matrices = (*parts, fc, state["o_proj.weight"].t(), normed("post_attention_layernorm", gate_up))
+        self.vocabulary = None if layer.vocabulary is None else layer.vocabulary.to(target.device)
+        self.from_embedding, self.from_features, self.fc, self.out, self.gate_up, self.down = (
+            Product(weight.t().to(target.dtype)) for weight in (*matrices, state["down_proj.weight"].t())
+        )
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Read what depends on the target's version."""
+        o, target = self.options, self.target
+        small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
+        self.table = self._contribution(target.embedding) if small else None
+        self.to_logits = target.to_logits if self.vocabulary is None else Product(target.head[self.vocabulary])
+
+    def inputs(self, features: Tensor) -> Tensor:
+        """Return [M, D] for the target's hidden states [M, F]."""
+        D = self.options.hidden_size
+        return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
+
+    def _contribution(self, embedded: Tensor) -> Tensor:
+        normed = self.norms["input_layernorm"].unit(embedded) if self.options.kind == "eagle3" else embedded
+        return self.from_embedding(normed)
+
+    def project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map M tokens and the states before them to queries [M, H, E], keys and values [M, 2, K, E], residual [M,
+        D]."""
+        o = self.options
+        if self.table is not None:
+            embedded = F.embedding(tokens, self.table)
+        else:
+            embedded = self._contribution(F.embedding(tokens, self.target.embedding))
+        if o.kind == "eagle3":
+            residual, qkv = g, self.from_features(self.norms["hidden_norm"].unit(g), embedded)
+        else:
+            both = self.from_features(g, embedded)
+            residual, qkv = both[:, : o.hidden_size], both[:, o.hidden_size :]
+        heads = qkv.view(len(g), -1, o.head_dim)
+        rotate_(heads[:, : o.num_heads + o.num_kv_heads], cis)
+        return heads[:, : o.num_heads], heads[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
+
+    def output(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Return the layer's output [M, D] for the attention's [M, H * E]."""
+        x = self.out(mixed, residual)
+        gate, up = self.gate_up(self.norms["post_attention_layernorm"].unit(x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), x)
+
+    def log_q(self, hidden: Tensor, nodes: tuple[int, ...], law: Law) -> Tensor:
+        """Return log q [*nodes, V] of the layer's outputs [M, D], over the tokens that it can propose."""
+        normed = self.norms["norm"](hidden) if "norm" in self.norms else hidden
+        return log_law(self.to_logits(normed).view(*nodes, -1), law)[0]

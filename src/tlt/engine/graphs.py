@@ -1,0 +1,84 @@
+"""Target passes with padded shapes, which a CUDA device replays.
+
+A pass over few tokens takes as long as the host needs to start its kernels. For SmolLM2-135M on an H100 that is 13 ms,
+of which the device computes 3; replayed it takes 4 ms. A CUDA graph has fixed shapes and addresses. So the rows of a
+pass and the positions that they attend to are padded to a few sizes (bucketed graphs: arXiv 2511.16665, section 5).
+
+Shapes: B rows, N nodes a row, D hidden, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.attention.backend import TreeBatch
+from tlt.attention.padded import padded_plan
+from tlt.attention.slots import SlotAttention, SlotPlan
+from tlt.cuda_graph import Replayed, rounded_up
+
+_LEAST_TOKENS = 512  # reading the masked keys of fewer takes less time than a capture
+
+Forward = Callable[[Tensor, Tensor, SlotPlan], tuple[Tensor, ...]]
+"""(tokens [B, N], positions [B, N], plan of the attention) -> hidden states [B, N, D], and features [B, N, F] if they
+are kept"""
+
+
+class Shape(NamedTuple):
+    rows: int
+    nodes: int
+    tokens: int
+    """positions that a row attends to"""
+    branches: bool
+
+
+class GraphedPasses:
+    """Passes over slots 0.., by padded shape. A pass overwrites the hidden states of the last one of its shape."""
+
+    def __init__(self, slots: SlotAttention, device: torch.device) -> None:
+        self.slots, self.device = slots, device
+        self.passes: dict[Shape, PaddedPass] = {}
+        self._memory: Tensor | None = None
+
+    @torch.inference_mode()
+    def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
+        if self._memory is not self.slots.memory[0]:  # the graphs have the addresses of a cache that is gone
+            self.passes, self._memory = {}, self.slots.memory[0]
+        shape = self._shape(trees, lengths)
+        if shape not in self.passes:
+            self.passes[shape] = PaddedPass(shape, self.slots, self.device)
+        return self.passes[shape](trees, lengths, forward)
+
+    def _shape(self, trees: TreeBatch, lengths: Sequence[int]) -> Shape:
+        rows, nodes = trees.tokens.shape
+        tokens = max(_LEAST_TOKENS, rounded_up(max(lengths) + nodes, 4))
+        most = self.slots.slots, self.slots.tokens
+        return Shape(min(rounded_up(rows), most[0]), nodes, min(tokens, most[1]), trees.visible is not None)
+
+
+class PaddedPass:
+    """Passes of one shape."""
+
+    def __init__(self, shape: Shape, slots: SlotAttention, device: torch.device) -> None:
+        self.shape, self.slots = shape, slots
+        rows, nodes, _, branches = shape
+        self.tokens, self.depths = torch.zeros(2, rows, nodes, dtype=torch.long, device=device)
+        self.lengths = torch.full((rows,), -1, device=device)
+        self.visible = torch.ones(rows, nodes, nodes, dtype=torch.bool, device=device) if branches else None
+        self.replayed = Replayed(device)
+
+    def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
+        rows = len(lengths)
+        self.tokens[:rows], self.depths[:rows] = trees.tokens, trees.depths
+        self.lengths.copy_(torch.tensor([*lengths, *[-1] * (self.shape.rows - rows)]))
+        if self.visible is not None and trees.visible is not None:
+            self.visible[:rows] = trees.visible
+        hidden, *features = self.replayed(lambda: self._compute(forward))
+        return hidden[:rows], *[kept[:rows].clone() for kept in features]  # features are kept for some rounds
+
+    def _compute(self, forward: Forward) -> tuple[Tensor, ...]:
+        plan = padded_plan(self.slots, self.lengths, self.shape.tokens, self.visible, self.depths)
+        return forward(self.tokens, self.lengths.clamp(min=0)[:, None] + self.depths, plan)

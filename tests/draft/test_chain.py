@@ -1,0 +1,120 @@
+"""Chains that are drafted whole, as a CUDA device does, are those that grow level by level."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+from twin import Model, make_layer, make_model
+
+from tlt.config import EngineConfig
+from tlt.draft.eagle import EagleLayer, Kind, eagle_options
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.tree import DraftTree
+from tlt.engine.engine import Engine, Round
+from tlt.types import Prompt, Request, SamplingParams
+from tlt.verify.modes import InTurn
+
+LAWS = {
+    "plain": [SamplingParams(max_new_tokens=40, stop_token_ids=(3,))],
+    "long": [SamplingParams(max_new_tokens=60)],
+    "tempered": [SamplingParams(0.7, max_new_tokens=40), SamplingParams(1.3, max_new_tokens=9)],
+    "greedy": [SamplingParams(0.0, max_new_tokens=30), SamplingParams(1.0, max_new_tokens=22)],
+    "restricted": [SamplingParams(0.9, top_k=4, max_new_tokens=25), SamplingParams(1.0, top_p=0.8, max_new_tokens=40)],
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+def layer_of(model: Model, kind: Kind, window: int, reduced: bool) -> EagleLayer:
+    layer = make_layer(model.decoder, kind, window)
+    if not reduced:
+        return layer
+    options = replace(eagle_options(model.decoder.options, kind, window), draft_vocab_size=7)
+    small = EagleLayer(options).double()
+    small.load_state_dict(layer.state_dict() | {"vocabulary": torch.tensor([0, 1, 3, 4, 6, 8, 10])})
+    return small
+
+
+def trees(
+    model: Model, layer: EagleLayer, whole: bool, strategies: list[Strategy], laws: str, kv_tokens: int | None = None
+) -> list[tuple[int, int, DraftTree]]:
+    """Decode 11 requests in 5 rows. Return (seed, tokens of the row, tree) of every row and round that drafts."""
+    drafter = EagleDrafter(layer, model.decoder)
+    drafter.whole_chains = whole
+    layout = layer.options.layout
+    tuner = InTurn(strategies)
+    engine = Engine(model.decoder, EngineConfig(max_rows=5), [drafter], tuner, layout=layout, kv_tokens=kv_tokens)
+    found: list[tuple[int, int, DraftTree]] = []
+    draft = engine.draft
+
+    def observed(now: Round) -> list[DraftTree]:
+        made = draft(now)
+        if now.strategy != PLAIN:
+            rows = zip(now.rows, made, strict=True)
+            found.extend((row.request.seed, len(row.tokens), tree) for row, tree in rows)
+        return made
+
+    engine.draft = observed
+    params = cycle(LAWS[laws])
+    asked = [
+        Request(Prompt(n, "", tuple((3 * n + j * j) % 11 for j in range(1 + 5 * (n % 4)))), 0, 0, 70 + n, next(params))
+        for n in range(11)
+    ]
+    assert len(list(engine.generate(asked))) == len(asked)
+    assert engine.stats.drafter_failures == 0
+    assert engine.stats.preemptions > 0 or kv_tokens is None
+    assert whole == bool(drafter.chains)
+    chains = [weakref.ref(chain.replayed) for chain in drafter.chains.values()]
+    gc.disable()
+    drafter.begin(drafter.window)
+    assert all(chain() is None for chain in chains), "a graph that the collector frees amid a capture spoils it"
+    gc.enable()
+    return found
+
+
+CASES = {
+    "every_round": [Strategy("eagle", 4, 1, 5)],
+    "one_level": [Strategy("eagle", 1, 1, 2)],
+    "cut": [Strategy("eagle", 4, 1, 3)],
+    "unlikely_ones_are_left_out": [Strategy("eagle", 5, 1, 6, 0.3)],
+    "now_and_then": [PLAIN, PLAIN, Strategy("eagle", 3, 1, 4), PLAIN, Strategy("eagle", 2, 1, 3)],
+}
+
+
+def check(ours: list[tuple[int, int, DraftTree]], theirs: list[tuple[int, int, DraftTree]]) -> None:
+    assert len(ours) == len(theirs) > 20
+    for (seed, tokens, whole), (other, at, by_level) in zip(ours, theirs, strict=True):
+        assert (seed, tokens, whole.tokens, whole.depths) == (other, at, by_level.tokens, by_level.depths)
+        assert (whole.parents, whole.cells, whole.chance) == (by_level.parents, by_level.cells, by_level.chance)
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["all_tokens", "some_tokens"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("case", CASES)
+def test_whole_chains_are_those_of_levels(model: Model, case: str, kind: Kind, reduced: bool) -> None:
+    """The window is shorter than the rows, so the ring of the drafter's cache goes around."""
+    layer = layer_of(model, kind, 6, reduced)
+    ours, theirs = (trees(model, layer, whole, CASES[case], "plain") for whole in (True, False))
+    check(ours, theirs)
+
+
+@pytest.mark.parametrize("laws", ["tempered", "greedy", "restricted"])
+def test_whole_chains_follow_the_law_of_their_request(model: Model, laws: str) -> None:
+    layer = layer_of(model, "eagle1", 6, True)
+    ours, theirs = (trees(model, layer, whole, CASES["every_round"], laws) for whole in (True, False))
+    check(ours, theirs)
+
+
+def test_whole_chains_of_rows_that_were_preempted(model: Model) -> None:
+    layer = layer_of(model, "eagle3", 6, False)
+    ours, theirs = (trees(model, layer, whole, CASES["every_round"], "long", 180) for whole in (True, False))
+    check(ours, theirs)

@@ -1,0 +1,140 @@
+"""Passes with padded shapes are the same passes. What is captured from them is tested on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import qwen3
+from torch import Tensor
+
+from tlt.attention.backend import TreeBatch
+from tlt.config import EngineConfig
+from tlt.draft.features import FeatureLayout
+from tlt.draft.hostile import RandomDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.graphs import Forward, GraphedPasses
+from tlt.engine.tuner import Fixed
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.types import Prompt, Request, SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB = 60
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    model: Any = qwen3(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
+    made = Decoder(decoder_options(model.config), torch.float64, CPU)
+    made.load(model.state_dict(), version=0)
+    return made
+
+
+def requests(count: int) -> list[Request]:
+    """Rows of many lengths: the padded shapes change as they finish."""
+    params = [SamplingParams(max_new_tokens=3 + 9 * n, stop_token_ids=(7,)) for n in range(count)]
+    prompts = [Prompt(n, "", tuple((5 * n + j * j) % VOCAB for j in range(3 + 30 * n))) for n in range(count)]
+    return [Request(prompts[n], 0, 0, 1000 + n, params[n]) for n in range(count)]
+
+
+def overwriting(forward: Forward) -> Forward:
+    """Return results in the same tensors for each shape, as a captured pass does."""
+    results: dict[torch.Size, tuple[Tensor, ...]] = {}
+
+    @torch.inference_mode()
+    def call(tokens: Tensor, positions: Tensor, plan: Any) -> tuple[Tensor, ...]:
+        found = forward(tokens, positions, plan)
+        for old, new in zip(results.setdefault(tokens.shape, found), found, strict=True):
+            old.copy_(new)
+        return results[tokens.shape]
+
+    return call
+
+
+def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[Request]) -> tuple[Any, set[Any]]:
+    """Return the tokens, the harvested features and the shapes of all passes."""
+    harvested: list[Any] = []
+    drafters = [] if strategy == PLAIN else [RandomDrafter(VOCAB)]
+    layout = FeatureLayout((0, 2), 16)
+    engine = Engine(target, EngineConfig(max_rows=5), drafters, Fixed(strategy), None, layout, harvested.append)
+    engine.start(asked)
+    runner, shapes = engine.rollout.runner, set[Any]()
+    if graphed:
+        runner.graphs, runner._forward = GraphedPasses(engine.cache.store, CPU), overwriting(runner._forward)
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        tokens |= {response.request.seed: response.token_ids for response in engine.round()}
+        shapes |= set(runner.graphs.passes) if runner.graphs else set()
+    return (tokens, [(item.start, item.tokens.tolist(), item.features) for item in harvested]), shapes
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, Strategy("random", 3, 1, 4), Strategy("random", 3, 2, 7)])
+def test_padding_changes_no_token_and_no_feature(target: Decoder, strategy: Strategy) -> None:
+    asked = requests(7)
+    (tokens, harvest), _ = decoded(target, strategy, False, asked)
+    (padded_tokens, padded_harvest), shapes = decoded(target, strategy, True, asked)
+    assert padded_tokens == tokens
+    assert len(harvest) == len(padded_harvest) > 7
+    for (first, text, features), (padded_first, padded_text, padded_features) in zip(
+        harvest, padded_harvest, strict=True
+    ):
+        assert (first, text) == (padded_first, padded_text)
+        torch.testing.assert_close(padded_features, features, rtol=1e-9, atol=1e-9)
+    assert {shape.rows for shape in shapes} == {1, 2, 4, 5}  # padded up to the slots, and fewer rows at the end
+    assert {shape.branches for shape in shapes} == ({False, True} if strategy.branching > 1 else {False})
+
+
+def test_a_pass_is_told_which_tensors_hold_the_cache(target: Decoder) -> None:
+    """A captured pass has addresses: after a resize there is none."""
+    engine = Engine(target, EngineConfig())
+    engine.start(requests(3))
+    graphs = engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    engine.round()
+    before = dict(graphs.passes)
+    assert before
+    store = engine.cache.store
+    store.resize(store.slots, store.tokens + 1)
+    engine.round()
+    assert not any(graphs.passes.get(shape) is old for shape, old in before.items())
+
+
+def test_padding_rows_are_not_kept(target: Decoder) -> None:
+    """A free slot may hold a prompt that a later row begins with."""
+    engine = Engine(target, EngineConfig())
+    engine.start(requests(4))
+    engine.round()
+    runner, store = engine.rollout.runner, engine.cache.store
+    graphs = GraphedPasses(store, CPU)
+    before = [layer.clone() for layer in store.layers]
+    assert store.slots == 4
+    trees = TreeBatch(torch.ones(3, 2, dtype=torch.long), torch.arange(2).expand(3, 2), None)
+    graphs(trees, [5, 40, 2], runner._forward)
+    (shape,) = graphs.passes
+    assert shape.rows == 4
+    for old, new in zip(before, store.layers, strict=True):
+        assert torch.equal(old[:, 3], new[:, 3])
+        assert torch.equal(old[:, 2, :, 4:], new[:, 2, :, 4:])
+        assert not torch.equal(old[:, 2, :, 2:4], new[:, 2, :, 2:4])
+
+
+def test_graphs_end_with_their_rollout(target: Decoder) -> None:
+    """The collector does not have to find them: it would come late, or amid a capture, which then fails."""
+    engine = Engine(target, EngineConfig())
+    engine.start(requests(3))
+    engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    engine.round()
+    made = [weakref.ref(one.replayed) for one in engine.rollout.runner.graphs.passes.values()]
+    assert made
+    gc.collect()
+    gc.disable()
+    try:
+        engine.start(requests(2))
+        assert all(one() is None for one in made)
+    finally:
+        gc.enable()
