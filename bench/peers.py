@@ -26,8 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DRAFTER = Path(__file__).parent.parent / "assets" / "tiny-drafter"
-LEARNED = {"drafter": "adaptive", "path": str(DRAFTER)}
+LEARNED = {"drafter": "adaptive"}  # with the drafter of the recipe
 CONTENDERS: dict[str, dict[str, Any]] = {
     "TRL, generate": {},
     "TRL, continuous batching": {"batching": True},
@@ -73,7 +72,10 @@ def run(name: str, recipe: str, steps: int, tokens: int) -> dict[str, Any]:
 
     bounds = ["--rollout.max_new_tokens", str(tokens), "--train.steps", str(steps), "--run.trackers", "[]"]
     config = load_config(recipe, bounds)
-    options = CONTENDERS[name]
+    options = dict(CONTENDERS[name])
+    for field in ("alone", "speculation"):
+        if options.get(field) == LEARNED:
+            options[field] = LEARNED | {"path": config.speculation.path}
     with tempfile.TemporaryDirectory() as folder:
         return alone(config, folder, options["alone"]) if "alone" in options else in_trl(config, folder, **options)
 
