@@ -30,6 +30,7 @@ from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 import tlt.engine.noise
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer, Kind
+from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.bandit import Bandit, strategies
