@@ -322,7 +322,7 @@ def test_weights_that_are_no_numbers_cost_no_token(value: float) -> None:
     with torch.no_grad():
         layer.fc.weight.fill_(value)
         layer.q_proj.weight[0, 0] = value
-    engine = run_mixed(EagleDrafter(layer, target()), TREE, Schedule(max_rows=5))
+    engine = run_mixed(EagleDrafter(layer, target().decoder), TREE, Schedule(max_rows=5))
     assert engine.stats.drafter_failures == 0
     assert value == 1e300 or engine.stats.drafted == 0
 
