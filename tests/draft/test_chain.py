@@ -77,6 +77,8 @@ def trees(
     assert engine.stats.drafter_failures == 0
     assert engine.stats.preemptions > 0 or kv_tokens is None
     assert whole == bool(drafter.chains)
+    buffers = {chain.noise.data_ptr() for chain in drafter.chains.values()}
+    assert len(buffers) == len({(chain.shape.rows, chain.shape.depth) for chain in drafter.chains.values()})
     chains = [weakref.ref(chain.replayed) for chain in drafter.chains.values()]
     gc.disable()
     drafter.begin(drafter.window)
