@@ -1,11 +1,19 @@
-"""What needs no device. Captures are tested on one (tests/gpu)."""
+"""Captures on a stand-in for CUDA graphs. Those on a device are tested there (tests/gpu)."""
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from fake_graph import fake_graphs
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tlt.cuda_graph import rounded_up
+from tlt.cuda_graph import Replayed, rounded_up
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 4]))
@@ -18,3 +26,44 @@ def test_a_count_is_rounded_up_by_less_than_a_part(count: int, parts: int) -> No
 def test_counts_share_few_shapes() -> None:
     assert sorted({rounded_up(n) for n in range(1, 33)}) == [1, 2, 4, 8, 16, 32]
     assert sorted({rounded_up(n, 4) for n in range(128, 513)}) == [128, 160, 192, 224, 256, 320, 384, 448, 512]
+
+
+def test_a_computation_is_captured_at_its_second_call_and_then_replayed() -> None:
+    """A replay reads the tensors again, and no numbers of the host."""
+    read, calls = torch.zeros(2), list[int]()
+
+    def compute() -> tuple[Tensor, ...]:
+        calls.append(len(calls))
+        return read * 2 + 10 * len(calls), read.clone()
+
+    with fake_graphs():
+        one, slow = Replayed(torch.device("cuda")), Replayed.slow_calls
+        found = [[x.tolist() for x in one(compute)] for read[0] in (1.0, 2.0, 3.0, 4.0)]
+    assert [doubled[0] for doubled, _ in found] == [12, 24, 26, 28]
+    assert [same for _, same in found] == [[1, 0], [2, 0], [3, 0], [4, 0]]
+    assert len(calls) == 2
+    assert Replayed.slow_calls - slow == 2
+
+
+def test_all_captures_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuBLAS keeps a workspace for each stream, and PyTorch has 32 of them."""
+    used: list[Any] = []
+    with fake_graphs():
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))
+        for _ in range(3):
+            one = Replayed(torch.device("cuda"))
+            for _ in range(2):
+                one(lambda: (torch.zeros(1),))
+    assert len(used) == 4  # the shared memory has its own capture
+    assert len(set(used)) == 1
+
+
+@pytest.mark.parametrize("waits", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])])
+def test_a_computation_that_needs_the_host_cannot_be_captured(waits: Any) -> None:
+    """The stand-in for graphs notices it, and the collector works again afterwards."""
+    with fake_graphs():
+        one = Replayed(torch.device("cuda"))
+        one(lambda: (waits(torch.ones(1)),))
+        with pytest.raises(RuntimeError, match=r"waits for the device|numbers from the host"):
+            one(lambda: (waits(torch.ones(1)),))
+    assert gc.isenabled()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from tlt.sampling import gumbel_noise
+from tlt.sampling import gumbel_noise, has_kernel
 from tlt.vllm import noise
 from tlt.vllm.noise import Draw, NoiseTable
 
@@ -94,3 +98,35 @@ def test_it_compiles_for_a_gpu() -> None:
     names |= dict.fromkeys(("vocab_size", "logits_stride", "log_p_stride"), "i32") | {"LANES": "constexpr"}
     source = ASTSource(noise_kernel._write_scores, names, constexprs={"LANES": 256})
     assert compiled(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs Triton that fails")
+def test_where_triton_fails_pytorch_computes_the_noise(caplog: pytest.LogCaptureFixture) -> None:
+    """For example without a C compiler, which images for inference lack."""
+    has_kernel.cache_clear()
+    assert not has_kernel(torch.device("cuda"))
+    assert "Triton does not run on cuda" in caplog.text
+    has_kernel.cache_clear()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="not in the interpreter")
+def test_it_starts_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tlt import noise_kernel
+
+    current: list[Any] = [None]
+    started: list[Any] = []
+
+    @contextmanager
+    def device_of(tensor: Any) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def launch(*arguments: Any, **constants: Any) -> None:
+        started.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(noise_kernel, "_write_scores", defaultdict(lambda: launch))
+    noise = noise_kernel.gumbel_noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 5)
+    assert len(started) == 1
+    assert started[0] is noise

@@ -46,10 +46,10 @@ class Replayed:
     def _capture(self, compute: Compute) -> torch.cuda.CUDAGraph:
         """Record `compute`. `torch.cuda.graph` would also empty the allocator's cache, which takes longer than a
         pass."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        graph, (stream, keeper) = torch.cuda.CUDAGraph(), _shared(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), _no_collection():
-            graph.capture_begin(_keeper(self.device).pool(), "thread_local")  # other threads may train a drafter
+            graph.capture_begin(keeper.pool(), "thread_local")  # other threads may train a drafter
             try:
                 self._result = compute()
             finally:
@@ -72,15 +72,18 @@ def _no_collection() -> Iterator[None]:
 
 
 @cache
-def _keeper(device: torch.device) -> torch.cuda.CUDAGraph:
-    """Return a graph whose memory all graphs of a device share, because they are replayed one after the other. Their
-    results are not shared, because they are referenced. PyTorch fails on a pool whose graphs are all gone, so this one
-    stays."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device=device)
-    graph.capture_end()
-    return graph
+def _shared(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """Return the stream of all captures of a device, and a graph whose memory all graphs share.
+
+    There is one stream, because cuBLAS keeps a workspace for each: 32 MiB on an H100. Memory is shared, because graphs
+    are replayed one after the other. Their results are not shared, because they are referenced. PyTorch fails on a pool
+    whose graphs are all gone, so this one stays."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        graph.capture_end()
+    return stream, graph
 
 
 def rounded_up(count: int, parts: int = 1) -> int:

@@ -33,7 +33,8 @@ def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ou
     grid = rows, triton.cdiv(vocab_size, 4 * _LANES)
     strides = logits.stride(0), log_p.stride(0)
     launch: Any = _write_scores
-    launch[grid](logits, log_p, seeds, times.int(), ours, noisy, vocab_size, *strides, LANES=_LANES)
+    with torch.cuda.device_of(logits):  # Triton starts kernels on the current device
+        launch[grid](logits, log_p, seeds, times.int(), ours, noisy, vocab_size, *strides, LANES=_LANES)
 
 
 @triton.jit

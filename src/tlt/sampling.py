@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from tlt.types import Prompt, Request, SamplingParams
 
+log = logging.getLogger(__name__)
 _MASK = 0xFFFFFFFF
 
 
@@ -63,8 +65,17 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether `noise_kernel` runs on this device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    """Return whether `noise_kernel` runs on this device. Triton needs a C compiler, and not too old a GPU."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from tlt import noise_kernel
+
+    try:
+        noise_kernel.gumbel_noise(*torch.zeros(2, 1, dtype=torch.int64, device=device), 1)
+    except Exception as error:
+        log.warning("Triton does not run on %s, so PyTorch computes the noise, which takes longer: %s", device, error)
+        return False
+    return True
 
 
 def _gumbel(words: Tensor) -> Tensor:

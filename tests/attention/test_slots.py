@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tlt.attention.slots
 from tlt.attention.backend import Entries, HeadShape
+from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention
 
 CPU = torch.device("cpu")
@@ -131,6 +132,24 @@ def test_trees_behind_rows_of_any_lengths(data: st.DataObject) -> None:
     plan = both.slots.plan(first, lengths, nodes, tree, None if tree is None else sees.sum(-1) - 1)
     for window in (None, nodes, data.draw(st.integers(nodes, 40))):  # a window is as wide as a tree is deep, or wider
         both.check(plan, first, [both.new(len(lengths), nodes)], [0] * len(lengths), lengths, sees, window=window)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_trees_in_plans_of_a_fixed_shape(data: st.DataObject) -> None:
+    """The window of a layer counts positions, which are no indices in a tree."""
+    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+    rows, nodes = len(lengths), data.draw(st.integers(1, 5))
+    least = max(lengths) + nodes
+    both = Both(rows, least + 9, rows)
+    for b, length in enumerate(lengths):
+        both.commit(b, range(length))
+    tree = a_tree(data, rows, nodes) if data.draw(st.booleans()) else None
+    sees = a_chain(rows, 0, nodes) if tree is None else tree
+    tokens = data.draw(st.integers(least, least + 9))
+    plan = padded_plan(both.slots, torch.tensor(lengths), tokens, tree, sees.sum(-1) - 1)
+    for window in (None, nodes, data.draw(st.integers(nodes, 40))):
+        both.check(plan, 0, [both.new(rows, nodes)], [0] * rows, lengths, sees, window=window)
 
 
 def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:

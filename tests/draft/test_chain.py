@@ -1,14 +1,16 @@
-"""Chains that are drafted whole, as a CUDA device does, are those that grow level by level."""
+"""Chains that are drafted whole and replayed, as a CUDA device does, are those that grow level by level."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 
 import pytest
 import torch
+from fake_graph import fake_graphs
 from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
@@ -69,10 +71,14 @@ def trees(
         Request(Prompt(n, "", tuple((3 * n + j * j) % 11 for j in range(1 + 5 * (n % 4)))), 0, 0, 70 + n, next(params))
         for n in range(11)
     ]
-    assert len(list(engine.generate(asked))) == len(asked)
+    with fake_graphs() if whole else nullcontext([]) as captured:
+        assert len(list(engine.generate(asked))) == len(asked)
+    assert whole == bool(captured)
     assert engine.stats.drafter_failures == 0
     assert engine.stats.preemptions > 0 or kv_tokens is None
     assert whole == bool(drafter.chains)
+    buffers = {chain.noise.data_ptr() for chain in drafter.chains.values()}
+    assert len(buffers) == len({(chain.shape.rows, chain.shape.depth) for chain in drafter.chains.values()})
     chains = [weakref.ref(chain.replayed) for chain in drafter.chains.values()]
     gc.disable()
     drafter.begin(drafter.window)

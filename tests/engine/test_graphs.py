@@ -1,4 +1,4 @@
-"""Passes with padded shapes are the same passes. What is captured from them is tested on a GPU (tests/gpu)."""
+"""Passes with padded shapes are the same passes, also if they are captured and replayed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_graph import fake_graphs
 from tiny import qwen3
-from torch import Tensor
 
 from tlt.attention.backend import TreeBatch
 from tlt.config import EngineConfig
@@ -18,7 +18,7 @@ from tlt.draft.features import FeatureLayout
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.graphs import Forward, GraphedPasses
+from tlt.engine.graphs import GraphedPasses
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
@@ -43,20 +43,6 @@ def requests(count: int) -> list[Request]:
     return [Request(prompts[n], 0, 0, 1000 + n, params[n]) for n in range(count)]
 
 
-def overwriting(forward: Forward) -> Forward:
-    """Return results in the same tensors for each shape, as a captured pass does."""
-    results: dict[torch.Size, tuple[Tensor, ...]] = {}
-
-    @torch.inference_mode()
-    def call(tokens: Tensor, positions: Tensor, plan: Any) -> tuple[Tensor, ...]:
-        found = forward(tokens, positions, plan)
-        for old, new in zip(results.setdefault(tokens.shape, found), found, strict=True):
-            old.copy_(new)
-        return results[tokens.shape]
-
-    return call
-
-
 def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[Request]) -> tuple[Any, set[Any]]:
     """Return the tokens, the harvested features and the shapes of all passes."""
     harvested: list[Any] = []
@@ -66,7 +52,7 @@ def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[
     engine.start(asked)
     runner, shapes = engine.rollout.runner, set[Any]()
     if graphed:
-        runner.graphs, runner._forward = GraphedPasses(engine.cache.store, CPU), overwriting(runner._forward)
+        runner.graphs = GraphedPasses(engine.cache.store, CPU)
     tokens: dict[int, list[int]] = {}
     while engine.busy:
         tokens |= {response.request.seed: response.token_ids for response in engine.round()}
@@ -78,7 +64,9 @@ def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[
 def test_padding_changes_no_token_and_no_feature(target: Decoder, strategy: Strategy) -> None:
     asked = requests(7)
     (tokens, harvest), _ = decoded(target, strategy, False, asked)
-    (padded_tokens, padded_harvest), shapes = decoded(target, strategy, True, asked)
+    with fake_graphs() as captured:
+        (padded_tokens, padded_harvest), shapes = decoded(target, strategy, True, asked)
+    assert len(captured) > 3
     assert padded_tokens == tokens
     assert len(harvest) == len(padded_harvest) > 7
     for (first, text, features), (padded_first, padded_text, padded_features) in zip(
@@ -102,6 +90,31 @@ def test_a_pass_is_told_which_tensors_hold_the_cache(target: Decoder) -> None:
     store.resize(store.slots, store.tokens + 1)
     engine.round()
     assert not any(graphs.passes.get(shape) is old for shape, old in before.items())
+
+
+def test_the_memory_of_a_released_cache_is_free(target: Decoder) -> None:
+    """The update that follows a rollout needs it."""
+    engine = Engine(target, EngineConfig())
+    engine.start(requests(2))
+    engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    while engine.busy:
+        engine.round()
+    memory = weakref.ref(engine.cache.store.memory[0])
+    engine.release()
+    assert memory() is None
+
+
+def test_a_pass_that_does_not_fit_is_refused(target: Decoder) -> None:
+    """Its nodes would be written into the next slot."""
+    engine = Engine(target, EngineConfig())
+    engine.start(requests(2))
+    engine.round()
+    runner, store = engine.rollout.runner, engine.cache.store
+    trees = TreeBatch(torch.ones(1, 2, dtype=torch.long), torch.arange(2)[None], None)
+    graphs = GraphedPasses(store, CPU)
+    graphs(trees, [store.tokens - 2], runner._forward)
+    with pytest.raises(AssertionError, match="resize"):
+        graphs(trees, [store.tokens - 1], runner._forward)
 
 
 def test_padding_rows_are_not_kept(target: Decoder) -> None:

@@ -225,7 +225,10 @@ def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
     second = {name: tensor * 1.1 for name, tensor in first.items()}
     params = SamplingParams(max_new_tokens=24)
     requests = [Request(Prompt(i, "", (1 + i, 2, 3)), 0, 0, 50 + i, params) for i in range(8)]
-    older = OlderTarget(make_target(config.model), config.engine, lambda tokens: "")
+    target = make_target(config.model)
+    target.cuda_graphs = True
+    older = OlderTarget(target, config.engine, lambda tokens: "")
+    assert older.target.cuda_graphs, "as the recipe has it"
     now = said_by(config, first, requests)
     older.sync(Weights(first), 0)
     found = older.said(requests)

@@ -9,6 +9,7 @@ Shapes: B rows, N nodes a row, D hidden, F features.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,12 +42,13 @@ class GraphedPasses:
     def __init__(self, slots: SlotAttention, device: torch.device) -> None:
         self.slots, self.device = slots, device
         self.passes: dict[Shape, PaddedPass] = {}
-        self._memory: Tensor | None = None
+        self._memory: Callable[[], Tensor | None] = lambda: None  # weak, so that a released cache is freed
 
     @torch.inference_mode()
     def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
-        if self._memory is not self.slots.memory[0]:  # the graphs have the addresses of a cache that is gone
-            self.passes, self._memory = {}, self.slots.memory[0]
+        memory = self.slots.memory[0]
+        if self._memory() is not memory:  # the graphs have the addresses of a cache that is gone
+            self.passes, self._memory = {}, weakref.ref(memory)
         shape = self._shape(trees, lengths)
         if shape not in self.passes:
             self.passes[shape] = PaddedPass(shape, self.slots, self.device)
@@ -54,6 +56,7 @@ class GraphedPasses:
 
     def _shape(self, trees: TreeBatch, lengths: Sequence[int]) -> Shape:
         rows, nodes = trees.tokens.shape
+        assert max(lengths) + nodes <= self.slots.tokens, "the cache must resize before a pass"
         tokens = max(_LEAST_TOKENS, rounded_up(max(lengths) + nodes, 4))
         most = self.slots.slots, self.slots.tokens
         return Shape(min(rounded_up(rows), most[0]), nodes, min(tokens, most[1]), trees.visible is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +15,13 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
     Raises RuntimeError in an operation that has none."""
     settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = settings.fill_uninitialized_memory
     if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
         torch.use_deterministic_algorithms(True)
         settings.fill_uninitialized_memory = False  # it finds bugs, and costs time
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills

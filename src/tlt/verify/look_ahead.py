@@ -32,6 +32,7 @@ class OlderTarget:
 
     def __init__(self, target: Decoder, config: EngineConfig, detokenize: Detokenizer) -> None:
         self.target = target.empty()
+        self.target.cuda_graphs = target.cuda_graphs
         self.config, self.detokenize = config, detokenize
         self.store = AheadStore(MOST_TOKENS)
         self._weights: dict[int, Mapping[str, Tensor]] = {}
