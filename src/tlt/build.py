@@ -310,8 +310,6 @@ def torch_device(config: ModelConfig) -> torch.device:
     count = torch.cuda.device_count()
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
-    # cuDNN plans its attention anew for each shape, and a pass has another shape than the one before: 43 ms a pass
-    torch.backends.cuda.enable_cudnn_sdp(False)
     # PyTorch 2.9 asks for it if algorithms are deterministic (rl/deterministic.py), and reads it at its first product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)

@@ -71,7 +71,8 @@ def has_kernel(device: torch.device) -> bool:
     from tlt import noise_kernel
 
     try:
-        noise_kernel.gumbel_noise(*torch.zeros(2, 1, dtype=torch.int64, device=device), 1)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        noise_kernel.gumbel_noise(zero, zero, 1)
     except Exception as error:
         log.warning("Triton does not run on %s, so PyTorch computes the noise, which takes longer: %s", device, error)
         return False

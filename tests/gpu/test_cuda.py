@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tlt.spot.trainer import DrafterTrainer
 from tlt.types import Prompt, Request, SamplingParams, TrainBatch
 from tlt.verify.oracle import last_logits
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as `torch_device` does, before the first product
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB = 300
 
