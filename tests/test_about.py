@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny import tiny_config
 
-from tlt.run.about import about_folder, about_memory
+from tlt.run.about import about_folder, about_memory, about_prompts
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,14 @@ def test_memory_and_the_largest_cache(
     config = tiny_config(tmp_path, engine={"kv_memory_mb": size})
     expected = f"memory: 2.5 GiB free on this machine; key-value cache: at most {limit} (engine.kv_memory_mb)"
     assert about_memory(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "named"), [("{{ x }}", False, True), ("{{ x }}", True, False), (None, False, False)]
+)
+def test_a_chat_template_that_is_not_used_is_named(
+    tmp_path: Path, template: str | None, chat: bool, named: bool
+) -> None:
+    config = tiny_config(tmp_path, data={"chat": chat})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=template))
+    assert ("without the model's chat template, which data.chat = true applies" in said) == named

@@ -251,7 +251,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a model folder that is not there": (
         lambda c: c.set("model", path=str(c.home / "none")),
-        r"^tlt: there is no folder .*/none: give the folder of a Hugging Face checkpoint$",
+        r"^tlt: there is no folder .*/none: give the folder of a Hugging Face checkpoint, or a name on the hub ",
     ),
     "a generation_config.json that is a list": (
         lambda c: (c.model / "generation_config.json").write_text("[]"),

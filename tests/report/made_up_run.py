@@ -26,7 +26,7 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
         "tokens": 160,
         "tokens_per_second": 40.0,
         "seconds": seconds,
-        "update": {"entropy": 0.5, "mismatch_mean": 1e-7, "mismatch_p999": 1e-6},
+        "update": {"entropy": 0.5, "grad_norm": 1.5, "mismatch_mean": 1e-7, "mismatch_p999": 1e-6},
         "rollout": {
             "row_passes": 80,
             "drafted": 100,

@@ -66,6 +66,7 @@ def test_a_state_that_is_not_known_is_shown_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"batch": {"unrewarded": 2}}, "25% of responses got no reward"),
         ({"lengths": {"truncated": 0.3}}, "30% of responses were truncated"),
         ({"batch": {"without_spread_share": 0.5}}, "50% of groups had equal rewards"),
         ({"seconds": {"total": 7.0}, "rollout": {}}, "set run.compare_every"),
@@ -152,7 +153,9 @@ def test_a_file_that_is_missing_or_cut_anywhere_is_named_or_left_out(tmp_path: P
 def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
     (tmp_path / "metrics.jsonl").touch()
-    assert "The run of m has not ended a step yet." in shown(write_report([tmp_path]))[0]["sentences"]
+    started, _, advised = shown(write_report([tmp_path]))[0]["sentences"]
+    assert started == "The run of m has not ended a step yet."
+    assert advised == "Advice needs the numbers of a finished step."
 
 
 def test_parquet_completions_are_read(tmp_path: Path) -> None:
@@ -172,6 +175,12 @@ def test_ten_thousand_steps_of_64_workers_make_a_small_page(tmp_path: Path) -> N
     path = write_report([folder])
     assert path.stat().st_size < 2**20
     assert shown(path)[0]["num_steps"] == 10_000
+
+
+def test_runs_are_compared_by_step_and_without_the_seconds_of_plain_decoding(tmp_path: Path) -> None:
+    results = shown(write_report([make_run(tmp_path / "run", steps=8)]))[0]["results"]
+    assert results["seconds per step, without run.compare_every"] == pytest.approx((3 * 7 + 4 * 7 + 10) / 8)
+    assert results["CPU seconds per step, without run.compare_every"] == pytest.approx(10 - 5)
 
 
 def test_several_runs_show_the_fields_that_differ(tmp_path: Path) -> None:

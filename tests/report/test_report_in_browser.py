@@ -125,11 +125,16 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
         "plain": ["measured\t27.0 s\t20.0 s\t1.35", "estimated worker seconds\t64.0 s\t32.0 s\t2.00"],
         "proof": ["ab" * 32, "800 in 40 responses", "responses that differ\t0", "restarts survived\t0"],
         "time": ["Useful share of worker time: 65.0%.", "verify\t8 s\t5.0%", "Timeline of"],
-        "learning": ["Mean reward", "gcd", "mean@2", "99.9 % of tokens"],
+        "learning": ["Mean reward", "gcd", "Gradient norm", "mean@2", "99.9 % of tokens"],
         "tokens": ["Longest", "look-ahead 19%, learned drafter 56%, suffix 13%, nobody (the model's own) 13%"],
         "groups": ["Of the 16 newest groups, steps 0 to 7.", "reward 0.500 · step 0 · gcd · What is 0?"],
         "drafter": ["Acceptance rate by depth: eagle", "depth 1\ndepth 2\n\nOf the drafts", "Version of the drafter"],
-        "energy": ["measured\t80 s\t10 s", "Does speculation save energy?", "measured\t40 s\t32 s\t0.80"],
+        "energy": [
+            "measured\t80 s\t10 s",
+            "Does speculation save energy?",
+            "sums include the comparisons",
+            "measured\t40 s\t32 s\t0.80",
+        ],
     }
     assert list(seen["sections"]) == list(words)
     missing = [(name, word) for name in words for word in words[name] if word not in seen["sections"][name]]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tlt.files import read_json, telling
 
@@ -65,7 +65,10 @@ def model_folder(folder: str | Path) -> Path:
         raise ModelError(f"{path} holds only adapters: run tlt export {path} FOLDER to merge them, and give FOLDER")
     if path.exists():
         raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
-    raise ModelError(f"there is no folder {path}: give the folder of a Hugging Face checkpoint")
+    raise ModelError(
+        f"there is no folder {path}: give the folder of a Hugging Face checkpoint, or a name on the hub such as "
+        "Qwen/Qwen3-0.6B"
+    )
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
@@ -184,6 +187,11 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
         raise ModelError(
             f"config.json has layers of type {min(unknown)!r}: tlt's engine decodes models whose only state is keys "
             "and values"
+        )
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(c)]._supports_sdpa:
+        raise ModelError(
+            f"models of type {c.model_type} cannot be trained with tlt, because transformers computes their attention "
+            "without scaled_dot_product_attention: give a model of another type"
         )
     return _sizes(c, _trained_positions(c))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,29 @@ def is_tied(model: Any) -> bool:
 
 
 def checkpoint_layers(model: Any) -> None:
+    """Compute the activations of each layer again in the backward pass. Raises ModelError."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not (layers and model.supports_gradient_checkpointing):
+        raise ModelError(
+            f"models of type {model.config.model_type} have no gradient checkpointing in transformers: set "
+            "train.gradient_checkpointing = false"
+        )
     newer = getattr(model, "activation_checkpointing_enable", None)  # the older name is deprecated
     enable = newer or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, "preserve_rng_state": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True  # transformers checkpoints only in training mode; submodules stay without dropout
+    for layer in layers:
+        layer.training = True  # transformers checkpoints only in training mode
+        layer._gradient_checkpointing_func = partial(_checkpoint, layer, layer._gradient_checkpointing_func)
+
+
+def _checkpoint(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *inputs: Any) -> Any:
+    """Checkpoint a layer that runs in evaluation mode, because some families apply dropout in the layer itself."""
+
+    def evaluate(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluate, *inputs)

@@ -336,6 +336,7 @@ function energy({ sums, per_step, per_million_tokens, per_reward_point, compared
     note("Above 1, speculation used more than plain decoding. The rollout of tlt includes look-ahead and drafter training in idle time, ",
       "which plain decoding does without."));
   return [...blocks, note("A reward point is 0.01 of mean reward, gained from the first to the last tenth of the steps.",
+    both.length > 0 && " These sums include the comparisons with plain decoding.",
     !("gpu_joules" in sums) && " No GPU counter was read.",
     !("cpu_joules" in sums) && " No CPU energy counter was readable, so joules of the CPU are estimated or left out.")];
 }
@@ -363,6 +364,7 @@ const SECTIONS = {
     curve("Held-out reward", "", matching(/^eval\/((?:mean|pass)@.*)/)),
     curve("Length of responses", "tokens", [["median", "lengths/median"], ["p99", "lengths/p99"], ["max", "lengths/max"]]),
     curve("Shares", "", [["truncated responses", "lengths/truncated"], ["groups of equal rewards", "batch/without_spread_share"]]),
+    curve("Gradient norm before clipping", "", [["gradient norm", "update/grad_norm"]]),
     curve("Entropy", "nats", [["entropy", "update/entropy"]]),
     curve("Divergence from the first model", "nats", [["KL", "update/kl"]]),
     curve("Mismatch between trainer and rollout", "nats", [["mean", "update/mismatch_mean"], ["99.9 % of tokens", "update/mismatch_p999"]])]],

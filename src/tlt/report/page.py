@@ -52,16 +52,19 @@ def _results(run: Run) -> dict[str, float | None]:
     """Return the numbers by which several runs are compared."""
     rewards = story.rewards(run)
     times = {found.measured: found.times for found in story.ratios(run)}
+    seconds = run.total("seconds/total") - run.total("seconds/compare")
+    cpu_seconds = run.total("energy/cpu_seconds") - run.total("energy/phases/compare/cpu_seconds")
+    per_step = "per step, without run.compare_every"
     return {
         "steps": len(run.steps),
-        "seconds in total": run.total("seconds/total"),
+        f"seconds {per_step}": seconds / (len(run.steps) or 1),
         "mean reward, last tenth": rewards[1] if rewards else None,
         "times plain decoding, measured": times.get(True),
         "times plain decoding, estimated": times.get(False),
         "tokens per second of rollout": run.total("tokens") / (run.total("seconds/rollout") or 1),
         "accept length": run.total("tokens") / (run.total("rollout/row_passes") or 1),
         "useful share of worker time": story.useful_share(run),
-        "CPU seconds": run.total("energy/cpu_seconds") or None,
+        f"CPU seconds {per_step}": cpu_seconds / len(run.steps) if cpu_seconds else None,
     }
 
 

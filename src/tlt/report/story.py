@@ -120,6 +120,8 @@ def _gain(run: Run) -> str:
 
 _RULES = {
     "not measured": (0, "To see what speculation gains, set run.compare_every, for example to 20."),
+    "unrewarded": (0.05, "{:.0%} of responses got no reward: read reward.log in the run's folder, which has what the "
+                   "reward function printed, or raise reward.timeout_seconds."),
     "truncated": (0.1, "{:.0%} of responses were truncated: raise rollout.max_new_tokens."),
     "equal": (0.4, "{:.0%} of groups had equal rewards and taught nothing: choose prompts of a fitting difficulty, or "
               "set rollout.max_waves above 1."),
@@ -142,6 +144,7 @@ def advice(run: Run) -> list[str]:
     without_compare = total("seconds/total") - total("seconds/compare")
     numbers = {
         "not measured": float(bool(run.steps) and not found),
+        "unrewarded": total("batch/unrewarded") / (total("responses") or 1),
         "truncated": fmean(run.column("lengths/truncated").values() or [0.0]),
         "equal": fmean(run.column("batch/without_spread_share").values() or [0.0]),
         "slower": 1 / found[0].times if found else 0.0,
@@ -151,7 +154,8 @@ def advice(run: Run) -> list[str]:
         "rejected": 1 - total("rollout/accepted") / drafted if (drafted := total("rollout/drafted")) else 0.0,
     }
     said = [text.format(numbers[name]) for name, (limit, text) in _RULES.items() if numbers[name] > limit]
-    return said or ["No number of this run asks for a change."]
+    calm = "No number of this run asks for a change." if run.steps else "Advice needs the numbers of a finished step."
+    return said or [calm]
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

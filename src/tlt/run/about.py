@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,10 +18,12 @@ from tlt.types import Prompt
 VLLM_STARTS = "starting vLLM, which takes one or two minutes"
 
 
-def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
+def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> str:
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     _, source = config.data.source
-    return f"{len(prompts):,} prompts of {source}; {responses:,} responses per step; reward {config.reward.named}"
+    unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
+    chat = "; without the model's chat template, which data.chat = true applies" if unused else ""
+    return f"{len(prompts):,} prompts of {source}{chat}; {responses:,} responses per step; reward {config.reward.named}"
 
 
 def about_model(config: Config) -> str:

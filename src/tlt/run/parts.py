@@ -56,7 +56,7 @@ def make_parts(
     """Return the parts of the training loop. Quick checks come first. The engine has the policy's weights."""
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
-    note(about_prompts(config, prompts))
+    note(about_prompts(config, prompts, tokenizer))
     refuse_special_tokens(config, tokenizer)
     log = Path(config.run.folder) / "reward.log"
     reward = make_reward(config, prompts, log)
