@@ -83,6 +83,13 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
     )
 
 
+class WideRMSNorm(nn.RMSNorm):
+    """Norm in the dtype of its weight. PyTorch warns of a bfloat16 input, because it has no fused kernel for both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class EagleLayer(nn.Module):
     """Trainable tensors of a learned drafter. `fuse`, `inputs` and `finish` differ between eagle1 and eagle3."""
 
@@ -103,11 +110,11 @@ class EagleLayer(nn.Module):
         self.gate_proj = nn.Linear(D, o.intermediate_size, bias=False)
         self.up_proj = nn.Linear(D, o.intermediate_size, bias=False)
         self.down_proj = nn.Linear(o.intermediate_size, D, bias=False)
-        self.post_attention_layernorm = nn.RMSNorm(D, o.rms_norm_eps)
+        self.post_attention_layernorm = WideRMSNorm(D, o.rms_norm_eps)
         if o.kind == "eagle3":
-            self.input_layernorm = nn.RMSNorm(D, o.rms_norm_eps)
-            self.hidden_norm = nn.RMSNorm(D, o.rms_norm_eps)
-            self.norm = nn.RMSNorm(D, o.rms_norm_eps)
+            self.input_layernorm = WideRMSNorm(D, o.rms_norm_eps)
+            self.hidden_norm = WideRMSNorm(D, o.rms_norm_eps)
+            self.norm = WideRMSNorm(D, o.rms_norm_eps)
         is_reduced = o.draft_vocab_size < o.vocab_size
         self.register_buffer(_VOCABULARY, torch.arange(o.draft_vocab_size) if is_reduced else None)
 
