@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tlt.cuda_graph import Replayed, rounded_up
+from tlt.cuda_graph import CaptureError, Replayed, rounded_up
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 4]))
@@ -60,10 +60,22 @@ def test_all_captures_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("waits", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])])
 def test_a_computation_that_needs_the_host_cannot_be_captured(waits: Any) -> None:
-    """The stand-in for graphs notices it, and the collector works again afterwards."""
+    """The error names the remedy, and the collector works again afterwards."""
+    reason = r"(waits for the device|numbers from the host).*set model\.cuda_graphs = false"
     with fake_graphs():
         one = Replayed(torch.device("cuda"))
         one(lambda: (waits(torch.ones(1)),))
-        with pytest.raises(RuntimeError, match=r"waits for the device|numbers from the host"):
+        with pytest.raises(CaptureError, match=reason):
             one(lambda: (waits(torch.ones(1)),))
     assert gc.isenabled()
+
+
+def test_no_memory_in_a_capture_stays_what_it_is() -> None:
+    def compute() -> tuple[Tensor, ...]:
+        raise torch.OutOfMemoryError("no memory")
+
+    with fake_graphs():
+        one = Replayed(torch.device("cuda"))
+        one(lambda: (torch.ones(1),))
+        with pytest.raises(torch.OutOfMemoryError):
+            one(compute)

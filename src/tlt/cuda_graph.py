@@ -10,6 +10,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tlt.files import first_line
+
+
+class CaptureError(ValueError):
+    """Error of a computation that cannot be captured. The message names the remedy."""
+
+
 Compute = Callable[[], tuple[Tensor, ...]]
 
 
@@ -48,12 +55,18 @@ class Replayed:
         pass."""
         graph, (stream, keeper) = torch.cuda.CUDAGraph(), _shared(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), _no_collection():
-            graph.capture_begin(keeper.pool(), "thread_local")  # other threads may train a drafter
-            try:
-                self._result = compute()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(stream), _no_collection():
+                graph.capture_begin(keeper.pool(), "thread_local")  # other threads may train a drafter
+                try:
+                    self._result = compute()
+                finally:
+                    graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = first_line(error)
+            raise CaptureError(f"no CUDA graph can be captured ({reason}): set model.cuda_graphs = false") from error
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.graph = graph
         return graph

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tlt.config import ConfigError
 from tlt.rl.deterministic import deterministic
 
 
@@ -32,3 +33,13 @@ def test_the_settings_of_the_process_return(mode: bool, warns: bool, enabled: bo
         assert settings() == ((True, False, False) if enabled else before)
         raise KeyError
     assert settings() == before
+
+
+def test_an_operation_without_a_fixed_order_names_the_remedy() -> None:
+    said = "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'."
+    with pytest.raises(ConfigError, match=r"put_ does not.*set train\.deterministic = false"), deterministic(True):
+        raise RuntimeError(said)
+    for enabled, other in ((False, said), (True, "the wrong shape")):
+        with pytest.raises(RuntimeError, match=other[:9]) as raised, deterministic(enabled):
+            raise RuntimeError(other)
+        assert not isinstance(raised.value, ConfigError)

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from tlt.config import ConfigError
+from tlt.files import first_line
+
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """Use PyTorch's deterministic algorithms, where the default ones add in any order: the gradient of attention.
 
-    Raises RuntimeError in an operation that has none."""
+    Raises ConfigError for an operation that has none."""
     settings: Any = torch.utils.deterministic
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = settings.fill_uninitialized_memory
@@ -22,6 +25,13 @@ def deterministic(enabled: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory = False  # it finds bugs, and costs time
     try:
         yield
+    except RuntimeError as error:
+        if not enabled or "deterministic implementation" not in str(error):
+            raise
+        raise ConfigError(
+            f"a gradient cannot be added up in a fixed order on CUDA ({first_line(error)}): set train.deterministic = "
+            "false; two runs may then end with other bits"
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
         settings.fill_uninitialized_memory = fills
