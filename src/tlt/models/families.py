@@ -188,7 +188,8 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
             f"config.json has layers of type {min(unknown)!r}: tlt's engine decodes models whose only state is keys "
             "and values"
         )
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(c)]._supports_sdpa:
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(c)]
+    if not kind._supports_sdpa:
         raise ModelError(
             f"models of type {c.model_type} cannot be trained with tlt, because transformers computes their attention "
             "without scaled_dot_product_attention: give a model of another type"

@@ -91,7 +91,7 @@ def is_tied(model: Any) -> bool:
 
 def checkpoint_layers(model: Any) -> None:
     """Compute the activations of each layer again in the backward pass. Raises ModelError."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not (layers and model.supports_gradient_checkpointing):
         raise ModelError(
             f"models of type {model.config.model_type} have no gradient checkpointing in transformers: set "
