@@ -66,7 +66,7 @@ def test_every_command_is_one_that_tlt_takes(page: Path, monkeypatch: pytest.Mon
         recipe = getattr(arguments, "recipe", None)
         if recipe and Path(recipe).is_file():
             load_config(recipe, overrides)
-        elif not recipe:
+        elif not recipe and words[1] != "train":  # which takes fields instead of a recipe
             assert not overrides, words
 
 
