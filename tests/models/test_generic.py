@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import families
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
-from tlt.models.generic import TRIED, GenericDecoder
+from tlt.models.generic import TRIED, GenericDecoder, attend
 from tlt.models.hugging_face import as_in_files
 from tlt.rl.parity import take_weights
 
@@ -119,6 +120,27 @@ def test_a_window_that_a_draft_may_leave_is_refused(tmp_path: Path) -> None:
     target = decoder_for(read_config(tmp_path), torch.float32, CPU)
     with pytest.raises(ModelError, match="window of 8 tokens"):
         target.load(folder_weights(tmp_path, torch.float32), 0)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_an_attention_with_an_argument_that_the_engine_lacks_is_refused(name: str) -> None:
+    query, settings = torch.zeros(1, 2, 3, 8), {name: 1.0}
+    with pytest.raises(ValueError, match=f"its attention uses {name}"):
+        attend(torch.nn.Module(), query, query, query, None, lambda *_: query, **settings)
+
+
+def test_a_layer_that_attends_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = small(tmp_path)
+    attention = target.model.layers[0].self_attn
+    once = attention.forward
+
+    def twice(*inputs: Any, **settings: Any) -> Any:
+        once(*inputs, **settings)
+        return once(*inputs, **settings)
+
+    monkeypatch.setattr(attention, "forward", twice)
+    with pytest.raises(ValueError, match=f"attend {target.options.num_layers + 1} times"):
+        target._check_layers()
 
 
 def test_the_families_that_were_tried_are_those_of_the_docs() -> None:

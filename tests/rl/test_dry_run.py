@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from tlt.rl import dry_run as module
 from tlt.rl.batching import MicroBatch
 from tlt.rl.choose import make_policy as policy_of
 from tlt.rl.dry_run import dry_run
-from tlt.rl.logprobs import last_hidden
+from tlt.rl.logprobs import LogProbs, last_hidden
 from tlt.rl.policy import Policy
 from tlt.run import train as run
 from tlt.run.display import Display
@@ -76,6 +78,23 @@ def test_gradient_checkpoints_do_not_hide_what_a_pass_saves(home: Path) -> None:
     config = config_of(home)
     assert module._Need.measured(saving, config).saved == module._Need.measured(plain, config).saved
     assert any(layer.training for layer in module._layers(saving.model)), "they are on again"
+
+
+def test_logits_are_counted_with_their_gradient(home: Path) -> None:
+    """At the peak of one chunk, by the allocator of torch."""
+    config = config_of(home)
+    policy = policy_of(config)
+    tokens, vocab = 2048, policy.model.config.vocab_size
+    hidden, weight = torch.randn(tokens, 2, requires_grad=True), torch.randn(2, vocab)
+    targets = torch.arange(tokens) % vocab
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        LogProbs.apply(hidden @ weight, targets, 1.0)[0].sum().backward()
+    events: Any = profiler.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    peak = max(accumulate(changes))
+    need, update = module._Need.measured(policy, config), module._Update(tokens, 0, tokens, 1024, False)
+    counted = need.of(update) - replace(need, logits=0).of(update)
+    assert counted == pytest.approx(peak, rel=0.2)
 
 
 def test_enough_memory_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
