@@ -117,6 +117,15 @@ def test_a_step_says_what_each_phase_used_and_the_next_one_begins_at_zero(tmp_pa
     assert [span.name for span in tracer.drain()][-1] == "save"
 
 
+def test_the_price_is_that_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    tracer, run = MeteredTracer(), RunConfig(price_per_hour=4.0)
+    for seconds in (1800, 900):
+        now[0] += seconds
+        assert tracer.step_energy(run) == {"cost": pytest.approx(4 * seconds / 3600)}
+
+
 def test_an_estimate_never_stands_where_a_counter_measures(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
     tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))

@@ -17,7 +17,7 @@ from tlt import cli, report
 from tlt.report import Page, ReportError, write_report
 from tlt.report import page as page_module
 from tlt.report.page import MOST_POINTS, thinned
-from tlt.report.read import FILES, read_run
+from tlt.report.read import FILES, Run, read_run
 from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
 from tlt.run import train as run
 from tlt.run.display import Display
@@ -44,6 +44,17 @@ def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_the_step_tha
     assert measured.interval is not None
     assert measured.interval[0] < 27 / 20 < measured.interval[1]
     assert (estimated.times, estimated.steps, estimated.lost) == (2, 8, 0)
+
+
+@pytest.mark.parametrize("odd", range(6))
+def test_the_interval_draws_as_many_steps_as_there_are_from_all_of_them(tmp_path: Path, odd: int) -> None:
+    steps = [{"step": i, "seconds": {"compare": 12.0 if i == odd else 4.0, "rollout": 4.0}} for i in range(6)]
+    found = ratio(Run(tmp_path, steps=steps), True)
+    assert found is not None
+    assert found.interval == pytest.approx([1, (3 * 12 + 3 * 4) / (6 * 4)])  # by the binomial, odd up to 3 times
+    fewer = ratio(Run(tmp_path, steps=steps[:3]), True)
+    assert fewer is not None
+    assert fewer.interval is None
 
 
 def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:
@@ -92,6 +103,25 @@ def test_a_prompt_that_comes_twice_and_a_step_that_is_missing_are_counted(tmp_pa
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
     found = read_run(folder)
     assert (found.replayed, found.missing_steps) == (1, 1)
+
+
+def test_the_proof_counts_the_workers_that_were_replaced_without_first_starts(tmp_path: Path) -> None:
+    def replaced(folder: Path) -> object:
+        return shown(write_report([folder]))[0]["proof"]["workers replaced"]
+
+    folder = make_run(tmp_path / "run", steps=1)
+    assert replaced(folder) == 0
+    log, trace = folder / "worker_1.log", folder / "trace.json"
+    log.write_text(log.read_text(encoding="utf-8") * 4, encoding="utf-8")
+    assert replaced(folder) == 3
+    start = trace.read_text(encoding="utf-8").splitlines()[1]
+    trace.write_text(trace.read_text(encoding="utf-8").replace(start, f"{start}\n{start}"), encoding="utf-8")
+    assert replaced(folder) == 1  # the driver, when it starts again, starts both workers
+    for workers, said in ((1, 0), (2, "not recorded")):
+        folder = make_run(tmp_path / f"{workers} without logs", steps=1, workers=workers)
+        for path in folder.glob("worker_*.log"):
+            path.unlink()
+        assert replaced(folder) == said
 
 
 def test_a_number_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
@@ -148,6 +178,13 @@ def test_a_file_that_is_missing_or_cut_anywhere_is_named_or_left_out(tmp_path: P
     assert any(f"{name} " in fault and "damaged" in fault for fault in read_run(folder).faults)
     path.unlink()
     assert any(f"{name} is missing" in fault for fault in shown(write_report([folder]))[0]["faults"])
+
+
+def test_a_last_line_that_is_cut_off_takes_no_other_step_with_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [step["step"] for step in read_run(folder).steps] == [0, 1]
 
 
 def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _proof(run: Run) -> dict[str, str | float]:
         "responses that differ": differ if tokens else "not compared",
         "prompts replayed within an epoch": run.replayed,
         "steps skipped": run.missing_steps,
-        "workers replaced": replaced if run.worker_starts else "not recorded",
+        "workers replaced": replaced if run.worker_starts or run.workers == 1 else "not recorded",
         "seconds that a worker was absent": run.states["ABSENT"],
         "restarts survived": max(0, run.driver_starts - 1) if run.driver_starts else "not recorded",
     }
