@@ -330,7 +330,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ReplayedChain._compute", "compare", 3, "A row with features gets a draft when chains are drafted whole."),
     ],
     ("attention.padded", "engine/test_graphs.py"): [
-        ("padded_plan", "operator", 6, "A row of a padded pass attends to its own tokens only."),
+        ("padded_plan", "operator", 1, "A row of a padded pass attends to its own tokens only."),
     ],
     ("engine.graphs", "engine/test_graphs.py"): [
         ("GraphedPasses.__call__", "compare", 0, "A captured pass is dropped with the cache that it reads."),

@@ -16,28 +16,25 @@ def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, visible: Ten
 
     Rows with a length of -1 in `lengths` [B] are padding: their keys and values are not kept, and their attention means
     nothing. Every row attends over `tokens` positions, of which the mask hides those that it lacks."""
-    heads, (rows, new) = slots.shape.num_kv_heads, depths.shape
+    rows, new = depths.shape
     committed = lengths.clamp(min=0)[:, None]
-    order = torch.arange(max(rows * heads, new, tokens), device=depths.device)
-    first = (order[: rows * heads] * slots.tokens).view(rows, 1, heads)
-    places = first + (committed + order[:new])[..., None]
-    values = slots.memory[0].shape[1]
-    places = places.masked_fill(lengths[:, None, None] < 0, values - 1).flatten()  # the last spare entry
+    order = torch.arange(max(rows, new, tokens), device=depths.device)
+    row = order[:rows].masked_fill(lengths < 0, -1).repeat_interleave(new)
+    places = _places(slots, row, (committed + order[:new]).flatten())
     bias = slots.by_query(slots.bias(order[:tokens] - committed, visible, new))
-    span, positions = Span(0, rows, tokens), committed + depths
-    return SlotPlan(0, 0, new, torch.cat([places, places + values]), [span], [bias], None, positions, {})
+    return SlotPlan(0, 0, new, places, [Span(0, rows, tokens)], [bias], None, committed + depths, {})
 
 
-def place_of(slots: SlotAttention, rows: Tensor, positions: Tensor) -> Tensor:
-    """Return where the keys of M entries lie in a ring, [M * K]. A row of -1 is padding, which is not kept."""
-    heads = torch.arange(slots.shape.num_kv_heads, device=rows.device)
+def level_plan(slots: SlotAttention, rows: Tensor, positions: Tensor, seen: Tensor) -> SlotPlan:
+    """Return the plan of a level of draft chains, one node a row, which writes M entries: `rows` [M], where -1 is
+    padding that is not kept, and `positions` [M]. `seen` [B * K, 1, T] is the mask of what each row attends to."""
+    span = Span(0, len(seen) // slots.shape.num_kv_heads, slots.tokens)
+    return SlotPlan(0, 0, 1, _places(slots, rows, positions), [span], [seen], None)
+
+
+def _places(slots: SlotAttention, rows: Tensor, positions: Tensor) -> Tensor:
+    """Return where the keys of M entries lie, then their values, [2 * M * K]. Padding goes to the last spare entry."""
+    heads, values = torch.arange(slots.shape.num_kv_heads, device=rows.device), slots.memory[0].shape[1]
     first = (rows[:, None] * len(heads) + heads) * slots.tokens
-    places = first + (positions % slots.tokens)[:, None]
-    return places.masked_fill(rows[:, None] < 0, slots.memory[0].shape[1] - 1).flatten()  # the last spare entry
-
-
-def level_plan(slots: SlotAttention, places: Tensor, rows: int, seen: Tensor) -> SlotPlan:
-    """Return the plan of a level of draft chains, one node a row, which writes to `places` [M * K]. `seen` [B * K, 1,
-    T] is the mask of what each row attends to."""
-    both = torch.cat([places, places + slots.memory[0].shape[1]])
-    return SlotPlan(0, 0, 1, both, [Span(0, rows, slots.tokens)], [seen], None)
+    keys = (first + (positions % slots.tokens)[:, None]).masked_fill(rows[:, None] < 0, values - 1).flatten()
+    return torch.cat([keys, keys + values])

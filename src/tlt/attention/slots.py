@@ -131,7 +131,7 @@ class SlotAttention:
     ) -> SlotPlan:
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache must resize before a pass"
-        places = self.heads(first, len(lengths)) + self.indices(np.array(lengths), 0, new)[..., None]
+        places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
         committed = torch.tensor(lengths, device=self.shape.device)
         beyond = torch.arange(longest + new, device=committed.device) - committed[:, None]
         spans, biases = _spans(lengths, new), []
@@ -141,22 +141,22 @@ class SlotAttention:
             biases.append(self.by_query(self.bias(beyond[rows, : span.tokens], seen, new)))
         if depths is None:
             depths = torch.arange(new, device=committed.device)
-        return SlotPlan(first, 0, new, self.both(places), spans, biases, None, committed[:, None] + depths, {})
+        return SlotPlan(first, 0, new, self._both(places), spans, biases, None, committed[:, None] + depths, {})
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
-        heads = self.heads(0, rows)
+        heads = self._heads(0, rows)
         wraps = any((length - 1) % size + MOST_GUESSES >= size for length in lengths)
         ahead = _Ahead(np.array(lengths) - 1, np.array(starts), wraps, None)
         if written is None:
-            places = heads + self.indices(ahead.ends, 0, 1)[..., None]
+            places = heads + self._indices(ahead.ends, 0, 1)[..., None]
         else:
             places = heads[written.rows, 0] + (written.positions % size)[:, None]
         if min(lengths) < longest or max(starts) > 0:
             ahead = ahead._replace(seen=self.bias(self._beyond(ahead), None, 1))
         span = Span(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
-        return SlotPlan(0, 0, 1, self.both(places), [span], [bias], ahead)
+        return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
 
     def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
         ahead, old, heads = plan.ahead, plan.old + plan.nodes, self.shape.num_kv_heads
@@ -167,7 +167,7 @@ class SlotAttention:
         if chain and plan.old > 0 and not ahead.wraps:
             places = plan.places + 1
         else:
-            places = self.both(self.heads(0, len(ahead.ends)) + self.indices(ahead.ends, old, new)[..., None])
+            places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, new)[..., None])
         if chain and seen is not None:  # the pass before is over, so its bias is changed in place
             seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
         elif not chain:
@@ -175,7 +175,7 @@ class SlotAttention:
             if seen is None:
                 seen = self.bias(self._beyond(ahead) - (old - 1), None, 1)
             of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
-            own = self._tensor(self.indices(ahead.ends, old, new).repeat(heads, axis=0))
+            own = self._tensor(self._indices(ahead.ends, old, new).repeat(heads, axis=0))
             seen = seen.gather(1, of_parent).scatter_(2, own[..., None], 0.0)
         bias = None if seen is None else self.by_query(seen[..., : span.tokens])
         return SlotPlan(0, old, new, places, [span], [bias], ahead._replace(seen=seen))
@@ -183,16 +183,16 @@ class SlotAttention:
     # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
     # longer than all of its work here.
 
-    def heads(self, first: int, rows: int) -> np.ndarray:
+    def _heads(self, first: int, rows: int) -> np.ndarray:
         """Return [rows, 1, K] flat indices, among all (slot, head, index), at which the heads of each slot begin."""
         heads = self.shape.num_kv_heads
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
-    def indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
+    def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
         """Return [B, N] indices of the new nodes in their slots."""
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
-    def both(self, places: np.ndarray) -> Tensor:
+    def _both(self, places: np.ndarray) -> Tensor:
         """Return the flat indices of keys, followed by those of their values."""
         return self._tensor(np.add.outer((0, self.memory[0].shape[1]), places.ravel()).ravel())
 

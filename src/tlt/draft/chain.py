@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.attention.padded import level_plan, place_of
+from tlt.attention.padded import level_plan
 from tlt.cuda_graph import Replayed
 from tlt.sampling import Law, gumbel_topk
 
@@ -74,7 +74,7 @@ class ReplayedChain:
         row_of = torch.arange(rows, device=ends.device).masked_fill(ends < 0, -1)
         last, ends, starts = (x.clamp(min=0) for x in (last, ends, starts))
         seen = slots.bias(slots.beyond(ends, starts), None, 1)
-        plan = level_plan(slots, place_of(slots, row, position), rows, seen)
+        plan = level_plan(slots, row, position, seen)
         hidden = drafter.attend(query.index_select(0, last), kv, residual.index_select(0, last), plan)
         temperature, top_k, top_p = self.law
         law, tokens, scores = Law(temperature, top_k, top_p, *flags), list[Tensor](), list[Tensor]()
@@ -83,8 +83,7 @@ class ReplayedChain:
                 own = (ends + level) % slots.tokens
                 seen.scatter_(2, own.repeat_interleave(len(seen) // rows)[:, None, None], 0.0)
                 cis = drafter.target.cis((ends + level).clamp(max=drafter.options.max_positions - 1))
-                place = place_of(slots, row_of, own)
-                hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), level_plan(slots, place, rows, seen))
+                hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), level_plan(slots, row_of, own, seen))
             log_q = fused.log_q(hidden, (rows,), law)
             if level == 0:
                 log_q = log_q.masked_fill((blind > 0)[:, None], -torch.inf)

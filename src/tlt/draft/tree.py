@@ -96,7 +96,7 @@ def _grow_chains(
     whole = None
     if isinstance(drafter, ChainDrafter) and drafter.whole_chains:
         noise = torch.cat([noise_of(depth, None) for depth in range(most)], dim=1)
-        whole = [x.swapaxes(0, 1) for x in to_host(*drafter.draft_chain(roots.room > 1, roots.law, noise))]
+        whole = to_host(*drafter.draft_chain(roots.room > 1, roots.law, noise))
     tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
     reach, alive = np.ones(none.shape), roots.room[:, None] > 1
     levels = [(tokens, reach, none - 1)]
@@ -109,7 +109,7 @@ def _grow_chains(
                 candidates, tokens.shape, 1, depth, roots, noise_of, vocab_size, calibration
             )
         else:
-            tokens, scores = (x[depth, :, None, None] if x.ndim == 2 else x[depth, :, None] for x in whole)
+            tokens, scores = whole[0][:, depth, None, None], whole[1][:, depth, None]
             cells, valid = calibration.cells(None, depth, scores, 1), np.isfinite(scores[..., :1])
         tokens, cells = tokens[..., 0], cells[..., 0]
         reach = reach * alive * valid[..., 0] * calibration.table[cells]
