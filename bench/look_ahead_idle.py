@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from tlt.cluster.ahead import LookingAhead
-from tlt.cluster.worker import AheadSlice
 from tlt.draft.ahead import Ahead
 from tlt.metrics import provenance, write_json
 from tlt.types import Prompt, Request, RolloutStats, Row, SamplingParams
@@ -140,7 +139,7 @@ class World:
             begun = [one for one, _ in zip(waiting, range(ended), strict=False)]
             live, found = [one for one in live if one.tokens < one.length] + begun, found + begun
         told = [self._told(one) for one in found]
-        self.looking.add_slice(worker, AheadSlice(told, TICK))
+        self.looking.add_slice(worker, told)
 
     def _told(self, live: Live) -> Ahead:
         tokens = np.zeros(int(max(live.tokens, live.known)), dtype=np.int32)

@@ -173,7 +173,9 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
     from tlt.data.tokenizer import load_tokenizer
     from tlt.models.weights import sha256
 
-    prompts = load_prompts(config.data, encoder(load_tokenizer(config.model.path), config.data))
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
+    texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]  # with the chat template
     score, close = reward_of(config, prompts)
     steps: list[float] = []
 
@@ -188,7 +190,7 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
         model=config.model.path,
         reward_funcs=score,
         args=GRPOConfig(**grpo_settings(config, folder, batching)),
-        train_dataset=Dataset.from_list([{"prompt": p.text, "row": i} for i, p in enumerate(prompts)]),
+        train_dataset=Dataset.from_list([{"prompt": text, "row": i} for i, text in enumerate(texts)]),
         callbacks=[Clock()],
         rollout_func=rollout,
     )
@@ -216,6 +218,9 @@ def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": parts,
         "num_generations": rollout.group_size,
         "max_completion_length": rollout.max_new_tokens,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
         "max_steps": train.steps,
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": "constant",

@@ -33,12 +33,29 @@ class GivenUp(BaseException):
     so that no `except Exception` catches it."""
 
 
-class StopRequest:
+class SignalRecord:
+    """Record of the first signal, so that work can end early. A second signal ends it at once."""
+
+    number = 0
+    """number of the signal that was received; 0 if none was"""
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    def receive_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+class StopRequest(SignalRecord):
     def __init__(self, patience: float) -> None:
         """Set the time in seconds that a step has after the first signal (`patience`)."""
         self.patience = patience
-        self.number = 0
-        """number of the signal that was received; 0 if none was"""
         self.begun = False
         """whether there may be something to save; before that, the first signal ends the run at once"""
         self.over = False
@@ -49,20 +66,15 @@ class StopRequest:
         """returns whether the state cannot be saved at present; the step then gets the same time again, once"""
         self._more = 1
 
-    def __bool__(self) -> bool:
-        return self.number != 0
-
     def receive_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
-            raise KeyboardInterrupt
-        self.number = number
+        super().receive_signal(number, frame)
         if self.over:
             return
         if not self.begun:
             raise GivenUp
         signal.setitimer(signal.ITIMER_REAL, self.patience)
         self.acknowledge(
-            f"{signal.Signals(number).name}: this step has {self.patience:g} s to end (run.stop_within), twice as long "
+            f"{self.name}: this step has {self.patience:g} s to end (run.stop_within), twice as long "
             "if its weights are already updated; then the run saves and stops. "
             "A second signal stops it at once without saving."
         )
@@ -88,19 +100,30 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request(patience: float) -> Iterator[StopRequest]:
-    """Record the signals that arrive in the block, except signals that are ignored (nohup). Outside the main thread
-    nothing is recorded, because Python allows signal handlers only there."""
-    request = StopRequest(patience)
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, request.receive_signal) for number in handled}
-    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, request.time_is_up)
+def recorded_signals(record: SignalRecord) -> Iterator[None]:
+    """Pass the signals that arrive in the block to `record`, except signals that are ignored (nohup). Outside the main
+    thread nothing is recorded, because Python allows signal handlers only there."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in SIGNALS if is_main and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, record.receive_signal) for number in handled}
     try:
-        yield request
+        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def stop_request(patience: float) -> Iterator[StopRequest]:
+    """Record the signals that arrive in the block, and give the step `patience` seconds after the first one."""
+    request = StopRequest(patience)
+    with recorded_signals(request):
+        if threading.current_thread() is not threading.main_thread():
+            yield request
+            return
+        before = signal.signal(signal.SIGALRM, request.time_is_up)
+        try:
+            yield request
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

@@ -430,6 +430,24 @@ def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain_long
     assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
+def test_weights_that_were_not_evaluated_are_not_published(home: Path) -> None:
+    """The worker with the better candidate is lost before it sends its state, and another one sends its own."""
+    crew: Any = SimpleNamespace(size=2, present=[0, 1], call=lambda *arguments: None)
+    training = training_of(crew, config_of(home, "adaptive"))
+    with (
+        patch.object(Schedule, "evaluated", lambda self, part: part),
+        patch.object(Schedule, "publishes", return_value=True),
+    ):
+        training.came_back(
+            Done(0, "evaluate_drafter", Evaluation(entries=100, in_use=50.0, candidate=40.0, first=20.0))
+        )
+    assert training.under_way == 0
+    training.came_back(Done(0, "drafter_state", None, lost=True))
+    training.came_back(Done(1, "drafter_state", SimpleNamespace()))
+    assert training.version == 0
+    assert training.in_use is None
+
+
 @pytest.mark.parametrize("method", ["train", "publish", "harvest"])
 def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
     def fail(*arguments: Any) -> None:

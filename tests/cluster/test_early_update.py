@@ -165,6 +165,16 @@ def test_each_shard_has_one_worker_until_that_is_lost() -> None:
     assert early.held_by([0, 1, 2]) == [{}, {}, {}], "a step begins without shards of the one before"
 
 
+def test_a_call_of_an_earlier_wave_says_nothing_about_this_one() -> None:
+    early = EarlyUpdate(Calls(), TrainConfig())  # type: ignore[arg-type]
+    early.begin(SimpleNamespace(shards=lambda so_far: ["a", "b"]))  # type: ignore[arg-type]
+    assert early.next_call(0, {}, 0.5)
+    early.begin(SimpleNamespace(shards=lambda so_far: ["c", "d"]))  # type: ignore[arg-type]
+    early.came_back(Done(0, METHOD, EarlySlice(0, 1.0, 1.0)))
+    assert early.held_by([0]) == [{}]
+    assert early.take_seconds() == 1.0
+
+
 def test_a_worker_keeps_a_few_gradients() -> None:
     early = EarlyUpdate(Calls(), TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: list("abcdef")))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from tlt.cluster.ahead import LookingAhead, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
-from tlt.cluster.worker import AheadSlice, AheadWork, Slice, Work
+from tlt.cluster.worker import AheadWork, Slice, Work
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
@@ -105,7 +105,7 @@ def test_who_has_come_back_holds_nothing() -> None:
     ahead.begin((), iter([requests(10, 11, 12)]))
     ahead.work(0, 1, 1)
     assert ahead.work(1, 1, 1) is None
-    ahead.add_slice(0, AheadSlice([known(10, 4), known(11, 2, ended=False)], 0.5))
+    ahead.add_slice(0, [known(10, 4), known(11, 2, ended=False)])
     assert seeds(ahead.work(1, 1, 1)) == [11, 12]
     ahead.call_ended(1)
     assert seeds(ahead.work(0, 1, 1)) == [11, 12]
@@ -221,9 +221,9 @@ class Puppet:
         stats = RolloutStats(tokens=2 * len(responses), seconds={"prefill": 0.0})
         return Slice(responses, [], stats, {}, [], 0.01, {})
 
-    def look_ahead(self, work: AheadWork, seconds: float, number: float) -> AheadSlice:
+    def look_ahead(self, work: AheadWork, seconds: float, number: float) -> list[Ahead]:
         self.trace.append((self.index, "look_ahead", work))
-        return AheadSlice([known(request.seed, 5) for request in work.requests], 0.01)
+        return [known(request.seed, 5) for request in work.requests]
 
     def train_drafter(self, start: Any, seconds: float, number: float) -> None:
         self.trace.append((self.index, "train_drafter", None))

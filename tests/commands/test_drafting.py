@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +15,11 @@ import torch
 from tiny import QUESTIONS, tiny_config
 
 from tlt.commands import drafting
-from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest
-from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.strategy import PLAIN
 from tlt.spot.buffer import Harvest
+from tlt.spot.trainer import DrafterTrainer
 
 
 class Clock:
@@ -92,6 +97,16 @@ def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -
     assert best["seconds"] == pytest.approx(4 + 2 * steps + spent_on_evaluations_before)
 
 
+def test_a_request_to_stop_ends_the_training_with_an_evaluation_and_the_best_weights(clock: Clock) -> None:
+    trainer = Trainer(clock, [0.3, 0.6, *[0.4] * 99], [0.5] * 99)
+    curve = fit(trainer, [item(1)], [item(0)], 400, lambda: clock.now >= 200)  # pyright: ignore[reportArgumentType]
+    assert 200 <= clock.now <= 200 + 2 + 5, "a step and an evaluation later"
+    assert curve.points[-1]["seconds"] >= 200, "the last weights are evaluated"
+    best = max(curve.points, key=lambda point: point["accept_length"])
+    assert best is curve.points[1]
+    assert 0 < trainer.layer.weight.item() < trainer.steps
+
+
 @pytest.mark.parametrize(
     ("held_back", "taught", "advised"),
     [
@@ -152,3 +167,29 @@ def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest
     assert cut["tokens"] < whole["tokens"]
     assert cut["tokens_per_second"] < 1.0
     assert math.isfinite(cut["interval"])
+
+
+def test_a_signal_ends_the_training_and_keeps_the_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
+    epoch = DrafterTrainer.epoch
+
+    def interrupted(self: DrafterTrainer, items: Any) -> Iterator[Any]:
+        for number, step in enumerate(epoch(self, items)):
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield step
+
+    monkeypatch.setattr(DrafterTrainer, "epoch", interrupted)
+    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
+    before = signal.getsignal(signal.SIGTERM)
+    train_drafter(config, tmp_path / "drafter", 400, seconds=600.0)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM ended the training early" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert facts["held_out"] == []
+    assert facts["train_seconds"] < 600
+    target = Workbench.of(config).target.options
+    best = max(facts["curve"], key=lambda point: point["accept_length"])
+    assert load_drafter(tmp_path / "drafter", target).acceptance_rate == best["held_back"][0]

@@ -165,6 +165,18 @@ def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyP
     assert together(size, act, shards=4) == [[[1.0] * 2, [1.0] * 3]] * size
 
 
+def test_early_shards_in_host_memory_are_summed_on_the_device() -> None:
+    class TwoShards(Alone):
+        shards = 2
+
+        def sum_shards(self, own: Tensor, owners: Any) -> Tensor:
+            assert own.shape == (2, 3)
+            return own.sum(0)
+
+    gradient = torch.zeros(3, device="meta")
+    sum_gradients([gradient], TwoShards(), [[torch.ones(3)], [gradient]], [[0, 1]])
+
+
 def test_alone_nothing_is_touched() -> None:
     gradient = torch.ones(2)
     sum_gradients([gradient], Alone(), [[gradient]], [[0]])

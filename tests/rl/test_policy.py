@@ -230,6 +230,16 @@ def test_updates_without_any_finite_gradient_are_told_and_then_end_the_run(
         policy.update(batch, 3)
 
 
+def test_a_repeated_step_without_a_finite_gradient_does_not_end_the_run(folder: Path) -> None:
+    """A step is repeated if another member is lost before it answers."""
+    batch, policy = random_batch(VOCAB), make_policy(folder, micro_batch_tokens=999)
+    spoil_gradients(policy, itertools.repeat(True))
+    for _ in range(2):
+        assert policy.update(batch, 0)["skipped"] == 1.0
+    with pytest.raises(NotFinite, match="no gradient of steps 1 and 2 is finite"):
+        policy.update(batch, 1)
+
+
 def test_a_loss_that_is_not_finite_is_an_error_before_it_changes_anything(folder: Path) -> None:
     batch, policy = random_batch(VOCAB), make_policy(folder)
     batch.advantages[0] = math.inf

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
 
-from tlt.cluster.worker import AheadSlice, AheadWork
+from tlt.cluster.worker import AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
@@ -108,10 +108,10 @@ class LookingAhead:
         """Return the number of known tokens of each look-ahead row of the worker."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
-    def add_slice(self, worker: int, done: AheadSlice) -> None:
+    def add_slice(self, worker: int, found: Sequence[Ahead]) -> None:
         """Add the tokens of a call that returned."""
-        self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
-        self.store.put(done.found)
+        self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in found)
+        self.store.put(found)
         self.call_ended(worker)
 
     def call_ended(self, worker: int) -> None:

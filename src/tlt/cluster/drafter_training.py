@@ -114,6 +114,8 @@ class DrafterTraining(FaultBarrier):
         """Handle a call that returned, or a lost worker."""
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None
+            if done.lost:
+                self._to_publish = None  # its successor has other weights, which were not evaluated
         match done:
             case Done(lost=True):
                 self._lost(done.worker)

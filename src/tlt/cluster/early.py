@@ -60,7 +60,8 @@ class EarlyUpdate:
             self._forget(done.worker)
         elif done.method == METHOD:
             self._seconds += done.result.seconds
-            self._begun[done.result.shard] = done.worker, done.result.share_done
+            if self._begun.get(done.result.shard, (-1, 0.0))[0] == done.worker:  # else it began in an earlier wave
+                self._begun[done.result.shard] = done.worker, done.result.share_done
 
     def _forget(self, worker: int) -> None:
         self._begun = {shard: begun for shard, begun in self._begun.items() if begun[0] != worker}

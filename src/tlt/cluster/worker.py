@@ -68,13 +68,6 @@ class AheadWork(NamedTuple):
     """Look-ahead drafts so far for these requests and their siblings"""
 
 
-class AheadSlice(NamedTuple):
-    """Tokens that a worker has decoded for an `AheadWork` so far, with its present target."""
-
-    found: list[Ahead]
-    seconds: float
-
-
 class Slice(NamedTuple):
     """Result of a slice."""
 
@@ -172,9 +165,9 @@ class Worker:
         self._told = {seed: len(row.tokens) for seed, row in rows.items()}
         return news
 
-    def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> AheadSlice:
+    def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> list[Ahead]:
         """Decode requests of coming steps until the seconds are over, all have ended, or `interrupt` is called.
-        Unfinished requests continue with the next call."""
+        Unfinished requests continue with the next call. Return all tokens so far that the present target decoded."""
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
@@ -185,8 +178,7 @@ class Worker:
                     break
             self.engine.keep_ahead()
         known = [self.store.get(request) for request in work.requests]
-        found = [ahead for ahead in known if ahead and ahead.version == self.target.version]
-        return AheadSlice(found, time.perf_counter() - began)
+        return [ahead for ahead in known if ahead and ahead.version == self.target.version]
 
     def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: RolloutEngine) -> None:
         """Store the drafts. If the rollout is new, drop the rows of the previous one."""

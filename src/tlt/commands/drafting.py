@@ -8,7 +8,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, count
 from operator import mul
@@ -34,6 +34,7 @@ from tlt.sampling import make_requests
 from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import Pack, packs
+from tlt.stopping import SignalRecord, recorded_signals
 from tlt.store.hub import from_hub
 from tlt.types import Request
 
@@ -75,8 +76,8 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     """Train a drafter and write its folder: weights, config, and training.json with the facts of the training.
 
     The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
-    trained on them for `seconds`. Raises ValueError if the folder is not empty, ConfigError, DataError, ModelError or
-    HubError."""
+    trained on them for `seconds`, or until Ctrl-C or SIGTERM. Raises ValueError if the folder is not empty,
+    ConfigError, DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
@@ -89,22 +90,31 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     taught = [item for item in buffer.items if item.prompt_id not in held]
     if not taught:
         raise ConfigError(f"{buffer.tokens} tokens of training data are too few: raise --tokens")
-    curve = fit(trainer, taught, [item for item in buffer.items if item.prompt_id in held], seconds)
-    results = judge(bench, layer, _JUDGING * seconds)
-    layer.acceptance_rate = results[0]["acceptance_rate"][0]
-    save_drafter(layer, folder)
+    held_back = [item for item in buffer.items if item.prompt_id in held]
+    signals = SignalRecord()
+    with recorded_signals(signals):
+        curve = fit(trainer, taught, held_back, seconds, lambda: bool(signals))
+    layer.acceptance_rate = max(curve.points, key=lambda point: point["accept_length"])["held_back"][0]
+    save_drafter(layer, folder)  # before the final evaluation, which may be interrupted
+    console = Console(highlight=False, markup=False, emoji=False)
+    results: list[dict[str, Any]] = []
+    if signals:
+        console.print(f"{signals.name} ended the training early, so there is no final evaluation (`tlt draft eval`)")
+    else:
+        results = judge(bench, layer, _JUDGING * seconds)
+        layer.acceptance_rate = results[0]["acceptance_rate"][0]
+        save_drafter(layer, folder)
+        _print(console, results)
     facts = {
         "harvest_tokens": buffer.tokens,
         "harvest_seconds": harvested,
-        "train_seconds": seconds,
+        "train_seconds": curve.points[-1]["seconds"],
         "steps": int(trainer.steps),
         "curve": curve.points,
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
     write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
     share(folder)
-    console = Console(highlight=False, markup=False, emoji=False)
-    _print(console, results)
     console.print(curve.advice())
     console.print(f"the drafter is in {folder}: use it with --speculation.drafter adaptive --speculation.path {folder}")
 
@@ -173,9 +183,15 @@ class Curve:
         return said
 
 
-def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest], seconds: float) -> Curve:
-    """Train for `seconds`, including evaluations, with a learning rate that falls linearly to a tenth. The layer ends
-    with the weights that were best on the validation prompts."""
+def fit(
+    trainer: DrafterTrainer,
+    taught: Sequence[Harvest],
+    held_back: Sequence[Harvest],
+    seconds: float,
+    stop: Callable[[], bool] = lambda: False,
+) -> Curve:
+    """Train for `seconds`, including evaluations, with a learning rate that falls linearly to a tenth, or until `stop`
+    returns True. The layer ends with the weights that were best on the validation prompts."""
     began = time.perf_counter()
     trainer.prepare(taught, from_scratch=True)
     curve = Curve(trainer, taught, held_back)
@@ -184,7 +200,7 @@ def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[
             spent = time.perf_counter() - began
             work.update(spent, f"{trainer.steps:.0f} steps")
             left = seconds - spent
-            ends = left <= curve.longest
+            ends = left <= curve.longest or stop()
             is_due = curve.seconds <= _EVALUATING * spent and left > 2 * curve.longest
             if ends or is_due:
                 curve.evaluate(spent)

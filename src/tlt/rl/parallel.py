@@ -153,8 +153,9 @@ def sum_gradients(
     if group.shards == 1:
         return
     for bucket in _buckets(gradients):
-        own = torch.stack([torch.cat([shard[k].reshape(-1)[piece] for k, piece in bucket]) for shard in shards])
-        total = group.sum_shards(own.to(gradients[0].device), owners)
+        pieces = (torch.cat([shard[k].reshape(-1)[piece] for k, piece in bucket]) for shard in shards)
+        own = torch.stack([piece.to(gradients[0].device) for piece in pieces])  # early shards are in host memory
+        total = group.sum_shards(own, owners)
         parts = total.split([piece.stop - piece.start for _, piece in bucket])
         for (k, piece), part in zip(bucket, parts, strict=True):
             gradients[k].view(-1)[piece] = part

@@ -45,7 +45,7 @@ class Policy(TrainedModel):
         self.reference: Any = load_model(self.base, self.model.dtype, home) if config.kl_weight else None
         self.passes = self.passes_type(self.model, self.reference, config, rollout, device, self.autocast)
         self.planner = Planner(config, rollout.prompts_per_step, self.passes.packer)
-        self._skipped = 0  # updates in a row that were left out as a whole
+        self._skipped_step: int | None = None  # last step without a finite gradient
 
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
@@ -67,12 +67,14 @@ class Policy(TrainedModel):
         return metrics | {"learning_rate": rate}
 
     def _refuse_to_stand_still(self, skipped: bool, step: int) -> None:
-        """Log a warning for one update without a finite gradient, and raise NotFinite for two in a row."""
-        self._skipped = self._skipped + 1 if skipped else 0
-        if self._skipped == 1:
-            log.warning("no gradient of step %d is finite: it changed nothing, and a second one ends the run", step + 1)
-        if self._skipped > 1:
+        """Log a warning for a step without a finite gradient, and raise NotFinite for two in a row. A step that is
+        repeated, because a member was lost, counts once."""
+        if not skipped:
+            return
+        if self._skipped_step == step - 1:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
+        log.warning("no gradient of step %d is finite: it changed nothing, and a second one ends the run", step + 1)
+        self._skipped_step = step
 
     def early_update(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
         """Compute the gradient or the log-probs of an early shard, or continue with it, until `stop` returns True after

@@ -96,7 +96,7 @@ class ShardSums:
             self.early = {number: one for number, one in self.early.items() if one.is_complete}
             known = self.early[shard.number] = self.begin(shard)
         self._accumulate(known, stop)
-        if known.share_done == 1.0 and not known.gradients:
+        if (known.is_complete or known.share_done == 1.0) and not known.gradients:
             known.is_complete, known.gradients = True, take_gradients(self.trained())
         return known.share_done
 
