@@ -268,7 +268,7 @@ def test_plain_decoding_beside_a_vllm_that_always_drafts_is_refused(speculation:
     assert load_config(recipe, [*words, *looks_ahead]).looks_ahead_in_vllm
     for workers in ("1", "2"):
         given = [word for name, value in speculation.items() for word in (f"--speculation.{name}", str(value))]
-        with pytest.raises(ConfigError, match=r"would need a second vLLM .* or run\.compare_every = 0"):
+        with pytest.raises(ConfigError, match=r"would need a second vLLM .* set run\.compare_every = 0"):
             load_config(recipe, [*words, *given, "--cluster.workers", workers])
     with pytest.raises(ConfigError, match="would need a second vLLM"):
         load_config(recipe, [*words, *looks_ahead[:2]])

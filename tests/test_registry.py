@@ -7,6 +7,7 @@ import pytest
 from tlt.config import Config, ConfigError, RewardTerm, parse_config
 from tlt.config.registry import DRAFTERS, REWARDS, TRACKERS, maker
 from tlt.config.rewards import RewardConfig
+from tlt.engine.state import LOOK_AHEAD, TARGET
 from tlt.rewards.scores import RewardError, make_terms
 
 RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
@@ -37,3 +38,9 @@ def test_a_reward_that_nobody_made_is_no_other_one() -> None:
     reward = RewardConfig.model_construct(**{**dict(config.reward), "terms": [term]})
     with pytest.raises(RewardError, match="there is no reward 'fluency': use one of reasoning_gym, math"):
         make_terms(Config.model_construct(**{**dict(config), "reward": reward}))
+
+
+def test_each_source_of_a_token_has_its_own_letter() -> None:
+    """Completions and the report name the source of an accepted token by one letter."""
+    letters = [*(name[0] for name in DRAFTERS), LOOK_AHEAD, TARGET]
+    assert len({*letters}) == len(letters)

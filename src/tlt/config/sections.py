@@ -1,4 +1,4 @@
-"""All sections of the configuration with their fields, and the combinations that are refused."""
+"""All sections of the configuration with their fields."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from tlt.config.combinations import RULES
 from tlt.config.data import DataConfig
 from tlt.config.lora import LoraConfig
 from tlt.config.rewards import RewardConfig
@@ -255,79 +256,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
-        names = [term.name for term in self.reward.all_terms]
-        if "reasoning_gym" in names and not self.data.tasks:
-            raise ValueError(
-                "reward.name = 'reasoning_gym' needs data.tasks: for your own data use 'math', 'exact' or "
-                "'module:function'"
-            )
-        if self.eval.every and self.data.environment:
-            raise ValueError("eval.every cannot be used with data.environment: remove it")
-        if self.eval.every and self.data.path and not self.eval.path:
-            raise ValueError("eval.every needs eval.path, a file of held-out prompts, if data.path is given")
-        if self.rollout.temperature == 0:
-            raise ValueError(
-                "rollout.temperature = 0 makes all responses of a group equal, so there is nothing to learn: "
-                "give a value above 0"
-            )
-        if self.train.updates_per_step > self.rollout.prompts_per_step:
-            raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")
-        if self.model.dtype == "float64" and self.model.device.startswith("cuda"):
-            raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
-        if self.engine.backend == "vllm":
-            _for_vllm(self)
-        elif self.engine.vllm:
-            raise ValueError(
-                f"engine.vllm.{min(self.engine.vllm)} needs engine.backend = 'vllm': set that, or remove it "
-                "(--engine.vllm '{}' if the recipe has it)"
-            )
-        if self.train.shard and self.cluster.workers == 1:
-            raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
-        if (self.cluster.min_workers or 1) > self.cluster.workers:
-            raise ValueError("cluster.min_workers must not exceed cluster.workers")
-        if self.train.shard and (self.cluster.min_workers or self.cluster.workers) < self.cluster.workers:
-            raise ValueError(
-                "train.shard needs all workers, because each holds a part of the policy: remove cluster.min_workers, "
-                "or set train.shard = false"
-            )
-        if self.train.shard and self.train.lora.rank:
-            raise ValueError("train.shard cannot be used with train.lora.rank: set one of them to false or 0")
-        _trainable(self.rollout, self.train)
+        for refuse in RULES:
+            refuse(self)
         return self
-
-
-def _for_vllm(config: Config) -> None:
-    if config.model.dtype == "float64":
-        raise ValueError("engine.backend = 'vllm' does not support float64: set model.dtype = 'float32' or 'bfloat16'")
-    if ":" in config.model.device:
-        raise ValueError(
-            f"model.device = {config.model.device!r}, but vLLM uses the first visible device: set it to "
-            f"'{config.model.device.partition(':')[0]}', and CUDA_VISIBLE_DEVICES to the device"
-        )
-    if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
-        raise ValueError(
-            "run.compare_every with engine.backend = 'vllm' works only without a drafter or with look-ahead, because "
-            "it would need a second vLLM for plain decoding: set speculation.drafter = 'adaptive' and "
-            "cluster.workers above 1, or run.compare_every = 0"
-        )
-
-
-def _trainable(rollout: RolloutConfig, train: TrainConfig) -> None:
-    if rollout.overlong_tokens > rollout.max_new_tokens:
-        raise ValueError("rollout.overlong_tokens must not exceed rollout.max_new_tokens: it is the last part of it")
-    if train.schedule != "constant" and train.warmup_steps >= train.steps:
-        raise ValueError(
-            f"train.schedule = {train.schedule!r} begins after train.warmup_steps, which must be less than train.steps"
-        )
-    if train.kl_in == "loss" and train.kl_estimator == "k1" and not train.kl_unbiased:
-        raise ValueError(
-            "train.kl_estimator = 'k1' has no gradient on average, so it has no effect in the loss: set 'k2' or "
-            "'k3', train.kl_unbiased = true, or train.kl_in = 'reward'"
-        )
-    if 0 < train.dual_clip <= 1:
-        raise ValueError("train.dual_clip must be above 1, because the ratio begins at 1, or 0 to turn it off")
-    if train.importance_cap and (rollout.top_k or rollout.top_p < 1):
-        raise ValueError(
-            "train.importance_cap needs rollout.top_k = 0 and rollout.top_p = 1, because no weight corrects for tokens "
-            "that are never sampled"
-        )
