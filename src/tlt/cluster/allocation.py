@@ -23,7 +23,7 @@ class Allocation:
     def begin(self, missing: int) -> None:
         """Begin a rollout with this number of responses."""
         self.missing = missing
-        """Number of responses that have not ended"""
+        """number of responses that have not ended"""
         self.queue: deque[list[Row]] = deque()
         self.shares = [Share() for _ in range(self.crew.size)]
         self._lost_stats = RolloutStats()

@@ -24,7 +24,7 @@ class Capacity:
     def __init__(self, pool: Pool, least: int, grace: float) -> None:
         self.pool, self.least, self.grace = pool, least, grace
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
-        """Awaited workers, and the time at which each was requested"""
+        """awaited workers, and the time at which each was requested"""
         self._told: set[int] = set()
         self._absent: dict[int, float] = {}  # workers that are left out, and the earliest time of their return
         self._next = 0.0

@@ -25,7 +25,7 @@ from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_numb
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
-"""Calls whose results the driver waits for"""
+"""calls whose results the driver waits for"""
 
 
 class Calls(Protocol):
@@ -65,11 +65,11 @@ class DrafterTraining(FaultBarrier):
         self.schedule = Schedule(training.micro_batch_tokens)
         self.baton = Baton[Handle]()
         self.version = 0
-        """Number of the drafter in use; 0 is the one that the run started with"""
+        """number of the drafter in use; 0 is the one that the run started with"""
         self.in_use: tuple[Handle, float | None] | None = None
-        """Published drafter, and the acceptance rate of its first draft token"""
+        """published drafter, and the acceptance rate of its first draft token"""
         self.under_way: int | None = None
-        """Worker that runs one of `METHODS`"""
+        """worker that runs one of `METHODS`"""
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self._put = put

@@ -23,7 +23,7 @@ class EarlyUpdate:
     def __init__(self, crew: Crew, train: TrainConfig) -> None:
         self.crew = crew
         self.most: float = PER_WORKER if has_early_gradients(train) else math.inf
-        """Maximum number of early shards per worker; unlimited for log-probs, because they take little memory"""
+        """maximum number of early shards per worker; unlimited for log-probs, because they take little memory"""
         self._groups: EarlyGroups | None = None
         self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that has it, and the share that is done
         self._unable = set[int]()  # workers whose memory is too small

@@ -15,7 +15,7 @@ class GroupUpdate:
     def __init__(self, crew: Crew, early: EarlyUpdate) -> None:
         self.crew, self.early = crew, early
         self.done = 0.0
-        """Fraction of the update that the slowest worker had done at the last check"""
+        """fraction of the update that the slowest worker had done at the last check"""
         self._rendezvous: tuple[str, object] | None = None
 
     def shard_policy(self) -> None:

@@ -52,11 +52,11 @@ class Work(NamedTuple):
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
-    """Seeds of requests that the worker releases, so that others decode them"""
+    """seeds of requests that the worker releases, so that others decode them"""
     drafts: Sequence[Ahead] = ()
-    """Look-ahead drafts for the new requests"""
+    """look-ahead drafts for the new requests"""
     plain: bool = False
-    """Whether to use plain decoding, regardless of the recipe"""
+    """whether to use plain decoding, regardless of the recipe"""
 
 
 class AheadWork(NamedTuple):
@@ -65,7 +65,7 @@ class AheadWork(NamedTuple):
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """Look-ahead drafts so far for these requests and their siblings"""
+    """look-ahead drafts so far for these requests and their siblings"""
 
 
 class AheadSlice(NamedTuple):
@@ -81,14 +81,14 @@ class Slice(NamedTuple):
     responses: list[Response]
     released: list[Row]
     stats: RolloutStats
-    """Counters of this worker for the whole rollout so far"""
+    """counters of this worker for the whole rollout so far"""
     live: dict[int, int]
-    """Number of tokens so far of each active row, by seed"""
+    """number of tokens so far of each active row, by seed"""
     waiting: list[int]
-    """Seeds of the waiting rows"""
+    """seeds of the waiting rows"""
     seconds: float
     news: dict[int, list[int]]
-    """Tokens of active and waiting rows since the previous slice, by seed"""
+    """tokens of active and waiting rows since the previous slice, by seed"""
 
 
 class EarlySlice(NamedTuple):

@@ -39,7 +39,7 @@ class RayPool:
         self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
-        """Folder of the run's own Ray; empty if the run joined a cluster"""
+        """folder of the run's own Ray; empty if the run joined a cluster"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()

@@ -28,7 +28,7 @@ class Ahead(NamedTuple):
     tokens: np.ndarray
     """[n] int32"""
     version: int
-    """Version of the target that decoded the last part"""
+    """version of the target that decoded the last part"""
     ended: bool
 
     @classmethod

@@ -53,11 +53,11 @@ class EagleOptions:
     vocab_size: int
     max_positions: int
     taps: tuple[int, ...]
-    """Indices of the target's `hidden_states` that are fused; () for eagle1"""
+    """indices of the target's `hidden_states` that are fused; () for eagle1"""
     window: int
-    """Number of last entries that attention reads"""
+    """number of last entries that attention reads"""
     draft_vocab_size: int
-    """Number of tokens that it can propose"""
+    """number of tokens that it can propose"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -100,7 +100,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.options = o = options
         self.acceptance_rate: float | None = None
-        """Acceptance rate of its first draft token on held-out responses; None if not measured"""
+        """acceptance rate of its first draft token on held-out responses; None if not measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
         self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)

@@ -37,7 +37,7 @@ class DraftTree:
     chance: list[float] = field(default_factory=lambda: [1.0])
     cells: list[int] = field(default_factory=lambda: [-1])
     ahead: bool = False
-    """Whether the tree is a look-ahead draft"""
+    """whether the tree is a look-ahead draft"""
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
@@ -57,9 +57,9 @@ class Roots(NamedTuple):
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     law: Law
-    """Sampling parameters of the B requests, for the drafter"""
+    """sampling parameters of the B requests, for the drafter"""
     device: torch.device
-    """Device of the noise"""
+    """device of the noise"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]

@@ -19,7 +19,7 @@ T = TypeVar("T")
 WhenIdle = Callable[[RolloutEngine, Callable[[], bool]], None]
 
 ABORTED = "aborted"
-"""Finish reason of an interrupted response"""
+"""finish reason of an interrupted response"""
 
 
 class AsyncEngine:
@@ -34,9 +34,9 @@ class AsyncEngine:
         self._engine, self._when_idle = engine, when_idle
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waited_for: dict[int, Future[Response]] = {}
-        """Response of each active request, by seed"""
+        """response of each active request, by seed"""
         self._failed = False
-        """Whether a round has failed since the engine was last started"""
+        """whether a round has failed since the engine was last started"""
         self._closed, self._lock = False, Lock()  # nothing may be queued after the last order
         self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
         self._thread.start()

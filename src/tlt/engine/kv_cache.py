@@ -27,7 +27,7 @@ class Saved(NamedTuple):
 
     values: Tensor
     booked: Tensor | None
-    """Checksums of the ledger; None if none is kept"""
+    """checksums of the ledger; None if none is kept"""
 
 
 class KVCache:

@@ -14,11 +14,11 @@ class Placing(NamedTuple):
     """New rows, in the order in which they take the free places."""
 
     kept: list[Row]
-    """Rows whose place still has the keys and values of the prompt, from a sibling that left"""
+    """rows whose place still has the keys and values of the prompt, from a sibling that left"""
     fresh: list[Row]
-    """Rows that need a prefill"""
+    """rows that need a prefill"""
     copies: list[Row]
-    """Rows whose prompt another row has, active or among the two above"""
+    """rows whose prompt another row has, active or among the two above"""
 
 
 def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _UNPRINTABLE = sorted(set(range(256)) - _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
-"""Byte for each character of a byte-level vocabulary, as in GPT-2"""
+"""byte for each character of a byte-level vocabulary, as in GPT-2"""
 _NO_TEXT = b"\xff"  # no byte of UTF-8
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 

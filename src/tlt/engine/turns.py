@@ -14,10 +14,10 @@ _MOST_BYTES = 1 << 30  # of host memory for keys and values
 
 class _Kept(NamedTuple):
     context: tuple[int, ...]
-    """Tokens whose keys and values are kept"""
+    """tokens whose keys and values are kept"""
     saved: Saved
     entries: SavedEntries | None
-    """Entries of its feature window"""
+    """entries of its feature window"""
 
 
 class TurnStore:

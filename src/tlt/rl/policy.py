@@ -45,7 +45,7 @@ class Policy(TrainedModel):
         self.reference: Any = load_model(self.base, self.model.dtype, home) if config.kl_weight else None
         self.passes = self.passes_type(self.model, self.reference, config, rollout, device, self.autocast)
         self.planner = Planner(config, rollout.prompts_per_step, self.passes.packer)
-        self._skipped = 0  # updates in a row that were left out as a whole
+        self._skipped = 0  # number of updates in a row without a finite gradient
 
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
@@ -61,16 +61,16 @@ class Policy(TrainedModel):
         self.passes.progress.reset()
         metrics = Update(self, self.passes, self.planner, batch, step, group, held).run()
         refuse_weights(self.own_weights(), group, f"after step {step + 1}")
-        self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
+        self._refuse_second_skip(metrics["skipped"] == 1.0, step)
         self.version: int | None = step + 1
         self.passes.progress.reset()
         return metrics | {"learning_rate": rate}
 
-    def _refuse_to_stand_still(self, skipped: bool, step: int) -> None:
+    def _refuse_second_skip(self, skipped: bool, step: int) -> None:
         """Log a warning for one update without a finite gradient, and raise NotFinite for two in a row."""
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped == 1:
-            log.warning("no gradient of step %d is finite: it changed nothing, and a second one ends the run", step + 1)
+            log.warning("no gradient of step %d is finite, and it changed no weight: a second one ends the run", step + 1)
         if self._skipped > 1:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
 
@@ -87,7 +87,7 @@ class Policy(TrainedModel):
 
     @property
     def updated(self) -> float:
-        """Share of the update under way that is done, which other threads may read. It is 0 before and after it."""
+        """Share of the current update that is done. Other threads may read it. It is 0 before and after it."""
         return self.passes.progress.done
 
     @torch.no_grad()

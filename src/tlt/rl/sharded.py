@@ -29,12 +29,12 @@ from tlt.types import TrainBatch
 
 
 class ShardedPasses(Passes):
-    """Passes through sharded layers, in each of which all members take part."""
+    """Passes through sharded layers. All members take part in every pass."""
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """Yield this member's micro-batches, then do empty passes until all members have done as many."""
+        """Yield this member's micro-batches, then do empty passes until all members have done the same number."""
         own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
         yield from super().micro_batches(models, batch, members, group)
@@ -69,7 +69,7 @@ class ShardedPolicy(Policy):
     def shard_over(self, group: ProcessGroup) -> None:
         """Keep only this member's shards. `group` has all processes of torch.distributed's default group."""
         self.group = group
-        assert dist.group.WORLD, "a group of processes"
+        assert dist.group.WORLD, "sharding needs a process group"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         for model in [self.model, *([self.reference] if self.reference else [])]:
             _shard_layers(model, mesh)

@@ -24,7 +24,7 @@ class Harvest(NamedTuple):
 
     target_version: int
     start: int
-    """Position of the first entry"""
+    """position of the first entry"""
     prompt_length: int
     tokens: Tensor
     """[n] the token that follows each entry"""
@@ -53,9 +53,9 @@ class Transcript(NamedTuple):
 
     prompt_length: int
     tokens: tuple[int, ...]
-    """Tokens of the prompt, then of the response"""
+    """tokens of the prompt, then of the response"""
     first: int = 0
-    """Position of the first entry to train on; entries before it are of earlier turns"""
+    """position of the first entry to train on; entries before it are of earlier turns"""
 
 
 class HarvestBuffer:
@@ -67,7 +67,7 @@ class HarvestBuffer:
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
         self.whole: deque[list[Harvest]] = deque(maxlen=steps + 1)
-        """Items of each finished rollout, the oldest rollout first"""
+        """items of each finished rollout, the oldest rollout first"""
         self.now: deque[Harvest] = deque()
 
     @property

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = 2
 MEAN = "mean."
-"""Prefix of the weights to publish in a trainer state"""
+"""prefix of the weights to publish in a trainer state"""
 TrainerState = dict[str, Tensor]
 """Copy of a drafter in training, in host memory. By parameter it has `mean.*` (weights to publish), `weight.*` (weights
 in training), `exp_avg.*` and `exp_avg_sq.*` (Adam's moments). It also has `steps`, `reach` and `whitening` of

@@ -28,20 +28,20 @@ class Rule:
     stretch: int = 16
     """Micro-batches between two evaluations. An evaluation takes as long as three to five of them."""
     judged: int = 2
-    """Micro-batches of held-out data that a candidate is evaluated on"""
+    """micro-batches of held-out data that a candidate is evaluated on"""
     better: float = 1.02
-    """Factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
+    """factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
     burst: int = 8
-    """Number of candidates in a row that may fail before training rests"""
+    """number of candidates in a row that may fail before training rests"""
     rest_share: float = 0.05
     """Worker seconds of training at rest per second of rollout. Training slows another worker on the same CPU by 8 to
     17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
-    """Number of rollouts in the running mean of the acceptance rate"""
+    """number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
     """A rollout counts as fallen if its acceptance rate is below this fraction of the running mean"""
     times: int = 2
-    """Number of fallen rollouts in a row after which the task has changed"""
+    """number of fallen rollouts in a row after which the task has changed"""
 
 
 RULE = Rule()
@@ -60,15 +60,15 @@ class Evaluation(NamedTuple):
     """Comparison of a candidate with the drafter in use, on the same held-out data."""
 
     entries: int = 0
-    """Number of tokens that were compared"""
+    """number of tokens that were compared"""
     in_use: float = 0.0
-    """Expected rounds in which the drafter in use would decode them"""
+    """expected rounds in which the drafter in use would decode them"""
     candidate: float = 0.0
-    """Expected rounds of the candidate; NaN if its weights are not finite"""
+    """expected rounds of the candidate; NaN if its weights are not finite"""
     first: float = 0.0
-    """Expected number of the candidate's rounds whose first draft token is accepted"""
+    """expected number of the candidate's rounds whose first draft token is accepted"""
     interrupted: bool = False
-    """Whether the call ended before all held-out data were compared"""
+    """whether the call ended before all held-out data were compared"""
     seconds: float = 0.0
 
     @property
@@ -90,19 +90,19 @@ class Schedule:
     def __init__(self, micro_batch_tokens: int, rule: Rule | None = None) -> None:
         self.rule = rule or RULE
         self.wanted = self.rule.judged * micro_batch_tokens
-        """Number of tokens after which an interrupted evaluation is complete"""
+        """number of tokens after which an interrupted evaluation is complete"""
         self.micro_batches = 0
-        """Micro-batches of the present stretch"""
+        """micro-batches of the present stretch"""
         self.evaluation = Evaluation()
-        """Evaluation of the present candidate so far"""
+        """evaluation of the present candidate so far"""
         self.in_vain = 0
-        """Number of candidates since the last publication, or since the burst began"""
+        """number of candidates since the last publication, or since the burst began"""
         self.credit = 0.0
-        """Worker seconds that training may still use at rest; negative after a call that took longer"""
+        """worker seconds that training may still use at rest; negative after a call that took longer"""
         self.acceptance: float | None = None
-        """Running mean of the acceptance rate of rollouts"""
+        """running mean of the acceptance rate of rollouts"""
         self.low = 0
-        """Number of fallen rollouts in a row"""
+        """number of fallen rollouts in a row"""
 
     @property
     def rests(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt.sampling import Law, gumbel_noise, has_kernel, log_law
 
 KEY = "tlt"
-"""Key of our entry in vLLM's `SamplingParams.extra_args`"""
+"""key of our entry in vLLM's `SamplingParams.extra_args`"""
 CHAINS = "chains"
 _LEAST_TOKENS = 256  # initial size of the log-prob buffer, in tokens of a response
 
@@ -32,7 +32,7 @@ class Draw:
     key: int | None
     """Key under which the log-probs are fetched, a new one each time a request is added. If None, they are not kept."""
     seed: int
-    """Seed of 64 bits"""
+    """seed of 64 bits"""
     prompt_tokens: int
     """Tokens before the response. They are fewer than vLLM's prompt if a request continues elsewhere, because its
     prompt then includes part of the response."""
@@ -40,7 +40,7 @@ class Draw:
     top_k: int
     top_p: float
     show_law: bool = False
-    """Keep the log-probs of the whole vocabulary for its last row, to compare two models"""
+    """keep the log-probs of the whole vocabulary for its last row, to compare two models"""
 
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
         """Return the value for `SamplingParams.extra_args`. `chains` are saved responses, see `look_ahead`."""
@@ -78,9 +78,9 @@ class Drawn(NamedTuple):
     logprobs: list[list[float]]
     """[tokens, 2] log-probs, under the sampling distribution and under the softmax of the logits"""
     drafted: int
-    """Number of draft tokens; 0 if the runner does not count them"""
+    """number of draft tokens; 0 if the runner does not count them"""
     drafts: int
-    """Number of passes with draft tokens"""
+    """number of passes with draft tokens"""
 
 
 class NoiseTable:
