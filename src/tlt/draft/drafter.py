@@ -100,7 +100,7 @@ class Node:
 
     request: Request
     committed: Sequence[int]
-    """The response so far. Its last token is the root."""
+    """response so far; its last token is the root"""
     path: tuple[int, ...]
     state: Any = None
     """state with which the drafter continues from this node"""

@@ -43,6 +43,8 @@ class DrafterError(ValueError):
 
 @dataclass(frozen=True)
 class EagleOptions:
+    """Shape of a learned drafter."""
+
     kind: Kind
     hidden_size: int
     num_heads: int

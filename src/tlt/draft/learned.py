@@ -102,7 +102,7 @@ class EagleDrafter:
     def draft_chain(self, alive: np.ndarray, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._catch_up(alive)
         addresses = self.attention.memory[0], self.window.features, self.window.tokens
-        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # the chains have those of tensors that are gone
+        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # the chains have the addresses of freed tensors
             self.chains, self._addresses = {}, addresses
         rows = min(rounded_up(len(alive)), self.attention.slots)
         shape = ChainShape(

@@ -1,4 +1,4 @@
-"""Text of tokens: of a sequence, for display, and of a single token as bytes, for stop strings."""
+"""Text of tokens: of a sequence as a string, and of a single token as bytes, for stop strings."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class Detokenizer:
 
     @cached_property
     def _before(self) -> tuple[list[str], str]:
-        """Tokens and their text, to put before a token."""
+        """A short token sequence and its text, which `_bytes_of` puts before a token."""
         tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         return tokens, self.tokenizer.convert_tokens_to_string(tokens)

@@ -18,7 +18,7 @@ class RoundResult(NamedTuple):
     tokens: Sequence[int]
     """number of committed tokens"""
     scored: bool
-    """Whether the seconds count. Those of a round with a prefill do not."""
+    """Whether the seconds count. A round with a prefill does not count."""
     ahead: Sequence[int] = ()
     """number of look-ahead draft tokens; empty if no row had any"""
 

@@ -1,4 +1,4 @@
-"""Store of the keys and values of rows that left, for the next turn of their episode."""
+"""Store of the keys and values of finished turns, for the next turn of their episode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _Kept(NamedTuple):
     """tokens whose keys and values are kept"""
     saved: Saved
     entries: SavedEntries | None
-    """entries of its feature window"""
+    """entries of the row's feature window"""
 
 
 class TurnStore:
     """Per-row store. If the episode of a row that leaves may continue, its keys and values are copied to host memory.
 
-    The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so they are of the present
-    target.
+    The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so the target's version does
+    not change.
     """
 
     def __init__(self, cache: KVCache, window: FeatureWindow | None) -> None:

@@ -78,7 +78,7 @@ class Decoder:
     `version` is that of the loaded weights, or -1."""
 
     can_be_captured = True
-    """whether the host waits for nothing in a pass of this kind of model, so that it can be a CUDA graph"""
+    """whether the host waits for no result during a pass, so that the pass can be captured as a CUDA graph"""
 
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
         self.options = options

@@ -70,7 +70,9 @@ class Policy(TrainedModel):
         """Log a warning for one update without a finite gradient, and raise NotFinite for two in a row."""
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped == 1:
-            log.warning("no gradient of step %d is finite, and it changed no weight: a second one ends the run", step + 1)
+            log.warning(
+                "no gradient of step %d is finite, so no weight changed: a second such step ends the run", step + 1
+            )
         if self._skipped > 1:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
 
