@@ -27,7 +27,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
-    """Compute `noise.write_scores` in one pass over the rows."""
+    """Compute `vllm.noise.write_scores` in one pass over the rows."""
     assert logits.stride(1) == log_p.stride(1) == 1, "rows must be contiguous"
     rows, vocab_size = logits.shape
     grid = rows, triton.cdiv(vocab_size, 4 * _LANES)

@@ -77,8 +77,8 @@ class Actor:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its text if it cannot be pickled. Ray takes an error that cannot be
-    pickled for a lost worker."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled. Otherwise Ray would report
+    a lost worker."""
     try:
         copy.deepcopy(error)  # uses the protocol of pickle
     except Exception:

@@ -42,13 +42,13 @@ def lets_in_anybody(address: str) -> bool:
     try:
         done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=_TELLS)
     except subprocess.TimeoutExpired:
-        said = f"no answer in {_TELLS:g} s"
+        answer = f"no answer in {_TELLS:g} s"
     else:
         if done.returncode == 0 or "AuthenticationError" in done.stderr:
             return done.returncode == 0
-        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        answer = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise ClusterError(
-        f"cannot determine whether the Ray cluster at {address} requires a token ({said}): set "
+        f"cannot determine whether the Ray cluster at {address} requires a token ({answer}): set "
         "cluster.allow_no_token = true if nobody else can reach it"
     )
 

@@ -82,8 +82,8 @@ class DrafterTraining(FaultBarrier):
 
     @contained(False)
     def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
-        """Start a call for the drafter on this one of the `idle` workers, for about this many seconds. Return whether a
-        call was due."""
+        """Start a call for the drafter on `worker`, one of the `idle` ones, for about this many seconds. Return whether
+        a call was started."""
         due, able = self.schedule.due(), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
@@ -165,9 +165,9 @@ class DrafterTraining(FaultBarrier):
 
     def _draft_with(self, drafter: Handle, acceptance: float | None) -> None:
         self.in_use = drafter, acceptance
-        self._tell_all("take_drafter", drafter, acceptance)
+        self._call_all("take_drafter", drafter, acceptance)
 
-    def _tell_all(self, method: str, *arguments: Any) -> None:
+    def _call_all(self, method: str, *arguments: Any) -> None:
         for worker in self.crew.present:
             self.crew.call(worker, method, *arguments)
 
@@ -178,9 +178,9 @@ class DrafterTraining(FaultBarrier):
         """Note the end of a rollout, with the engine's acceptance rate of the learned drafter (None: not used)."""
         self._unable.clear()
         if self.schedule.rollout_ended(seconds, acceptance):
-            self._tell_all("forget_older_data")
+            self._call_all("forget_older_data")
         if self.extra:
-            self._tell_all("rollout_ended")
+            self._call_all("rollout_ended")
 
     def train_for(self, left: Callable[[], float], most: float, handle: Callable[[Done], None]) -> None:
         """Train on free workers while something is due, until no seconds are `left`. A call lasts at most `most`

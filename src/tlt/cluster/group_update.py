@@ -7,11 +7,13 @@ from tlt.cluster.early import EarlyUpdate
 from tlt.cluster.pool import ClusterError
 from tlt.types import TrainBatch
 
-_ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
+_ATTEMPTS = 5  # maximum number of attempts that fail although no worker is lost
 _ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
 class GroupUpdate:
+    """Update on all present workers, and its progress."""
+
     def __init__(self, crew: Crew, early: EarlyUpdate) -> None:
         self.crew, self.early = crew, early
         self.done = 0.0

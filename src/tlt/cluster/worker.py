@@ -41,14 +41,14 @@ from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""(address of the meeting, rank, number of members, shards of a batch, device) -> the group of the members"""
+"""(address of the rendezvous, rank, number of members, workers of the recipe, device) -> process group"""
 
 
 class Work(NamedTuple):
     """Work for one slice, in addition to the rows that the worker already has."""
 
     rollout: int
-    """Number of the rollout. If it is new, earlier rows are dropped."""
+    """Number of the rollout. If it is new, rows of the previous one are dropped."""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
@@ -69,7 +69,7 @@ class AheadWork(NamedTuple):
 
 
 class AheadSlice(NamedTuple):
-    """Tokens that a worker has decoded for an `AheadWork` so far, with its present target."""
+    """Tokens that a worker has decoded for an `AheadWork` so far, with its current target."""
 
     found: list[Ahead]
     seconds: float
@@ -226,7 +226,7 @@ class Worker:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def rendezvous(self) -> str:
-        """Open a place where a new group can meet. Return its address. It stays open until the next one is opened."""
+        """Open a rendezvous for a new process group. Return its address. It stays open until the next call."""
         self._rendezvous = Rendezvous(self._meets)
         return self._rendezvous.address
 
@@ -272,8 +272,8 @@ class Worker:
         held: Held = (),
     ) -> dict[str, float] | Broken:
         """Do this member's part of the update. `held`: early shards that each member has begun, with the share that is
-        done. Return Broken if another member is lost; `rollback` must follow. Raises
-        GroupBroken if there is no state to restore, for example because the lost member had a shard of the policy."""
+        done. Return Broken if another member is lost; `rollback` must follow. If there is no state to restore, for
+        example because the policy is sharded, raise GroupBroken instead."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
@@ -290,7 +290,7 @@ class Worker:
 
     @property
     def updated(self) -> float:
-        """Fraction of the update under way that is done. It is read from another thread."""
+        """Fraction of the current update that is done. It is read from another thread."""
         return self.policy.updated
 
     def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:

@@ -279,8 +279,7 @@ class Engine(Generates):
         ]
 
     def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return a tree of the drafter for each row that has no look-ahead chain and is finite, and the root for
-        others."""
+        """Return the drafter's trees for finite rows without a look-ahead chain, and roots for the others."""
         strategy, trees = now.strategy, None
         drafter = self.drafters.usable.get(strategy.drafter)
         if drafter is not None:

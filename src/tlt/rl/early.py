@@ -23,7 +23,8 @@ Counts = Callable[[TrainBatch, int, TrainConfig], bool]
 """(batch, response, settings) -> whether the response is computed"""
 
 PER_WORKER = 4
-"""Number of early shards per worker, and of early gradients that one worker holds, because each takes memory."""
+"""Number of early shards per worker, and maximum of early gradients that one worker computes, because each takes
+memory."""
 _LATE = 8  # one group in this many is never early, because a step waits for its longest groups
 _OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that depend on the rewards of one group alone
 

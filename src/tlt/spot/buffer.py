@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_WHOLE = 0.5  # finished rollouts keep at most this fraction of the bound, and the last one half of that
+_WHOLE = 0.5  # finished rollouts keep at most this fraction of `max_tokens`, and the last one half of that
 _OLDER = 0.97  # an item's weight in sampling is multiplied by this for each step of its age
 
 
@@ -136,7 +136,7 @@ class HarvestBuffer:
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
         """Draw items of `past`, all of one target version, with up to `tokens` entries in total. Newer items and items
         with later ends are more likely, because drafters fail at late positions first. If the first item drawn is too
-        long, it is cut and returned alone."""
+        long, a part of it is returned alone."""
         drawn, room = list[Harvest](), tokens
         for item in _weighted(self.past, rng):
             if not drawn and len(item.tokens) > tokens:

@@ -30,7 +30,7 @@ class Rule:
     judged: int = 2
     """micro-batches of held-out data that a candidate is evaluated on"""
     better: float = 1.02
-    """factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
+    """minimum ratio of rounds of the drafter in use to those of a candidate, because an evaluation errs by about 2 %"""
     burst: int = 8
     """number of candidates in a row that may fail before training rests"""
     rest_share: float = 0.05
@@ -39,7 +39,7 @@ class Rule:
     averaged: int = 8
     """number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
-    """A rollout counts as fallen if its acceptance rate is below this fraction of the running mean"""
+    """fraction of the running mean; a rollout with a lower acceptance rate counts as fallen"""
     times: int = 2
     """number of fallen rollouts in a row after which the task has changed"""
 
@@ -49,7 +49,7 @@ Due = Enum("Due", "TRAIN EVALUATE")
 
 
 class SpotReport(NamedTuple):
-    """Result of a training call."""
+    """Amount and duration of training in a call."""
 
     micro_batches: int = 0
     tokens: int = 0
@@ -92,11 +92,11 @@ class Schedule:
         self.wanted = self.rule.judged * micro_batch_tokens
         """number of tokens after which an interrupted evaluation is complete"""
         self.micro_batches = 0
-        """micro-batches of the present stretch"""
+        """micro-batches of the current stretch"""
         self.evaluation = Evaluation()
-        """evaluation of the present candidate so far"""
+        """evaluation of the current candidate so far"""
         self.in_vain = 0
-        """number of candidates since the last publication, or since the burst began"""
+        """number of candidates since the last publication or the beginning of the burst, at most `Rule.burst`"""
         self.credit = 0.0
         """worker seconds that training may still use at rest; negative after a call that took longer"""
         self.acceptance: float | None = None
@@ -134,7 +134,7 @@ class Schedule:
         return whole
 
     def publishes(self, whole: Evaluation) -> bool:
-        """Return whether the candidate is better by enough. One that is NaN or was not evaluated is not."""
+        """Return whether the candidate saves enough rounds. If it is NaN or was not evaluated, it does not."""
         return whole.in_use > self.rule.better * whole.candidate > 0.0
 
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
@@ -159,7 +159,7 @@ class Schedule:
         self.begin_stretch()
 
     def begin_stretch(self) -> None:
-        """Begin a stretch, because the present one was evaluated or its training was lost."""
+        """Begin a stretch, because the current one was evaluated or its training was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     def _pay(self, seconds: float) -> None:
@@ -169,7 +169,7 @@ class Schedule:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return plain data. The present stretch is left out, because a resumed run trains on from the published
+        """Return plain data. The current stretch is left out, because a resumed run continues from the published
         drafter."""
         return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
 

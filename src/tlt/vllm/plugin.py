@@ -10,7 +10,7 @@ from tlt.vllm.versions import is_tested, vllm_version
 
 
 def register() -> None:
-    """Wrap model runner V1 to sample with our noise, only for requests with a tlt entry in `extra_args`.
+    """Wrap model runner V1 to sample with tlt's noise, only for requests with a tlt entry in `extra_args`.
 
     Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. With both, a request is refused
     if it asks for the noise and the runner does not have it. An untested vLLM is not changed.
