@@ -82,7 +82,7 @@ class Passes:
     """Counters of the target's passes over one row or several. No token depends on them."""
 
     row_passes: int = 0
-    """number of rows, summed over all rounds"""
+    """number of passes over a row, summed over the rows"""
     drafted: int = 0
     accepted: int = 0
     ahead_passes: int = 0

@@ -65,8 +65,8 @@ class Control:
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def look(self) -> None:
-        """Check whether the process is running, if the last check is old enough. Raises ClusterError if it is gone, but
-        only once, so that saving is not disturbed."""
+        """Check whether the process is running, if the last check is old enough. Raises ClusterError if it does not
+        answer any more, but only once, so that saving is not disturbed."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

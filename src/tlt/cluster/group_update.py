@@ -46,7 +46,7 @@ class GroupUpdate:
             self._rendezvous = None
             self.crew.everyone("rollback")
             left -= self.crew.losses == losses
-        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
+        raise ClusterError(f"the update of step {step + 1} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
     def read_progress(self) -> None:
         self.done = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)

@@ -1,4 +1,4 @@
-"""Look-ahead: the response of an older target to a request, with the request's own seed, is a draft for the present
+"""Look-ahead: the response of an older target to a request, with the request's own seed, is a draft for the current
 target.
 
 A request's noise is a function of its seed and position. So two versions of a target give the same response, except

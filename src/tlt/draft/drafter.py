@@ -180,7 +180,7 @@ class NodeDrafter(ABC):
 
     def _child(self, row: int, place: int, token: int) -> Node:
         parent = self._level[row][place]
-        assert parent is not None, "only living nodes have children"
+        assert parent is not None, "only alive nodes have children"
         state = self._states.get((row, place), {}).get(token)
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 

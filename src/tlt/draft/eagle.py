@@ -187,11 +187,11 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     """Load a drafter. Raises DrafterError if the folder does not hold one that fits the target."""
     path = Path(folder)
     if not path.is_dir():
-        raise DrafterError(f"{path} is not a folder: train a drafter with tlt draft train")
+        raise DrafterError(f"{path} is not a folder: give the folder of a drafter, or train one with tlt draft train")
     try:
         config = read_json(path / "config.json")
         if "tlt_drafter" not in config:
-            raise ValueError("config.json is not of a drafter; a run saves its drafters in drafter/ of its folder")
+            raise ValueError("config.json is not that of a drafter; a run saves its drafters in drafter/ of its folder")
         raw = config["tlt_drafter"]
         acceptance_rate = config.get("acceptance_rate", config.get("agreement"))  # older folders have the second key
         raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders have the whole vocabulary

@@ -142,8 +142,8 @@ class EagleDrafter:
         caught_up = len(rows) == len(missing.last)
         written = None if caught_up else Entries(rows, missing.positions)
         self.plan = self.attention.plan_draft(missing.lengths, missing.starts, written)
-        guesses = np.minimum(np.add.outer(missing.lengths, range(MOST_GUESSES)), self.options.max_positions - 1)
-        self.cis = self.target.cis(self._tensor(guesses))  # [B, depth, 1, E/2]
+        positions = np.minimum(np.add.outer(missing.lengths, range(MOST_GUESSES)), self.options.max_positions - 1)
+        self.cis = self.target.cis(self._tensor(positions))  # [B, depth, 1, E/2]
         if not caught_up:
             at_last = self._tensor(missing.last)
             q, residual = q[at_last], residual[at_last]

@@ -51,12 +51,12 @@ class AsyncEngine:
             await self._ordered(lambda engine: self._submit(engine, request, response))
             return await asyncio.wrap_future(response)
         except asyncio.CancelledError:
-            with suppress(RuntimeError):  # it was closed concurrently
+            with suppress(RuntimeError):  # the engine was closed concurrently
                 self._order(lambda engine: self._withdraw(engine, request.seed, response))
             raise
 
     async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Call `act` with the engine after the present round. Requests that the engine drops in this call, for example
+        """Call `act` with the engine after the current round. Requests that the engine drops in this call, for example
         by a restart, raise RuntimeError."""
 
         def acted(engine: RolloutEngine) -> T:
@@ -91,7 +91,7 @@ class AsyncEngine:
         return await self.between_rounds(self._interrupt)
 
     def close(self) -> None:
-        """End the thread after the present round."""
+        """End the thread after the current round."""
         with self._lock:
             self._closed = True
             self._orders.put(None)
@@ -136,7 +136,7 @@ class AsyncEngine:
         try:
             for response in self._engine.round():
                 self._waited_for.pop(response.request.seed).set_result(response)
-        except Exception as error:  # of the engine: pass it to all callers and start the engine again
+        except Exception as error:  # pass it to all callers and restart the engine
             self._fail(list(self._waited_for), error)
             self._failed = True
             with suppress(Exception):  # then the next request raises the error

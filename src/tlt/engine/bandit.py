@@ -25,11 +25,11 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.tuner import RoundResult
 
 _WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each arm in a bucket
-_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before others, and of a look-ahead before its seconds count
+_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms, and of a look-ahead arm before it is timed
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
 _ROUNDS_BETWEEN_TRIES = 64  # rounds of a bucket between two tries
-_NEAR = 0.85  # least speed of an arm that is tried, relative to the best one
+_NEAR = 0.85  # lowest speed of an arm that is tried, relative to the best one
 _LOST = 0.01  # share of the seconds that may be lost against plain decoding before only known arms are used
 _MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
 _DEEPEST = 64  # levels of a draft whose acceptance is counted
@@ -286,7 +286,7 @@ class Bandit:
     # -- learning from rounds ------------------------------------------------------------------------------------------
 
     def rollout_begins(self) -> None:
-        _ = self.profile  # measured now, because no round is under way
+        _ = self.profile  # measured now, because no round runs
 
     def record(self, result: RoundResult) -> None:
         arm, rows, ahead = result.strategy, len(result.tokens), result.ahead or [0] * len(result.tokens)

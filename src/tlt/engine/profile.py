@@ -48,7 +48,7 @@ def profile(
     drafts: dict[tuple[str, int, int], dict[int, float]] = {}
     for count, seconds in {1: _SECONDS / 3, min(_ROWS, config.max_rows): _SECONDS * 2 / 3}.items():
         engine = _engine(target, config, drafters, layout, count, length)
-        live = len(engine.rows)  # a small cache holds fewer
+        live = len(engine.rows)  # fewer rows if the cache is small
         nodes = [n for n in _NODES if n <= min(deepest, most_nodes(live, target.options.vocab_size))]
         calls: dict[Hashable, tuple[int, Callable[[], object]]] = {
             (*shape, level): (0, partial(_draft, engine, shape, min(level, deepest)))

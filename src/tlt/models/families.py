@@ -85,7 +85,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         )
     with telling(ModelError, f"{path / 'config.json'} does not describe a valid model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_family(path, config.model_type)  # transformers makes a ministral of a mistral with layer_types
+    _check_family(path, config.model_type)  # transformers turns a mistral with layer_types into a ministral
     _refuse_padding(path, config)
     return config
 
@@ -185,8 +185,8 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
     _refuse_untrainable(c)
     if unknown := set(getattr(c, "layer_types", None) or ()) - LAYERS:
         raise ModelError(
-            f"config.json has layers of type {min(unknown)!r}: tlt's engine decodes only models without other state "
-            "than keys and values: use another model"
+            f"config.json has layers of type {min(unknown)!r}, but tlt decodes only models whose only state is keys "
+            "and values: use another model"
         )
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(c)]
     if not kind._supports_sdpa:
@@ -258,7 +258,9 @@ def _rotary_embedding(config: Any, head_dim: int) -> Any:
     """Return the family's rotary module of transformers, because it implements every kind of rope scaling."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in ROPES:
-        raise ModelError(f"rope type {kind!r} is not supported by the rollout decoder; supported: {', '.join(ROPES)}")
+        raise ModelError(
+            f"config.json has rope type {kind!r}, but tlt supports only {', '.join(ROPES)}: use another model"
+        )
     module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     try:
         rotary = getattr(module, f"{FAMILIES[config.model_type]}RotaryEmbedding")(config)

@@ -55,7 +55,7 @@ def most_responses(config: Config) -> int:
     if not (has_early_shards(train, workers) and has_early_gradients(train)):
         return -(-prompts * rollout.group_size // train.updates_per_step)
     groups = 0
-    for count in range(1, prompts + 1):  # of groups with a gradient
+    for count in range(1, prompts + 1):  # number of groups with a gradient
         early = [len(shard) for shard in in_shards(range(count), count, prompts, workers)]
         groups = max(groups, count - sum(early), *early)
     return groups * rollout.group_size

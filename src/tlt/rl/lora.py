@@ -83,7 +83,7 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is missing: restore it")
-    state = adapters.parent / "state.json"  # the checkpoint's state has a digest of the base model's files
+    state = adapters.parent / "state.json"  # it has a digest of the base model's files
     trained_on = read_json(state).get("model") if state.is_file() else None
     if trained_on and trained_on != folder_sha256(str(base)):
         raise ModelError(

@@ -31,7 +31,7 @@ from torch.distributed import (  # documented, not exported
 from tlt.files import first_line
 
 _BUCKET = 1 << 20  # most numbers in one collective, so that its buffers fit the cache of a CPU
-_PATIENCE = timedelta(minutes=60)  # timeout for a slow member; the connections of a lost one close earlier
+_PATIENCE = timedelta(minutes=60)  # timeout for a slow member; connections of a lost member close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
 
@@ -288,7 +288,7 @@ def _end_silent_connections() -> None:
     A machine that is cut off closes nothing, and the system would wait for hours. A slow or stopped process is not
     affected, because its machine still answers."""
     for number in (path.name for path in Path("/proc/self/fd").glob("*")):  # finds nothing outside Linux
-        with suppress(OSError):  # closed by now
+        with suppress(OSError):  # the file was closed since
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as end:

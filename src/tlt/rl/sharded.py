@@ -101,7 +101,7 @@ class ShardedPolicy(Policy):
         """Divide and clip the gradients, and return their norm before clipping.
 
         FSDP has summed the layers' gradients. The squared norms of their shards are summed over the members."""
-        assert len(shards) == 1, "as many members as shards"
+        assert len(shards) == 1, "a sharded policy has one shard per member"
         parameters = trained_parameters(self.model)
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         whole = [p.grad for p in rest if p.grad is not None]

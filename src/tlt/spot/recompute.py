@@ -68,7 +68,7 @@ class Recompute:
         tlt's own engine cuts them. Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
-        if not features.isfinite().all():  # cannot be trained on
+        if not features.isfinite().all():  # they cannot be trained on
             return []
         first, length = transcript.first, len(features)
         starts = [*range(first, length - size + 1, size)]

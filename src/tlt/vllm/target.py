@@ -75,7 +75,7 @@ class VllmTarget:
         if self.parallel:  # weights are sent to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
-        self.llm.reset_prefix_cache(reset_running_requests=True)  # otherwise it is kept while a row is live
+        self.llm.reset_prefix_cache(reset_running_requests=True)  # else the cache is kept while a row is live
         self.version = version
 
     def load_drafter(self, layer: EagleLayer) -> None:
