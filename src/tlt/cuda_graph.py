@@ -1,4 +1,4 @@
-"""A computation on fixed tensors, replayed as a CUDA graph: all its kernels are started by one call."""
+"""Replay of a fixed computation as a CUDA graph: one call starts all its kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt.files import first_line
 
 
 class CaptureError(ValueError):
-    """Error of a computation that cannot be captured. The message names the remedy."""
+    """Error for a computation that cannot be captured. The message names the remedy."""
 
 
 Compute = Callable[[], tuple[Tensor, ...]]
@@ -24,12 +24,12 @@ class Replayed:
     """A computation that reads tensors which the caller fills before each call. A call overwrites the result of the one
     before.
 
-    The first call computes, the second captures, and the others replay, because a capture takes as long as a call.
-    On a CPU every call computes. The host must not wait for the device in `compute`. It is given at each call, because
-    a reference to it could keep a graph and its memory alive."""
+    The first call only computes, because a capture takes as long as a call. The second call captures, and later ones
+    replay. On a CPU every call computes. The host must not wait for the device in `compute`. It is passed at each call,
+    because a stored reference could keep a graph and its memory alive."""
 
     slow_calls = 0
-    """calls in this process that were no replay; a round with one tells nothing of the speed of others"""
+    """number of calls in this process that computed or captured; the time of a round with one is not typical"""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -74,7 +74,7 @@ class Replayed:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Put off the garbage collector, because a capture fails if it frees another graph meanwhile."""
+    """Disable the garbage collector, because a capture fails if another graph is freed during it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,11 +86,11 @@ def _no_collection() -> Iterator[None]:
 
 @cache
 def _shared(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
-    """Return the stream of all captures of a device, and a graph whose memory all graphs share.
+    """Return the stream for all captures of a device, and a graph with the memory pool for all graphs.
 
-    There is one stream, because cuBLAS keeps a workspace for each: 32 MiB on an H100. Memory is shared, because graphs
-    are replayed one after the other. Their results are not shared, because they are referenced. PyTorch fails on a pool
-    whose graphs are all gone, so this one stays."""
+    All captures use one stream, because cuBLAS keeps a workspace for each stream (32 MiB on an H100). All graphs use
+    one memory pool, because they are replayed one after the other. A result keeps its memory while a tensor refers to
+    it. The returned graph keeps the pool alive, because PyTorch fails on a pool without graphs."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")

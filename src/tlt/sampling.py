@@ -1,4 +1,4 @@
-"""Shared-noise sampling: the noise g, the distribution p, and the one function that adds the two and ranks.
+"""Shared-noise sampling: the noise g, the distribution p, and the one function that ranks tokens by their sum.
 
     token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a function and not a stream
 
@@ -38,7 +38,7 @@ def make_requests(
     prompts: Iterable[Prompt], samples: int, sampling: SamplingParams, seed: int, domain: str = "generate"
 ) -> list[Request]:
     """Return `samples` requests for each prompt, grouped by prompt. The same arguments give the same responses.
-    `domain` gives requests for other purposes other seeds."""
+    Requests of another `domain` have other seeds."""
     return [
         Request(prompt, index, 0, request_seed(seed, domain, prompt.prompt_id, 0, index), sampling)
         for prompt in prompts
@@ -89,7 +89,7 @@ def _gumbel(words: Tensor) -> Tensor:
 
 
 def _host_words(seed: int, position: int, count: int) -> Tensor:
-    """Return a row of `philox_words`. randomgen takes half the time, and increments its counter before each block."""
+    """Return a row of `philox_words`. randomgen takes half the time. It increments its counter before each block."""
     before = ((position << 64) - 1) % 2**128
     generator = Philox(counter=before, key=seed % 2**64, number=4, width=32)
     return torch.from_numpy(np.asarray(generator.random_raw(count)).view(np.int64))
@@ -178,8 +178,8 @@ class TopK(NamedTuple):
 
 
 def gumbel_topk(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
-    """Add the noise of a position and rank: [..., V] -> [..., k]. With k=1 this is the sample itself. Ties go to the
-    lower index."""
+    """Add the noise to log-probs and return the best k: [..., V] -> [..., k]. With k=1 this is the sample itself. Ties
+    go to the lower index."""
     noisy = log_probs + noise
     if k == 1:
         scores, picks = noisy.max(dim=-1, keepdim=True)

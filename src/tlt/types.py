@@ -82,7 +82,7 @@ class Passes:
     """Counters of the target's passes over one row or several. No token depends on them."""
 
     row_passes: int = 0
-    """number of rows, summed over all rounds"""
+    """number of passes over a row, summed over the rows"""
     drafted: int = 0
     accepted: int = 0
     ahead_passes: int = 0
@@ -238,14 +238,14 @@ class RolloutStats(Passes):
     acceptance_rate: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of the first draft token, for each drafter"""
     verified_to: dict[str, int] = field(default_factory=dict)
-    """number of drafts by the deepest token after accepted tokens only. The key `eagle 2` is the drafter and the
-    depth."""
+    """number of drafts by the depth of the last verified token: the first rejected one, or the end of the draft. The
+    key `eagle 2` is the drafter and the depth."""
     accepted_to: dict[str, int] = field(default_factory=dict)
     """number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted"""
     alarms: dict[str, float] = field(default_factory=dict)
-    """the same rates that are below half of their value at publication"""
+    """acceptance rates that are below half of their value at publication, for each such drafter"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """seconds of prefill, draft, verify, commit, and of spot: drafter training that delayed the rollout"""
+    """seconds of prefill, draft, verify, commit, and of drafter training that delayed the rollout (`spot`)"""
     against_plain: dict[str, float] = field(default_factory=dict)
     """seconds of the rounds without a prefill, and the estimated seconds of plain decoding for their tokens"""
     spot: dict[str, float] = field(default_factory=dict)
@@ -334,7 +334,7 @@ class WorkerNow(NamedTuple):
     live: tuple[int, ...] = ()
     """number of tokens so far of each active row"""
     ahead: tuple[int, ...] = ()
-    """distances of the steps that it decodes ahead; 1 is the next step"""
+    """distances of the coming steps whose requests it decodes; 1 is the next step"""
 
 
 @dataclass

@@ -74,7 +74,7 @@ class AttentionBackend(Protocol):
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """Tensor of each layer that holds its keys and values. After `resize` there are others."""
+        """Tensor of each layer that holds its keys and values. `resize` replaces these tensors."""
         ...
 
     def resize(self, slots: int, tokens: int) -> None:

@@ -10,6 +10,6 @@ from tlt.attention.slots import SlotAttention
 
 def attention_for(shape: HeadShape) -> SlotAttention:
     if shape.device.type == "cuda":
-        # cuDNN plans anew for each shape, and a pass has another shape than the one before: 43 ms a pass on an H100
+        # cuDNN makes a plan for each new shape, and most passes have a new shape: 43 ms a pass on an H100
         torch.backends.cuda.enable_cudnn_sdp(False)
     return SlotAttention(shape)

@@ -1,4 +1,5 @@
-"""Plans over slots whose shapes depend on no length, and which the device makes alone: passes by them can be captured.
+"""Attention plans for CUDA graphs: their shapes do not depend on lengths, and the device computes them without the
+host.
 
 Shapes: B rows with padding, N nodes a row, T positions, K key-value heads.
 """
@@ -14,8 +15,8 @@ from tlt.attention.slots import SlotAttention, SlotPlan, Span
 def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, visible: Tensor | None, depths: Tensor) -> SlotPlan:
     """Return the plan of a target pass over slots [0, B), as `SlotAttention.plan` does.
 
-    Rows with a length of -1 in `lengths` [B] are padding: their keys and values are not kept, and their attention means
-    nothing. Every row attends over `tokens` positions, of which the mask hides those that it lacks."""
+    Rows with a length of -1 in `lengths` [B] are padding: their keys and values are not kept, and their output is not
+    used. Every row attends over `tokens` positions. The mask hides those that a row does not have."""
     rows, new = depths.shape
     committed = lengths.clamp(min=0)[:, None]
     order = torch.arange(max(rows, new, tokens), device=depths.device)

@@ -20,8 +20,8 @@ from torch import Tensor
 from tlt.attention.backend import Entries, HeadShape
 from tlt.types import MOST_GUESSES
 
-_SPAN_COST = 1024  # an extra span costs about as much time as attending this many tokens of one row
-_SPARE = 16  # entries behind the last slot, for keys and values of padding; many, so that all values are aligned
+_SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
+_SPARE = 16  # entries behind the last slot, for keys and values of padding; 16, so that all values are aligned
 
 
 class Span(NamedTuple):

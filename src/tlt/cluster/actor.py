@@ -22,9 +22,9 @@ class Place(NamedTuple):
     """Place and resources of a worker."""
 
     log_file: str
-    """File for all output of its process, standard output and errors included"""
+    """file for all output of its process, standard output and errors included"""
     cores: Sequence[int] = ()
-    """The worker's own cores, if all workers are on one machine"""
+    """the worker's own cores, if all workers are on one machine"""
     folder: str = ""
     """The folder of the run's own Ray, if all workers are on one machine. They meet there, so no port is open."""
 
@@ -77,8 +77,8 @@ class Actor:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its text if it cannot be pickled. Ray takes an error that cannot be
-    pickled for a lost worker."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled. Otherwise Ray would report
+    a lost worker."""
     try:
         copy.deepcopy(error)  # uses the protocol of pickle
     except Exception:

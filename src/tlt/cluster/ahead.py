@@ -1,7 +1,7 @@
 """Look-ahead with many workers: assignment of requests of coming steps to idle workers.
 
-Idle workers decode the requests that the cursor takes next, with the present target. An unfinished response is
-continued later. Its old tokens then serve as its draft and are verified.
+Idle workers decode requests of the coming steps with the current target. The tokens serve as drafts when
+a later target decodes the request: in its own step, and before that if the response is unfinished.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class LookingAhead:
             self._home.pop(request.seed, None)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Add drafts of requests that will come again."""
+        """Add drafts for requests that will be decoded again."""
         self.store.put(drafts)
 
     def keep_reported(self, row: Row, tokens: Sequence[int], version: int) -> None:
-        """Keep the tokens that a lost worker had reported for this row. They are correct, so they are the draft when
-        the row starts again."""
+        """Keep the tokens that a lost worker had reported for this row. They serve as its draft when another worker
+        decodes the row."""
         known = self.store.get(row.request)
         rest = known.tokens[len(tokens) :].tolist() if known else ()
         self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
@@ -125,10 +125,10 @@ class LookingAhead:
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """Return the queue from which workers take their shares of the rows.
+        """Return a queue of groups of rows, which workers take in turn.
 
-        Without look-ahead drafts, it has whole groups in their order. Otherwise each worker's share is expected to take
-        about the same number of rounds (longest processing time first: Graham, 1969), with long rows first.
+        Without look-ahead drafts, groups keep their order. With them, groups may be split so that all workers need
+        about the same number of rounds (LPT: Graham, 1969).
         """
         if not any(self.store.get(row.request) for row in rows):
             return deque(by_prompt(rows))
@@ -142,7 +142,7 @@ class LookingAhead:
 
     def _rounds(self, request: Request) -> float:
         """Return the expected number of rounds of the request. If it did not end during look-ahead, its remaining
-        length is estimated as its present length, or as the mean length of its siblings if that is larger."""
+        length is estimated as its length so far, or as the mean length of its siblings if that is larger."""
         mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
         known = self.store.get(request)
         if known is None:

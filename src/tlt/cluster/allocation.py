@@ -23,7 +23,7 @@ class Allocation:
     def begin(self, missing: int) -> None:
         """Begin a rollout with this number of responses."""
         self.missing = missing
-        """Number of responses that have not ended"""
+        """number of responses that have not ended"""
         self.queue: deque[list[Row]] = deque()
         self.shares = [Share() for _ in range(self.crew.size)]
         self._lost_stats = RolloutStats()
@@ -50,7 +50,7 @@ class Allocation:
             del share.rows[response.request.seed]
             share.reported.pop(response.request.seed, None)
             self.forecast.lengths.append(len(response.token_ids))
-        if not share.asked:  # so this slice has answered the request to move rows, if there was one
+        if not share.asked:  # else the slice began before the request to move rows
             for row in done.released:
                 del share.rows[row.request.seed]
                 share.reported.pop(row.request.seed, None)
@@ -59,7 +59,7 @@ class Allocation:
         return done.responses
 
     def requeue(self, rows: list[Row]) -> None:
-        """Put rows at the front of the queue, and end idle work, so that a worker takes them."""
+        """Put rows at the front of the queue. End the calls of idle workers, so that one takes the rows."""
         self.queue.appendleft(rows)
         self.crew.break_off()
 
@@ -107,7 +107,7 @@ class Allocation:
         return {seed: n for share in self.shares for seed, n in zip(share.rows, share.lengths, strict=True)}
 
     def stats(self) -> list[RolloutStats]:
-        """Return the counters of each present worker that decoded, and before them those of lost ones."""
+        """Return the sum of the counters of lost workers, then the counters of each worker that decoded."""
         return [self._lost_stats, *(share.last.stats for share in self.shares if share.last)]
 
     def _update_forecast(self, before: Slice | None, now: Slice) -> None:

@@ -44,7 +44,7 @@ class Forecast:
         self.longest = longest
         self.round_time = RoundTime()
         self.prefill_seconds = 0.0
-        """Seconds to prefill one token"""
+        """seconds to prefill one token"""
         self.lengths: deque[int] = deque(maxlen=_LENGTHS)
 
     def remaining(self, tokens: int) -> float:

@@ -24,8 +24,8 @@ class Capacity:
     def __init__(self, pool: Pool, least: int, grace: float) -> None:
         self.pool, self.least, self.grace = pool, least, grace
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
-        """Awaited workers, and the time at which each was requested"""
-        self._told: set[int] = set()
+        """awaited workers, and the time at which each was requested"""
+        self._logged: set[int] = set()  # awaited workers whose delay was logged
         self._absent: dict[int, float] = {}  # workers that are left out, and the earliest time of their return
         self._next = 0.0
 
@@ -46,10 +46,10 @@ class Capacity:
         begun = [index for index in self.awaited if self.pool.has_begun(index)]
         for index in begun:
             del self.awaited[index]
-            self._told.discard(index)
+            self._logged.discard(index)
         for index, since in self.awaited.items():
-            if now - since > min(_TELLS, self.grace) and index not in self._told:
-                self._told.add(index)
+            if now - since > min(_TELLS, self.grace) and index not in self._logged:
+                self._logged.add(index)
                 late = f"worker {index} has not started after {now - since:.0f} s ({self.pool.capacity()})"
                 log.warning("%s; its timeout is %g s (cluster.grace)", late, self.grace)
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
@@ -58,7 +58,7 @@ class Capacity:
         """Continue without the worker until its process has started. If it was left out `times` times because of
         losses, also wait for a pause that doubles each time. Raises ClusterError if too few workers are left."""
         self.awaited.pop(index, None)
-        self._told.discard(index)
+        self._logged.discard(index)
         pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS
         self._absent[index] = time.monotonic() + pause
         left = f"{len(self.present)} of {self.pool.size} workers are left"
@@ -68,7 +68,7 @@ class Capacity:
         log.warning("%s, and the run continues with them%s: %s", left, again, why)
 
     def back(self) -> list[int]:
-        """Return workers that were left out, whose pause is over and whose process has started."""
+        """Return the left-out workers whose pause is over and whose process has started."""
         now = time.monotonic()
         if not self._absent or now < self._next:
             return []

@@ -42,13 +42,13 @@ def lets_in_anybody(address: str) -> bool:
     try:
         done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=_TELLS)
     except subprocess.TimeoutExpired:
-        said = f"no answer in {_TELLS:g} s"
+        answer = f"no answer in {_TELLS:g} s"
     else:
         if done.returncode == 0 or "AuthenticationError" in done.stderr:
             return done.returncode == 0
-        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        answer = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise ClusterError(
-        f"cannot determine whether the Ray cluster at {address} requires a token ({said}): set "
+        f"cannot determine whether the Ray cluster at {address} requires a token ({answer}): set "
         "cluster.allow_no_token = true if nobody else can reach it"
     )
 
@@ -65,8 +65,8 @@ class Control:
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def look(self) -> None:
-        """Check whether the process is running, if the last check is old enough. Raises ClusterError if it is gone, but
-        only once, so that saving is not disturbed."""
+        """Check whether the process is running, if the last check is old enough. Raises ClusterError if it does not
+        answer any more, but only once, so that saving is not disturbed."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

@@ -22,7 +22,7 @@ class Deadlines:
         self._taken: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
 
     def took(self, method: str, seconds: float) -> None:
-        """Note the duration of a call in seconds."""
+        """Record the duration of a call in seconds."""
         self._taken[method].append(seconds)
 
     def seconds(self, method: str) -> float:

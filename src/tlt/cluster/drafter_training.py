@@ -25,7 +25,7 @@ from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_numb
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
-"""Calls whose results the driver waits for"""
+"""calls whose results the driver waits for"""
 
 
 class Calls(Protocol):
@@ -65,11 +65,11 @@ class DrafterTraining(FaultBarrier):
         self.schedule = Schedule(training.micro_batch_tokens)
         self.baton = Baton[Handle]()
         self.version = 0
-        """Number of the drafter in use; 0 is the one that the run started with"""
+        """number of the drafter in use; 0 is the one that the run started with"""
         self.in_use: tuple[Handle, float | None] | None = None
-        """Published drafter, and the acceptance rate of its first draft token"""
+        """published drafter, and the acceptance rate of its first draft token"""
         self.under_way: int | None = None
-        """Worker that runs one of `METHODS`"""
+        """worker that runs one of `METHODS`"""
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self._put = put
@@ -82,8 +82,8 @@ class DrafterTraining(FaultBarrier):
 
     @contained(False)
     def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
-        """Start a call for the drafter on this one of the `idle` workers, for about this many seconds. Return whether a
-        call was due."""
+        """Start a call for the drafter on `worker`, one of the `idle` ones, for about this many seconds. Return whether
+        a call was started."""
         due, able = self.schedule.due(), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
@@ -167,9 +167,9 @@ class DrafterTraining(FaultBarrier):
 
     def _draft_with(self, drafter: Handle, acceptance: float | None) -> None:
         self.in_use = drafter, acceptance
-        self._tell_all("take_drafter", drafter, acceptance)
+        self._call_all("take_drafter", drafter, acceptance)
 
-    def _tell_all(self, method: str, *arguments: Any) -> None:
+    def _call_all(self, method: str, *arguments: Any) -> None:
         for worker in self.crew.present:
             self.crew.call(worker, method, *arguments)
 
@@ -180,9 +180,9 @@ class DrafterTraining(FaultBarrier):
         """Note the end of a rollout, with the engine's acceptance rate of the learned drafter (None: not used)."""
         self._unable.clear()
         if self.schedule.rollout_ended(seconds, acceptance):
-            self._tell_all("forget_older_data")
+            self._call_all("forget_older_data")
         if self.extra:
-            self._tell_all("rollout_ended")
+            self._call_all("rollout_ended")
 
     def train_for(self, left: Callable[[], float], most: float, handle: Callable[[Done], None]) -> None:
         """Train on free workers while something is due, until no seconds are `left`. A call lasts at most `most`

@@ -20,12 +20,14 @@ METHOD = "early_update"
 
 
 class EarlyUpdate:
+    """Early shards of a rollout and the workers that compute them."""
+
     def __init__(self, crew: Crew, train: TrainConfig) -> None:
         self.crew = crew
         self.most: float = PER_WORKER if has_early_gradients(train) else math.inf
-        """Maximum number of early shards per worker; unlimited for log-probs, because they take little memory"""
+        """maximum number of early shards per worker; unlimited for log-probs, because they take little memory"""
         self._groups: EarlyGroups | None = None
-        self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that has it, and the share that is done
+        self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that computes it, and the share that is done
         self._unable = set[int]()  # workers whose memory is too small
         self._seconds = 0.0
 
@@ -34,8 +36,8 @@ class EarlyUpdate:
         self._groups, self._begun = groups, {}
 
     def next_call(self, worker: int, so_far: Mapping[int, int], seconds: float) -> bool:
-        """Let an idle worker compute an early shard for about this many seconds. Return whether one is certain.
-        `so_far`: tokens of unfinished responses by seed."""
+        """Let an idle worker compute an early shard for about this many seconds. Return whether there is
+        one. `so_far`: tokens of unfinished responses by seed."""
         if self._groups is None or worker in self._unable:
             return False
         shards = self._groups.shards(so_far)

@@ -7,15 +7,17 @@ from tlt.cluster.early import EarlyUpdate
 from tlt.cluster.pool import ClusterError
 from tlt.types import TrainBatch
 
-_ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
+_ATTEMPTS = 5  # maximum number of attempts that fail although no worker is lost
 _ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
 class GroupUpdate:
+    """Update on all present workers, and its progress."""
+
     def __init__(self, crew: Crew, early: EarlyUpdate) -> None:
         self.crew, self.early = crew, early
         self.done = 0.0
-        """Fraction of the update that the slowest worker had done at the last check"""
+        """fraction of the update that the slowest worker had done at the last check"""
         self._rendezvous: tuple[str, object] | None = None
 
     def shard_policy(self) -> None:
@@ -44,7 +46,7 @@ class GroupUpdate:
             self._rendezvous = None
             self.crew.everyone("rollback")
             left -= self.crew.losses == losses
-        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
+        raise ClusterError(f"the update of step {step + 1} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
     def read_progress(self) -> None:
         self.done = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)

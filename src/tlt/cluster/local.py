@@ -103,7 +103,7 @@ class LocalRollout:
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        """Decode the requests. `early` is not used, because the only worker is never idle meanwhile."""
+        """Decode the requests. `early` is not used, because the only worker is never idle during a rollout."""
         self.tracer.enter(ROLLOUT)
         self.engine.start(())
         rows = self.turns.begin(requests)

@@ -10,12 +10,12 @@ Handle = Any
 
 
 class WorkerLost(Exception):
-    """The worker died, or an argument of the call was lost with another worker. The message gives the reason if it is
-    known."""
+    """Error because the worker died, or because an argument of the call was lost with another worker. The message gives
+    the reason if it is known."""
 
 
 class ClusterError(ValueError):
-    """The workers cannot continue; the message gives the remedy."""
+    """Error because the workers cannot continue. The message gives the remedy."""
 
 
 class Pool(Protocol):
@@ -27,12 +27,13 @@ class Pool(Protocol):
         ...
 
     def interrupt(self, index: int, number: float) -> None:
-        """Call `Worker.interrupt` at once, concurrently with the worker's present call. Do nothing if the worker is
+        """Call `Worker.interrupt` at once, concurrently with the worker's current call. Do nothing if the worker is
         lost."""
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:
-        """Return `Worker.updated`, read in the same way; None if there is no answer within this many seconds."""
+        """Return `Worker.updated`, read concurrently with the current call; None without an answer in this many
+        seconds."""
         ...
 
     def put(self, value: Any) -> Handle:

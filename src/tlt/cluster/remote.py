@@ -21,6 +21,8 @@ from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
 
 class ClusterRollout:
+    """Rollout on all workers."""
+
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
 
@@ -71,7 +73,7 @@ class ClusterRollout:
 
 
 class ClusterPolicy:
-    """The policy as replicas, of which one answers each call, or as shards, which answer together."""
+    """Policy on the workers. One replica answers each call. If the policy is sharded, all workers answer together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew

@@ -13,15 +13,15 @@ class Share:
     """Rows that a worker has to decode in a rollout, and what the worker has reported."""
 
     rows: dict[int, Row] = field(default_factory=dict)
-    """Unfinished rows by seed, in the state in which they were sent to the worker"""
+    """unfinished rows by seed, in the state in which they were sent to the worker"""
     promised: list[Row] = field(default_factory=list)
-    """Rows that another worker released for this one"""
+    """rows that another worker released for this one"""
     asked: list[int] = field(default_factory=list)
-    """Seeds of rows that the worker must release in its next slice"""
+    """seeds of rows that the worker must release in its next slice"""
     helper: int | None = None
-    """Worker that gets the released rows"""
+    """worker that gets the released rows"""
     reported: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens that the worker has reported for each row since the row was sent to it, by seed"""
+    """tokens that the worker has reported for each row since the row was sent to it, by seed"""
     last: Slice | None = None
 
     @property

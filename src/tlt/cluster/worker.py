@@ -41,22 +41,22 @@ from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""(address of the meeting, rank, number of members, shards of a batch, device) -> the group of the members"""
+"""(address of the rendezvous, rank, number of members, workers of the recipe, device) -> process group"""
 
 
 class Work(NamedTuple):
     """Work for one slice, in addition to the rows that the worker already has."""
 
     rollout: int
-    """Number of the rollout. If it is new, earlier rows are dropped."""
+    """Number of the rollout. If it is new, rows of the previous one are dropped."""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
-    """Seeds of requests that the worker releases, so that others decode them"""
+    """seeds of requests that the worker releases, so that others decode them"""
     drafts: Sequence[Ahead] = ()
-    """Look-ahead drafts for the new requests"""
+    """look-ahead drafts for the new requests"""
     plain: bool = False
-    """Whether to use plain decoding, regardless of the recipe"""
+    """whether to use plain decoding, regardless of the recipe"""
 
 
 class AheadWork(NamedTuple):
@@ -65,7 +65,7 @@ class AheadWork(NamedTuple):
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """Look-ahead drafts so far for these requests and their siblings"""
+    """look-ahead drafts so far for these requests and their siblings"""
 
 
 class Slice(NamedTuple):
@@ -74,14 +74,14 @@ class Slice(NamedTuple):
     responses: list[Response]
     released: list[Row]
     stats: RolloutStats
-    """Counters of this worker for the whole rollout so far"""
+    """counters of this worker for the whole rollout so far"""
     live: dict[int, int]
-    """Number of tokens so far of each active row, by seed"""
+    """number of tokens so far of each active row, by seed"""
     waiting: list[int]
-    """Seeds of the waiting rows"""
+    """seeds of the waiting rows"""
     seconds: float
     news: dict[int, list[int]]
-    """Tokens of active and waiting rows since the previous slice, by seed"""
+    """tokens of active and waiting rows since the previous slice, by seed"""
 
 
 class EarlySlice(NamedTuple):
@@ -218,7 +218,7 @@ class Worker:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def rendezvous(self) -> str:
-        """Open a place where a new group can meet. Return its address. It stays open until the next one is opened."""
+        """Open a rendezvous for a new process group. Return its address. It stays open until the next call."""
         self._rendezvous = Rendezvous(self._meets)
         return self._rendezvous.address
 
@@ -264,8 +264,8 @@ class Worker:
         held: Held = (),
     ) -> dict[str, float] | Broken:
         """Do this member's part of the update. `held`: early shards that each member has begun, with the share that is
-        done. Return Broken if another member is lost; `rollback` must follow. Raises
-        GroupBroken if there is no state to restore, for example because the lost member had a shard of the policy."""
+        done. Return Broken if another member is lost; `rollback` must follow. If there is no state to restore, for
+        example because the policy is sharded, raise GroupBroken instead."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
@@ -282,7 +282,7 @@ class Worker:
 
     @property
     def updated(self) -> float:
-        """Fraction of the update under way that is done. It is read from another thread."""
+        """Fraction of the current update that is done. It is read from another thread."""
         return self.policy.updated
 
     def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:

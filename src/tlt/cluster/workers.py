@@ -28,7 +28,7 @@ from tlt.files import first_line
 from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
-_BESIDE = "beside"  # calls that run concurrently with the one under way
+_CONCURRENT = "concurrent"  # group of calls that run concurrently with another call
 _LONGEST_FOLDER = 40  # in characters, because the system allows 107 for the paths of Ray's sockets below it
 
 
@@ -39,14 +39,14 @@ class RayPool:
         self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
-        """Folder of the run's own Ray; empty if the run joined a cluster"""
+        """folder of the run's own Ray; empty if the run joined a cluster"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()
         try:
             with keep_signal_handlers():
                 self._join(config.cluster.address) if config.cluster.address else self._start()
-            self._amid_update = False
+            self._is_updating = False
             self._control = Control(self._ray.get_runtime_context().gcs_address)
             self._actors = [self._actor(index, str(Path(folder).resolve())) for index in range(self.size)]
             self._processes = [self._process(index) for index in range(self.size)]
@@ -72,7 +72,7 @@ class RayPool:
                 log_to_driver=False,
                 logging_level="ERROR",
             )
-        except Exception as error:  # Ray raises no narrower one
+        except Exception as error:  # Ray has no narrower type for this
             raise ClusterError(
                 f"Ray cannot start on this machine ({first_line(error)}): start again when the machine is less busy, "
                 "or set cluster.workers = 1"
@@ -108,8 +108,8 @@ class RayPool:
                 raise ConfigError(f"{least}, but there are {count:g} {what}: each worker needs one")
         place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
-        # calls are many and short, and recording each of them took a tenth of the CPU time
-        actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_BESIDE: 1})(Actor)
+        # calls are many and short, so recording them took a tenth of the CPU time
+        actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_CONCURRENT: 1})(Actor)
         return actor.remote(self._config, index, policy_folder, place)
 
     def _log_file(self, index: int) -> str:
@@ -118,14 +118,14 @@ class RayPool:
     # -- the protocol --------------------------------------------------------------------------------------------------
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
-        self._amid_update = method == "update"
+        self._is_updating = method == "update"
         return self._actors[index].call.remote(method, *arguments)
 
     def interrupt(self, index: int, number: float) -> None:
-        self._actors[index].interrupt.options(concurrency_group=_BESIDE).remote(number)
+        self._actors[index].interrupt.options(concurrency_group=_CONCURRENT).remote(number)
 
     def updated(self, index: int, seconds: float) -> float | None:
-        handle = self._actors[index].updated.options(concurrency_group=_BESIDE).remote()
+        handle = self._actors[index].updated.options(concurrency_group=_CONCURRENT).remote()
         try:
             with unwrap_given_up():
                 return self._ray.get(handle, timeout=seconds)
@@ -136,7 +136,7 @@ class RayPool:
         return self._ray.put(value)
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        if not self._amid_update:  # an update must end before a save, and it has the time to
+        if not self._is_updating:  # an update can end before Ray ends the workers, and a save needs it complete
             self._control.look()
         waiting = list(handles)
         with unwrap_given_up():
@@ -164,7 +164,7 @@ class RayPool:
         self._processes[index] = self._process(index)
 
     def _process(self, index: int) -> Handle:
-        return self._actors[index].process.options(concurrency_group=_BESIDE).remote()
+        return self._actors[index].process.options(concurrency_group=_CONCURRENT).remote()
 
     def _kill(self, index: int) -> None:
         """Kill a worker. If Ray is the run's own, also kill the process at once. Ray asks a worker to end first, so a

@@ -1,9 +1,9 @@
-"""Look-ahead: the response of an older target to a request, with the request's own seed, is a draft for the present
+"""Look-ahead: the response of an older target to a request, with the request's own seed, is a draft for the current
 target.
 
 A request's noise is a function of its seed and position. So two versions of a target give the same response, except
-where an update changed an argmax. The old response is a chain that is known in advance: it needs no levels and no log
-q. A response that is old, truncated or of another request is only a bad draft.
+where an update changed which token has the largest noisy score. The old response is a chain whose tokens are all known,
+so it needs no drafter. A response that is old, truncated or of another request is only a bad draft.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Ahead(NamedTuple):
     tokens: np.ndarray
     """[n] int32"""
     version: int
-    """Version of the target that decoded the last part"""
+    """version of the target that decoded the last part"""
     ended: bool
 
     @classmethod
-    def of(cls, said: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
+    def of(cls, decoded: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
         """Return the tokens of a row or a response, followed by `rest`, the older tokens that are expected to come
         next."""
-        tokens = said.tokens if isinstance(said, Row) else said.token_ids
+        tokens = decoded.tokens if isinstance(decoded, Row) else decoded.token_ids
         both = np.array([*tokens, *rest], dtype=np.int32)
-        return cls(said.request.seed, said.request.prompt.token_ids, both, version, ended)
+        return cls(decoded.request.seed, decoded.request.prompt.token_ids, both, version, ended)
 
 
 class AheadStore:

@@ -1,6 +1,6 @@
 """A whole chain of the learned drafter in one CUDA graph. The host would need 1.3 ms to start the kernels of a level.
 
-Levels that the host would have left out, because they are unlikely, are drafted too. The chain is cut afterwards.
+Unlikely levels, which the host would have left out, are drafted too. The chain is cut afterwards.
 
 Shapes: B rows and M missing entries, both with padding, D hidden, V tokens that can be proposed, K key-value heads, T
 entries of a slot.
@@ -39,7 +39,7 @@ class ReplayedChain:
         rows, entries, depth, *_ = shape
         device = drafter.target.device
         vocab_size = drafter.options.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
-        # shared, because that of 64 rows, 5 levels and 151,936 tokens takes 185 MiB
+        # shared, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
         alike = [chain.noise for chain in drafter.chains.values() if chain.noise.shape[:2] == (rows, depth)]
         self.noise = alike[0] if alike else torch.zeros(rows, depth, vocab_size, device=device)
         self.law = [torch.ones(rows, dtype=kind, device=device) for kind in (torch.float64, torch.int64, torch.float64)]

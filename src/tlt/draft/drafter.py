@@ -29,7 +29,7 @@ class Level(NamedTuple):
     grow on the host. They are copies, so a drafter that writes to them changes no tree."""
 
     depth: int
-    """Depth of the nodes. 0: the roots (the last committed tokens), W = 1"""
+    """depth of the nodes. 0: the roots (the last committed tokens), W = 1"""
     tokens: np.ndarray
     """[B, W] int64"""
     parents: np.ndarray
@@ -37,7 +37,7 @@ class Level(NamedTuple):
     alive: np.ndarray
     """[B, W] bool. Proposals for other nodes are ignored."""
     law: Law
-    """Sampling parameters of the B requests"""
+    """sampling parameters of the B requests"""
 
 
 class Candidates(NamedTuple):
@@ -59,7 +59,7 @@ class Drafter(Protocol):
 
     name: str
     acceptance_rate: float | None
-    """Acceptance rate of its first draft token when last measured; None if it never was"""
+    """acceptance rate of its first draft token when last measured; None if it never was"""
 
     def begin(self, window: FeatureView | None) -> None:
         """Start without active rows. `window` gives the target's hidden states of the rows' last tokens; None if the
@@ -89,9 +89,9 @@ class Sources(NamedTuple):
 
     target: Decoder
     layer: EagleLayer | None
-    """Weights of the learned drafter, if the registry says that this drafter is learned"""
+    """weights of the learned drafter, if the registry says that this drafter is learned"""
     history_tokens: int
-    """Limit of the tokens kept from earlier epochs"""
+    """limit of the tokens kept from earlier epochs"""
 
 
 @dataclass
@@ -100,10 +100,10 @@ class Node:
 
     request: Request
     committed: Sequence[int]
-    """The response so far. Its last token is the root."""
+    """response so far; its last token is the root"""
     path: tuple[int, ...]
     state: Any = None
-    """State with which the drafter continues from this node"""
+    """state with which the drafter continues from this node"""
 
 
 class Offer(NamedTuple):
@@ -121,7 +121,7 @@ class ChainDrafter(Protocol):
     """A drafter that can draft a whole chain for each row without the host."""
 
     whole_chains: bool
-    """Whether that is faster here than one level at a time"""
+    """whether that is faster here than one level at a time"""
 
     def draft_chain(self, alive: np.ndarray, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each row what `predict` would lead to, as long as all draft tokens are continued: the tokens [B,
@@ -180,7 +180,7 @@ class NodeDrafter(ABC):
 
     def _child(self, row: int, place: int, token: int) -> Node:
         parent = self._level[row][place]
-        assert parent is not None, "only living nodes have children"
+        assert parent is not None, "only alive nodes have children"
         state = self._states.get((row, place), {}).get(token)
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 

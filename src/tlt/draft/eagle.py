@@ -43,6 +43,8 @@ class DrafterError(ValueError):
 
 @dataclass(frozen=True)
 class EagleOptions:
+    """Shape of a learned drafter."""
+
     kind: Kind
     hidden_size: int
     num_heads: int
@@ -53,11 +55,11 @@ class EagleOptions:
     vocab_size: int
     max_positions: int
     taps: tuple[int, ...]
-    """Indices of the target's `hidden_states` that are fused; () for eagle1"""
+    """indices of the target's `hidden_states` that are fused; () for eagle1"""
     window: int
-    """Number of last entries that attention reads"""
+    """number of last entries that attention reads"""
     draft_vocab_size: int
-    """Number of tokens that it can propose"""
+    """number of tokens that it can propose"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -100,7 +102,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.options = o = options
         self.acceptance_rate: float | None = None
-        """Acceptance rate of its first draft token on held-out responses; None if not measured"""
+        """acceptance rate of its first draft token on held-out responses; None if not measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
         self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)
@@ -185,11 +187,11 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     """Load a drafter. Raises DrafterError if the folder does not hold one that fits the target."""
     path = Path(folder)
     if not path.is_dir():
-        raise DrafterError(f"{path} is not a folder: train a drafter with tlt draft train")
+        raise DrafterError(f"{path} is not a folder: give the folder of a drafter, or train one with tlt draft train")
     try:
         config = read_json(path / "config.json")
         if "tlt_drafter" not in config:
-            raise ValueError("config.json is not of a drafter; a run saves its drafters in drafter/ of its folder")
+            raise ValueError("config.json is not that of a drafter; a run saves its drafters in drafter/ of its folder")
         raw = config["tlt_drafter"]
         acceptance_rate = config.get("acceptance_rate", config.get("agreement"))  # older folders have the second key
         raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders have the whole vocabulary

@@ -81,7 +81,7 @@ def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Te
         found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in found.items()}
     if words:
         shared = {"lm_head.weight": words.head}
-        if to == "speculators":  # it would leave a missing embedding as it was initialised
+        if to == "speculators":  # else speculators would leave the embedding as it was initialised
             shared["embed_tokens.weight"] = words.embedding
         found |= {name: t.detach().to("cpu", found["fc.weight"].dtype, copy=True) for name, t in shared.items()}
     return found

@@ -22,7 +22,7 @@ class FusedLayer:
 
     @torch.no_grad()
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
-        """`begin` must follow."""
+        """Fuse the weights. Call `begin` before use."""
         self.options = o = layer.options
         self.target = target  # its embedding is read at every use, because it changes with its version
         wide = torch.float64 if target.dtype == torch.float64 else torch.float32
@@ -51,7 +51,7 @@ class FusedLayer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Read what depends on the target's version."""
+        """Compute the tensors that depend on the target's version."""
         o, target = self.options, self.target
         small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
         self.table = self._contribution(target.embedding) if small else None

@@ -102,7 +102,7 @@ class EagleDrafter:
     def draft_chain(self, alive: np.ndarray, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._catch_up(alive)
         addresses = self.attention.memory[0], self.window.features, self.window.tokens
-        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # the chains have those of tensors that are gone
+        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # the chains have the addresses of freed tensors
             self.chains, self._addresses = {}, addresses
         rows = min(rounded_up(len(alive)), self.attention.slots)
         shape = ChainShape(
@@ -142,8 +142,8 @@ class EagleDrafter:
         caught_up = len(rows) == len(missing.last)
         written = None if caught_up else Entries(rows, missing.positions)
         self.plan = self.attention.plan_draft(missing.lengths, missing.starts, written)
-        guesses = np.minimum(np.add.outer(missing.lengths, range(MOST_GUESSES)), self.options.max_positions - 1)
-        self.cis = self.target.cis(self._tensor(guesses))  # [B, depth, 1, E/2]
+        positions = np.minimum(np.add.outer(missing.lengths, range(MOST_GUESSES)), self.options.max_positions - 1)
+        self.cis = self.target.cis(self._tensor(positions))  # [B, depth, 1, E/2]
         if not caught_up:
             at_last = self._tensor(missing.last)
             q, residual = q[at_last], residual[at_last]

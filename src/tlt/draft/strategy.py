@@ -9,14 +9,14 @@ class Strategy(NamedTuple):
     """Strategy of a round. `verify_tokens` counts the root, so 1 is plain decoding."""
 
     drafter: str
-    """Name of the drafter; not used in plain decoding"""
+    """name of the drafter; not used in plain decoding"""
     depth: int
     branching: int
     verify_tokens: int
     min_chance: float = 0.0
-    """Minimum estimated probability that a verified node is reached"""
+    """minimum estimated probability that a verified node is reached"""
     ahead: int = 0
-    """Maximum number of look-ahead tokens for a row with a look-ahead draft; 0: the drafter drafts all rows"""
+    """maximum number of look-ahead tokens for a row with a look-ahead draft; 0: the drafter drafts all rows"""
 
     @property
     def nodes(self) -> int:
@@ -32,4 +32,4 @@ class Strategy(NamedTuple):
 
 PLAIN = Strategy("plain", 0, 1, 1)
 LEARNED = "eagle"
-"""Name of the drafter that is trained"""
+"""name of the drafter that is trained"""

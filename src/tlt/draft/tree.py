@@ -37,7 +37,7 @@ class DraftTree:
     chance: list[float] = field(default_factory=lambda: [1.0])
     cells: list[int] = field(default_factory=lambda: [-1])
     ahead: bool = False
-    """Whether the tree is a look-ahead draft"""
+    """whether the tree is a look-ahead draft"""
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
@@ -57,9 +57,9 @@ class Roots(NamedTuple):
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     law: Law
-    """Sampling parameters of the B requests, for the drafter"""
+    """sampling parameters of the B requests, for the drafter"""
     device: torch.device
-    """Device of the noise"""
+    """device of the noise"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]
@@ -188,11 +188,11 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
     ids, log_q, classes = candidates
     width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
     if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
-        raise ValueError(f"log q of shape {tuple(log_q.shape)} for {nodes} nodes")
+        raise ValueError(f"log q has shape {tuple(log_q.shape)}, but must be {(*nodes, *width)}, like the ids if given")
     if ids is not None and ids.dtype != torch.int64:
-        raise ValueError(f"candidates of type {ids.dtype}")
+        raise ValueError(f"Candidates.ids must be int64, not {ids.dtype}")
     if classes is not None and classes.shape != nodes:
-        raise ValueError(f"classes of shape {classes.shape} for {nodes} nodes")
+        raise ValueError(f"classes have shape {classes.shape}, but must be {nodes}")
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 WhenIdle = Callable[[RolloutEngine, Callable[[], bool]], None]
 
 ABORTED = "aborted"
-"""Finish reason of an interrupted response"""
+"""finish reason of an interrupted response"""
 
 
 class AsyncEngine:
@@ -34,10 +34,10 @@ class AsyncEngine:
         self._engine, self._when_idle = engine, when_idle
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waited_for: dict[int, Future[Response]] = {}
-        """Response of each active request, by seed"""
+        """response of each active request, by seed"""
         self._failed = False
-        """Whether a round has failed since the engine was last started"""
-        self._closed, self._lock = False, Lock()  # nothing may be queued after the last order
+        """whether a round has failed since the engine was last started"""
+        self._closed, self._lock = False, Lock()  # nothing may be queued after `close`
         self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
         self._thread.start()
 
@@ -51,19 +51,19 @@ class AsyncEngine:
             await self._ordered(lambda engine: self._submit(engine, request, response))
             return await asyncio.wrap_future(response)
         except asyncio.CancelledError:
-            with suppress(RuntimeError):  # it was closed concurrently
+            with suppress(RuntimeError):  # the engine was closed concurrently
                 self._order(lambda engine: self._withdraw(engine, request.seed, response))
             raise
 
     async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Call `act` with the engine after the present round. Requests that the engine drops in this call, for example
+        """Call `act` with the engine after the current round. Requests that the engine drops in this call, for example
         by a restart, raise RuntimeError."""
 
         def acted(engine: RolloutEngine) -> T:
             try:
                 return act(engine)
             finally:
-                self._tell_of_the_lost(engine)
+                self._fail_dropped(engine)
 
         return await self._ordered(acted)
 
@@ -87,11 +87,11 @@ class AsyncEngine:
         return result
 
     async def interrupt(self) -> list[int]:
-        """End all requests with their tokens so far. Return their seeds."""
+        """End all requests. Their callers get the tokens so far. Return the seeds."""
         return await self.between_rounds(self._interrupt)
 
     def close(self) -> None:
-        """End the thread after the present round."""
+        """End the thread after the current round."""
         with self._lock:
             self._closed = True
             self._orders.put(None)
@@ -107,7 +107,7 @@ class AsyncEngine:
             if self._orders.empty() and self._when_idle and not self._failed:
                 self._use_idle_time(self._when_idle)
             if (order := self._orders.get()) is None:
-                self._tell(list(self._waited_for), RuntimeError("the engine was closed while it decoded"))
+                self._fail(list(self._waited_for), RuntimeError("the engine was closed while it decoded"))
                 return
             order()
 
@@ -122,7 +122,7 @@ class AsyncEngine:
         if request.seed in self._waited_for:
             raise ValueError(f"two active requests have the seed {request.seed}: give each its own")
         if self._failed:
-            self._begin_anew()
+            self._restart()
         engine.submit([request])
         self._waited_for[request.seed] = response
 
@@ -136,23 +136,23 @@ class AsyncEngine:
         try:
             for response in self._engine.round():
                 self._waited_for.pop(response.request.seed).set_result(response)
-        except Exception as error:  # of the engine: pass it to all callers and start the engine again
-            self._tell(list(self._waited_for), error)
+        except Exception as error:  # pass it to all callers and restart the engine
+            self._fail(list(self._waited_for), error)
             self._failed = True
             with suppress(Exception):  # then the next request raises the error
-                self._begin_anew()
+                self._restart()
 
-    def _tell(self, seeds: Iterable[int], error: Exception) -> None:
+    def _fail(self, seeds: Iterable[int], error: Exception) -> None:
         for seed in seeds:
             self._waited_for.pop(seed).set_exception(error)
 
-    def _tell_of_the_lost(self, engine: RolloutEngine) -> None:
+    def _fail_dropped(self, engine: RolloutEngine) -> None:
         if self._waited_for:
             held = {row.request.seed for rows in (engine.rows, engine.waiting) for row in rows}
             why = "the engine was restarted during this request: interrupt it or wait before loading new weights"
-            self._tell(self._waited_for.keys() - held, RuntimeError(why))
+            self._fail(self._waited_for.keys() - held, RuntimeError(why))
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._engine.start(())
         self._failed = False
 

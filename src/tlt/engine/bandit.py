@@ -22,27 +22,22 @@ import numpy as np
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.acceptance import AcceptanceModel, Source
 from tlt.engine.tuner import RoundResult
 
 _WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each arm in a bucket
-_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before others, and of a look-ahead before its seconds count
-_ROUNDS_BETWEEN_LOOKS = 4  # rounds between two comparisons of all arms
-_MARGIN = 0.02  # fraction by which another arm must be faster to replace the present one
+_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms, and of a look-ahead arm before it is timed
+_ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
+_MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
 _ROUNDS_BETWEEN_TRIES = 64  # rounds of a bucket between two tries
-_NEAR = 0.85  # least speed of an arm that is tried, relative to the best one
+_NEAR = 0.85  # lowest speed of an arm that is tried, relative to the best one
 _LOST = 0.01  # share of the seconds that may be lost against plain decoding before only known arms are used
 _MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
-_DEEPEST = 64  # levels of a draft whose acceptance is counted
-_KEPT = 1 - 1 / 64  # weight of earlier rounds in the acceptance rates, from one round to the next
-_PRIOR_ROWS = 2  # weight, in rows, of the acceptance rate that is expected before any was seen
-_ACCEPTANCE, _HOPED_ACCEPTANCE = 0.5, 0.8  # acceptance rate of an unknown drafter; the same while drafts save time
+_ACCEPTANCE, _HOPED_ACCEPTANCE = 0.5, 0.8  # of a drafter without evaluation; the same while drafts save time
 _ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
-_ROWS_OF_JUDGEMENT = 8  # weight, in rows, of the acceptance rate that a new drafter had on held-out data
 _AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longest chain sets the width of the pass
-_LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
+_LOOK_AHEAD: Source = ("ahead", 1)  # the source of look-ahead chains
 
-Source = tuple[str, int]
-"""(drafter, branching)"""
 X = TypeVar("X", bound=float)
 
 
@@ -74,58 +69,6 @@ def interpolate(points: Mapping[X, float], x: float) -> float:
     above = min((k for k in points if k >= x), default=max(points))
     low, high = points[below], points[above]
     return low if above == below else low + (high - low) * (x - below) / (above - below)
-
-
-class AcceptanceModel:
-    """Probability that a draft token is accepted if those before it are, level by level. It is Kaplan and Meier's
-    estimate: a chain that was accepted to its end gives no information about later levels. So chains of all depths are
-    combined. Older rounds have smaller weights."""
-
-    def __init__(self) -> None:
-        self.seen: dict[Source, np.ndarray] = {}
-        """[_DEEPEST, 2]: rows that reached the level, and rows that were accepted there"""
-
-    def age(self) -> None:
-        """Reduce the weight of earlier rounds after a round, whichever drafter it used."""
-        for levels in self.seen.values():
-            levels *= _KEPT
-
-    def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
-        """Add rows that committed `tokens` tokens each, the bonus token included, with drafts of these depths."""
-        drafted = np.array(depths)[:, None]
-        right, level = np.minimum(np.array(tokens)[:, None] - 1, drafted), np.arange(_DEEPEST)
-        levels = self.seen.setdefault(source, np.zeros((_DEEPEST, 2)))
-        levels[:, 0] += (level <= np.minimum(right, drafted - 1)).sum(0)
-        levels[:, 1] += (level < right).sum(0)
-
-    def chances(self, source: Source, depth: int, prior: Sequence[float]) -> list[float]:
-        """Return the acceptance rate of the first levels. The prior of a level counts as a few rows. Beyond the
-        given priors it is the rate of the level before."""
-        seen, found = self.seen.get(source), list[float]()
-        for level in range(depth):
-            reached, right = seen[level].tolist() if seen is not None else (0.0, 0.0)
-            expected = prior[level] if level < len(prior) else found[-1]
-            found.append((right + _PRIOR_ROWS * expected) / (reached + _PRIOR_ROWS))
-        return found
-
-    def assume(self, drafter: str, chance: float) -> None:
-        """Set the counts as if a few rows had been seen with this acceptance rate at every level."""
-        reached = _ROWS_OF_JUDGEMENT * chance ** np.arange(_DEEPEST)
-        self.seen[drafter, 1] = np.stack([reached, reached * chance], axis=1)
-
-    def forget(self, drafter: str) -> None:
-        self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
-
-    def state(self) -> list[Any]:
-        """Return plain data."""
-        return [[*source, levels[levels[:, 0] > 0].tolist()] for source, levels in self.seen.items()]
-
-    def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
-        """Load the counts of these drafters."""
-        for drafter, branching, levels in state:
-            if drafter in drafters:
-                seen = self.seen[drafter, branching] = np.zeros((_DEEPEST, 2))
-                seen[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
 
 
 class Bandit:
@@ -175,7 +118,7 @@ class Bandit:
         arm = self.current
         if not is_plain_known:
             arm = self.current = PLAIN
-        elif moved or arm not in arms or self._turns[bucket] % _ROUNDS_BETWEEN_LOOKS == 0:
+        elif moved or arm not in arms or self._turns[bucket] % _ROUNDS_BETWEEN_COMPARISONS == 0:
             arm = self._compare(arms, bucket)
         if any(offers) and self._widths and is_plain_known:
             arm = self._with_ahead(arm, bucket, offers)
@@ -225,7 +168,8 @@ class Bandit:
 
     @property
     def _hope(self) -> float:
-        """Acceptance rate of a drafter that was never evaluated: 0 while drafts have lost too much time."""
+        """Assumed acceptance rate of a drafter that was never evaluated. It is 0 while drafts have lost too much
+        time."""
         most = _LOST * self.spent
         return 0.0 if self.lost > most else _HOPED_ACCEPTANCE if self.lost < -most else _ACCEPTANCE
 
@@ -243,13 +187,13 @@ class Bandit:
         scale = plain / self._profiled(PLAIN, 2**bucket.rows) if plain else 1.0
         expected, times = self._profiled(arm, 2**bucket.rows) * scale, self._times(arm, bucket)
         if not times or (arm.ahead and times < _ENOUGH_ROUNDS):
-            return expected  # widths are not tried, so one slow round could rule one out
+            return expected  # widths are not tried again, so one slow round could exclude a width
         return (times * self._medians[bucket, arm] + expected) / (times + 1)  # the profile counts as one round
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
         """Return the seconds of the arm, with a share of its drafter's catch-up if the last round did not use it."""
         extra = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
-        return self.seconds(arm, bucket) + extra / _ROUNDS_BETWEEN_LOOKS
+        return self.seconds(arm, bucket) + extra / _ROUNDS_BETWEEN_COMPARISONS
 
     def _times(self, arm: Strategy, bucket: Bucket) -> int:
         """Return the number of timed rounds of the arm in the bucket."""
@@ -270,11 +214,11 @@ class Bandit:
         return self.seconds(PLAIN, bucket_of(rows, context)) * self._share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
-        """Return the number from the profile, within 3 % of the time: many on a GPU, hardly more on a CPU."""
+        """Return the number of rows from the profile, within 3 % of the time: many on a GPU, hardly more on a CPU."""
         return self._rows_within(rows, 1.03)
 
     def brief_rows(self) -> int:
-        """Return the number from the profile, within 1.8 times the time of one row: a full batch on a GPU."""
+        """Return the number of rows from the profile, within 1.8 times the time of one: a full batch on a GPU."""
         return self._rows_within(1, 1.8)
 
     def _rows_within(self, rows: int, longer: float) -> int:
@@ -285,7 +229,7 @@ class Bandit:
     # -- learning from rounds ------------------------------------------------------------------------------------------
 
     def rollout_begins(self) -> None:
-        _ = self.profile  # measured now, because no round is under way
+        _ = self.profile  # measured now, because no round runs
 
     def record(self, result: RoundResult) -> None:
         arm, rows, ahead = result.strategy, len(result.tokens), result.ahead or [0] * len(result.tokens)

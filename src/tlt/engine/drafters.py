@@ -23,9 +23,10 @@ _WATCHED = 1000  # number of drafts in the running acceptance rate
 
 
 class AcceptanceRate:
-    """Acceptance rates of a drafter's first draft token: now, over its last 1,000 drafts, and at its publication.
+    """Acceptance rates of a drafter's first draft token: over its last 1,000 drafts, and at its publication.
 
-    The second one was measured in training. If it was not, it is the rate over the first 1,000 drafts in the engine."""
+    The second rate was measured in training. If it was not, it is the rate over the first 1,000 drafts in the
+    engine."""
 
     def __init__(self, published: float | None) -> None:
         self.published = published
@@ -44,7 +45,7 @@ class AcceptanceRate:
 
     @property
     def alarming(self) -> bool:
-        """Whether the rate has halved since publication. A bad drafter changes no token, so only this shows it."""
+        """Whether the rate has halved since publication. A bad drafter changes no token, so only this rate shows it."""
         return self.published is not None and len(self.last) == _WATCHED and self.now < 0.5 * self.published
 
 
@@ -59,16 +60,16 @@ class Drafters:
 
     def begin(self, view: FeatureView | None) -> None:
         self.failures = 0
-        self._tell(lambda drafter: drafter.begin(view), "begin")
+        self._call_all(lambda drafter: drafter.begin(view), "begin")
 
     def append(self, row: Row, kept: int) -> None:
-        self._tell(lambda drafter: _open(drafter, row), "open")
+        self._call_all(lambda drafter: _open(drafter, row), "open")
 
     def commit(self, place: int, tokens: Sequence[int]) -> None:
-        self._tell(lambda drafter: drafter.commit(place, tuple(tokens)), "commit")
+        self._call_all(lambda drafter: drafter.commit(place, tuple(tokens)), "commit")
 
     def remove(self, place: int, last: int) -> None:
-        self._tell(lambda drafter: drafter.close(place, last), "close")
+        self._call_all(lambda drafter: drafter.close(place, last), "close")
 
     def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
         """Replace the drafter of the same name, between two rounds."""
@@ -81,7 +82,7 @@ class Drafters:
             for row in rows:
                 _open(drafter, row)
 
-        self.guard(drafter.name, enter, "enter")
+        self.guard(drafter.name, enter, "start")
 
     def next_round(self) -> None:
         for calibration in self.calibrations.values():
@@ -104,13 +105,13 @@ class Drafters:
             del self.usable[name]
             return None
 
-    def _tell(self, call: Callable[[Drafter], None], what: str) -> None:
+    def _call_all(self, call: Callable[[Drafter], None], what: str) -> None:
         for name, drafter in list(self.usable.items()):
             self.guard(name, partial(call, drafter), what)
 
 
 def _open(drafter: Drafter, row: Row) -> None:
-    """Open a row of a drafter with copies only: the request without the data of its reward, and the present tokens."""
+    """Open a row of a drafter with copies only: the request without the data for rewards, and the tokens so far."""
     asked = row.request
     request = replace(asked, prompt=replace(asked.prompt, data={}), sampling=replace(asked.sampling))
     drafter.open(request, tuple(row.tokens))

@@ -49,8 +49,8 @@ class Engine(Generates):
     """The engine of a worker. `tuner` picks a strategy for each round: plain decoding if no drafter works.
 
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
-    row. `on_harvest` is called with them when a window is full and when a response ends. `store` has look-ahead drafts;
-    a row with one is drafted by it. `kv_tokens` limits the cache, in tokens.
+    row. `on_harvest` is called with them when a window is full and when a response ends. `store` has look-ahead drafts,
+    which a row uses instead of the drafter. `kv_tokens` limits the cache, in tokens.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Engine(Generates):
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """Add requests to the rollout under way. Rows in `resumed` were begun by another engine. Raises ValueError for
+        """Add requests to the current rollout. Rows in `resumed` were begun by another engine. Raises ValueError for
         a request that cannot be decoded."""
         self.rollout.scheduler.submit(requests, resumed)
 
@@ -136,7 +136,7 @@ class Engine(Generates):
         their tokens are saved in the store. Raises ValueError for a request that cannot be decoded."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
-        self.rollout.scheduler.look_ahead(wanted, self._most_beside_ahead())
+        self.rollout.scheduler.look_ahead(wanted, self._most_with_ahead())
 
     def keep_ahead(self) -> None:
         """Store the tokens that rows of coming steps have so far."""
@@ -157,8 +157,8 @@ class Engine(Generates):
         """Replace the learned drafter in use."""
         self.swap(EagleDrafter(layer, self.target))
 
-    def _put_off_ahead(self) -> None:
-        """Preempt the rows of coming steps in favour of the rows of this rollout."""
+    def _preempt_ahead(self) -> None:
+        """Store and preempt the rows of coming steps, because rows of this rollout come first."""
         self.keep_ahead()
         self.rollout.scheduler.put_off_ahead()
 
@@ -225,8 +225,8 @@ class Engine(Generates):
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
         took = time.perf_counter() - start
-        told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
-        committed, proposed = [n for n, _ in told], [ahead for _, ahead in told]
+        counts = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
+        committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
         if scored:
             compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context)
@@ -238,23 +238,24 @@ class Engine(Generates):
     def _admit(self) -> bool:
         """Admit new rows. Return whether there were any."""
         if self.waiting:
-            self._put_off_ahead()
-        admitted = self.rollout.scheduler.admit(self._most_beside_ahead())
+            self._preempt_ahead()
+        admitted = self.rollout.scheduler.admit(self._most_with_ahead())
         if admitted:
             self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache)
         return bool(admitted)
 
-    def _most_beside_ahead(self) -> int:
+    def _most_with_ahead(self) -> int:
         """Return the largest number of active rows, rows of coming steps included, that does not delay the rows of this
         rollout."""
         own = sum(not row.ahead for row in self.rows)
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
     def make_room(self, strategy: Strategy) -> bool:
-        """Make room in the cache for this round's trees, by preempting the youngest rows. Return whether any were."""
+        """Make room in the cache for this round's trees, by preempting the youngest rows if needed. Return whether any
+        were preempted."""
         scheduler = self.rollout.scheduler
         if self.busy and not scheduler.has_room(strategy.nodes):
-            self._put_off_ahead()
+            self._preempt_ahead()
         left = scheduler.make_room(strategy.nodes)
         self.stats.preemptions += left
         return left > 0
@@ -278,7 +279,7 @@ class Engine(Generates):
         ]
 
     def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Let the drafter draft for the rows that have no look-ahead chain and are finite."""
+        """Return the drafter's trees for finite rows without a look-ahead chain, and roots for the others."""
         strategy, trees = now.strategy, None
         drafter = self.drafters.usable.get(strategy.drafter)
         if drafter is not None:
@@ -321,7 +322,7 @@ class Engine(Generates):
 
     def _pass(self, now: Round, trees: Sequence[DraftTree]) -> Sampled:
         runner, drafted = self.rollout.runner, any(len(tree.tokens) > 1 for tree in trees)
-        # captured passes are few if all drafts of a strategy have one size
+        # if all drafts of a strategy have one size, few passes are captured
         stacked = stack(trees, self.target.device, now.strategy.nodes if runner.graphs and drafted else 1)
         return runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.law)
 

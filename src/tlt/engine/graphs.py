@@ -21,7 +21,7 @@ from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, SlotPlan
 from tlt.cuda_graph import Replayed, rounded_up
 
-_LEAST_TOKENS = 512  # reading the masked keys of fewer takes less time than a capture
+_LEAST_TOKENS = 512  # positions of the smallest graph: reading masked keys takes less time than more captures
 
 Forward = Callable[[Tensor, Tensor, SlotPlan], tuple[Tensor, ...]]
 """(tokens [B, N], positions [B, N], plan of the attention) -> hidden states [B, N, D], and features [B, N, F] if they
@@ -47,7 +47,7 @@ class GraphedPasses:
     @torch.inference_mode()
     def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
         memory = self.slots.memory[0]
-        if self._memory() is not memory:  # the graphs have the addresses of a cache that is gone
+        if self._memory() is not memory:  # the graphs have the addresses of a cache that was freed
             self.passes, self._memory = {}, weakref.ref(memory)
         shape = self._shape(trees, lengths)
         if shape not in self.passes:

@@ -38,7 +38,7 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Pass on complete windows. `finished` are the places of rows that end with this round."""
+        """Call `give` with complete windows. `finished` are the places of rows that end with this round."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0
@@ -46,7 +46,7 @@ class Harvester:
             return
         size = self.window.window
         for place, row in enumerate(rows):
-            if not row.finite or row.ahead:  # nothing to learn from, or decoded again in its own step
+            if not row.finite or row.ahead:  # its hidden states are not finite, or it is decoded again in its own step
                 continue
             low, length = max(row.harvested, self.window.first[place]), self.window.length[place]
             while length - low >= size:
@@ -62,5 +62,5 @@ class Harvester:
         row.harvested = high
         prompt = row.request.prompt
         true = row.context[low + 1 : high + 1]
-        if tokens.tolist() == list(true) and features.isfinite().all():  # no drafter wrote into the window
+        if tokens.tolist() == list(true) and features.isfinite().all():  # else a drafter wrote into the window
             self.give(Harvest(self.version, low, len(prompt.token_ids), tokens, features, prompt.prompt_id))

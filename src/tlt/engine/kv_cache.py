@@ -27,7 +27,7 @@ class Saved(NamedTuple):
 
     values: Tensor
     booked: Tensor | None
-    """Checksums of the ledger; None if none is kept"""
+    """checksums of the ledger; None if none is kept"""
 
 
 class KVCache:
@@ -75,20 +75,20 @@ class KVCache:
         return slots * tokens <= self.bound_tokens
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Make room for `slots` rows of `tokens` tokens. The caller has checked `fits`. If the limit allows, more is
-        reserved."""
-        assert self.fits(slots, tokens), "the scheduler asks fits() first"
-        assert slots >= len(self._rows), "live rows keep their slots"
+        """Make room for `slots` rows of `tokens` tokens. The caller has checked `fits`. More is reserved if the
+        limit allows."""
+        assert self.fits(slots, tokens), "call fits first"
+        assert slots >= len(self._rows), "active rows keep their slots"
         have = self.store.tokens
         if slots <= self.store.slots and tokens <= have:
             return
-        # empty slots of a tail are dropped, because growing them would take longer than its rounds
+        # free slots are dropped: near the end of a rollout, growing them would take longer than the rounds
         want = have if tokens <= have else -(-(tokens + tokens // 2) // self._grain) * self._grain
         self._resize(slots, min(want, self.bound_tokens // slots))
 
     def release(self) -> None:
         """Free the memory, between a rollout and an update on the same device."""
-        assert not self._rows, "live rows keep their slots"
+        assert not self._rows, "active rows keep their slots"
         self._resize(0, 0)
 
     def _resize(self, slots: int, tokens: int) -> None:
@@ -101,7 +101,7 @@ class KVCache:
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def note_pass(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
-        """Tell the ledger of a target pass over slots first .. first + B."""
+        """Record a target pass over B slots from `first` on in the ledger."""
         if self.ledger:
             self.ledger.wrote(first, lengths, trees, version)
 
@@ -116,7 +116,7 @@ class KVCache:
         return Saved(self.store.read(slot, length), booked)
 
     def restore(self, slot: int, saved: Saved) -> None:
-        """Write a copy of the present target's keys and values."""
+        """Write the copy that `save` returned. The target must be the same."""
         self.store.write(slot, saved.values)
         if self.ledger and saved.booked is not None:
             self.ledger.booked[slot, : len(saved.booked)] = saved.booked

@@ -17,8 +17,10 @@ _PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd; sums and produ
 
 
 class Ledger:
+    """Checksums of all positions of all slots."""
+
     def __init__(self) -> None:
-        self.booked = torch.zeros(0, 0, dtype=torch.int64)  # [slots, tokens], 0: nothing
+        self.booked = torch.zeros(0, 0, dtype=torch.int64)  # [slots, tokens] checksums, 0: empty
 
     def resized(self, slots: int, tokens: int) -> None:
         old, self.booked = self.booked, torch.zeros(slots, tokens, dtype=torch.int64)

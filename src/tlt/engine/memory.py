@@ -1,4 +1,5 @@
-"""Memory of a process: the size of the key-value cache, what is free, and what is returned to the system."""
+"""Memory of a process: the size of the key-value cache, the free memory, and the return of freed memory to the
+system."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from tlt.attention.backend import HeadShape
 
-_SHARES = {"cuda": 0.8, "cpu": 0.25}  # of free memory; on a CPU other workers and the update need some at the same time
+_SHARES = {"cuda": 0.8, "cpu": 0.25}  # of free memory; on a CPU other workers and the update need memory too
 _GROUPS = {  # limit, use, and statistics with the reclaimable part of the use, by the version of Linux control groups
     2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),

@@ -12,7 +12,7 @@ from tlt.types import Row
 
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
-_LEAST_CALL = 2**17  # fewest values in one call, because on a CPU a call costs as much as 2^14 values
+_LEAST_CALL = 2**17  # minimum number of values in a call, because on a CPU a call costs as much as 2^14 values
 
 
 class NoiseWindow:
@@ -25,7 +25,7 @@ class NoiseWindow:
         self.vocab_size, self.device = vocab_size, device
         self.ring = torch.zeros(0, self.width, vocab_size, device=device)
         self.seeds: list[int] = []
-        self.ends: list[int] = []  # first position that is not needed
+        self.ends: list[int] = []  # first position whose noise is not needed
         self.ready: list[int] = []  # positions below this one are in the ring
 
     def append(self, row: Row, kept: int) -> None:

@@ -14,16 +14,16 @@ class Placing(NamedTuple):
     """New rows, in the order in which they take the free places."""
 
     kept: list[Row]
-    """Rows whose place still has the keys and values of the prompt, from a sibling that left"""
+    """rows whose place still has the keys and values of the prompt, from a sibling that left"""
     fresh: list[Row]
-    """Rows that need a prefill"""
+    """rows that need a prefill"""
     copies: list[Row]
-    """Rows whose prompt another row has, active or among the two above"""
+    """rows whose prompt another row has, active or among the two above"""
 
 
 def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Place the admitted rows. Prefill each context once, then copy it to the siblings. Return the number of prefilled
-    tokens, without those of coming steps."""
+    tokens. Tokens of rows for coming steps are not counted."""
     rows, window = rollout.rows, rollout.window
     kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
@@ -47,7 +47,7 @@ def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
 
 def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutState, cache: KVCache) -> int:
     """Place rows and prefill them. The first `known[id(row)]` tokens of a row are restored from its last turn. Return
-    the number of prefilled tokens, without those of coming steps."""
+    the number of prefilled tokens. Tokens of rows for coming steps are not counted."""
     first = len(rollout.rows)
     for place, row in enumerate(fresh, start=first):
         rollout.rows.append(row)
@@ -62,7 +62,7 @@ def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutSta
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:
-    """Return how each new row gets its keys and values."""
+    """Sort the new rows by how each gets its keys and values."""
     live, rest = list(live), list(new)
     kept: list[Row] = []
     while (at := _holder(rest, cache.held(len(live) + len(kept)))) is not None:

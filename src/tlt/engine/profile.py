@@ -26,7 +26,7 @@ _REPEATS = 5
 _ROWS = 16
 _NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the timed passes
 _LEVELS = (1, 3)  # levels of the timed drafts; the first level costs more than the others
-_TOKENS = 8  # most tokens of the prompt, and of the response
+_TOKENS = 8  # maximum number of tokens of the prompt, and of the response
 
 
 def profile(
@@ -48,7 +48,7 @@ def profile(
     drafts: dict[tuple[str, int, int], dict[int, float]] = {}
     for count, seconds in {1: _SECONDS / 3, min(_ROWS, config.max_rows): _SECONDS * 2 / 3}.items():
         engine = _engine(target, config, drafters, layout, count, length)
-        live = len(engine.rows)  # a small cache holds fewer
+        live = len(engine.rows)  # fewer rows if the cache is small
         nodes = [n for n in _NODES if n <= min(deepest, most_nodes(live, target.options.vocab_size))]
         calls: dict[Hashable, tuple[int, Callable[[], object]]] = {
             (*shape, level): (0, partial(_draft, engine, shape, min(level, deepest)))
@@ -80,7 +80,7 @@ def _seconds_of(
 
 
 def _extrapolate(points: Mapping[int, float], x: int) -> float:
-    """Interpolate, and continue along the last two points beyond them."""
+    """Interpolate between the points, and continue the line of the last two beyond them."""
     *_, before, last = min(points), *sorted(points)
     beyond = max(0, x - last) / max(1, last - before)
     return interpolate(points, x) + beyond * max(0.0, points[last] - points[before])
@@ -122,7 +122,7 @@ def _least_seconds(
     calls: Mapping[Hashable, tuple[int, Callable[[], object]]], most: float, device: torch.device
 ) -> dict[Hashable, float]:
     """Return the least seconds of each call (tokens of its pass, function), made in turns. The calls are sorted by
-    their tokens. A call is left out if all would take longer than `most` seconds with it."""
+    their tokens. A call is left out if the total would then exceed `most` seconds."""
     least: dict[Hashable, float] = {}
     began, rate = time.perf_counter(), 0.0
     for _ in range(_REPEATS):

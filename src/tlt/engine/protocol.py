@@ -1,4 +1,4 @@
-"""Protocol of an engine: our own, or another one that samples with the same noise."""
+"""Protocol of an engine: tlt's own, or another one that samples with the same noise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Target(Protocol):
     version: int
 
     def load(self, weights: Mapping[str, Tensor], version: int, /) -> None:
-        """Load all weights by their Hugging Face names. Raises ModelError, and then keeps the old ones."""
+        """Load all weights by their Hugging Face names. On ModelError the old ones are kept."""
         ...
 
 

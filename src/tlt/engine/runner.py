@@ -22,7 +22,7 @@ from tlt.models.decoder import Decoder
 from tlt.sampling import Law, gumbel_topk, log_law
 
 _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
-_CACHE_BYTES = 1 << 21  # log-probs of a part that stays in the cache of a core
+_CACHE_BYTES = 1 << 21  # size of the log-probs of a part, so that it stays in the cache of a CPU core
 
 
 def most_nodes(rows: int, vocab_size: int) -> int:
@@ -54,7 +54,8 @@ class Runner:
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
         """Fill slots first.. with the keys and values of each context without its last token, which is the root of the
-        first round. The slots have the first `known` ones already (default: none). Return whether they are finite."""
+        first round. The slots have the first `known` ones already (default: none). Return for each row
+        whether its hidden states are finite."""
         known = known or [0] * len(contexts)
         new = [len(context) - have for context, have in zip(contexts, known, strict=True)]
         start, finite = 0, []
@@ -148,7 +149,7 @@ class Runner:
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """Cut the rows of `logits` [B, N, V] into parts that fit the cache on a CPU."""
+    """Cut the rows of `logits` [B, N, V] into parts that fit the cache of a CPU core. Other devices get one part."""
     rows, nodes, vocab_size = logits.shape
     size = max(1, _CACHE_BYTES // (4 * nodes * vocab_size)) if logits.device.type == "cpu" else rows
     return [slice(low, low + size) for low in range(0, rows, size)]

@@ -11,7 +11,7 @@ from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
 from tlt.types import Request, Row
 
-_AHEAD_AT_ONCE = 4  # largest number of rows of coming steps that are admitted in a round
+_AHEAD_AT_ONCE = 4  # maximum number of rows of coming steps that are admitted in a round
 _HEADROOM = 32  # tokens that each row must have room for before another row is admitted
 
 

@@ -1,4 +1,4 @@
-"""Text of tokens: of a sequence, for display, and of a single token as bytes, for stop strings."""
+"""Text of tokens: of a sequence as a string, and of a single token as bytes, for stop strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _UNPRINTABLE = sorted(set(range(256)) - _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
-"""Byte for each character of a byte-level vocabulary, as in GPT-2"""
+"""byte for each character of a byte-level vocabulary, as in GPT-2"""
 _NO_TEXT = b"\xff"  # no byte of UTF-8
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -45,6 +45,6 @@ class Detokenizer:
 
     @cached_property
     def _before(self) -> tuple[list[str], str]:
-        """Tokens and their text, to put before a token."""
+        """A short token sequence and its text, which `_bytes_of` puts before a token."""
         tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         return tokens, self.tokenizer.convert_tokens_to_string(tokens)

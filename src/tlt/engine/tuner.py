@@ -16,11 +16,11 @@ class RoundResult(NamedTuple):
     strategy: Strategy
     seconds: float
     tokens: Sequence[int]
-    """Number of committed tokens"""
+    """number of committed tokens"""
     scored: bool
-    """Whether the seconds count. Those of a round with a prefill do not."""
+    """Whether the seconds count. A round with a prefill does not count."""
     ahead: Sequence[int] = ()
-    """Number of look-ahead draft tokens; empty if no row had any"""
+    """number of look-ahead draft tokens; empty if no row had any"""
 
 
 class Tuner(Protocol):

@@ -1,4 +1,4 @@
-"""Store of the keys and values of rows that left, for the next turn of their episode."""
+"""Store of the keys and values of finished turns, for the next turn of their episode."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST_BYTES = 1 << 30  # of host memory for keys and values
 
 class _Kept(NamedTuple):
     context: tuple[int, ...]
-    """Tokens whose keys and values are kept"""
+    """tokens whose keys and values are kept"""
     saved: Saved
     entries: SavedEntries | None
-    """Entries of its feature window"""
+    """entries of the row's feature window"""
 
 
 class TurnStore:
     """Per-row store. If the episode of a row that leaves may continue, its keys and values are copied to host memory.
 
-    The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so they are of the present
-    target.
+    The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so the target's version does
+    not change.
     """
 
     def __init__(self, cache: KVCache, window: FeatureWindow | None) -> None:

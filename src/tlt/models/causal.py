@@ -1,4 +1,4 @@
-"""Reference for engine and cache: the decoder with plain causal attention over whole rows."""
+"""Reference for the engine and its cache: the decoder with plain causal attention over whole rows."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Decoder:
     `version` is that of the loaded weights, or -1."""
 
     can_be_captured = True
-    """whether the host waits for nothing in a pass of this kind of model, so that it can be a CUDA graph"""
+    """whether the host waits for no result during a pass, so that the pass can be captured as a CUDA graph"""
 
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
         self.options = options
@@ -210,7 +210,8 @@ class _Loader:
         rest = sorted(k for k in self.state if k not in self.taken and not k.endswith("rotary_emb.inv_freq"))
         if rest:
             raise ModelError(
-                f"the weights hold {rest[0]}, which the rollout decoder does not know (and {len(rest) - 1} more)"
+                f"the weights hold {rest[0]}, which the rollout decoder does not know (and {len(rest) - 1} more): "
+                "the checkpoint does not fit its config.json"
             )
 
     def layer(self, index: int) -> Layer:

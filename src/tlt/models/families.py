@@ -85,7 +85,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         )
     with telling(ModelError, f"{path / 'config.json'} does not describe a valid model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_family(path, config.model_type)  # transformers makes a ministral of a mistral with layer_types
+    _check_family(path, config.model_type)  # transformers turns a mistral with layer_types into a ministral
     _refuse_padding(path, config)
     return config
 
@@ -185,8 +185,8 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
     _refuse_untrainable(c)
     if unknown := set(getattr(c, "layer_types", None) or ()) - LAYERS:
         raise ModelError(
-            f"config.json has layers of type {min(unknown)!r}: tlt's engine decodes models whose only state is keys "
-            "and values"
+            f"config.json has layers of type {min(unknown)!r}, but tlt decodes only models whose only state is keys "
+            "and values: use another model"
         )
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(c)]
     if not kind._supports_sdpa:
@@ -227,7 +227,9 @@ def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
 def _refuse_unknown(c: Any) -> None:
     """Raise ModelError for options that transformers, and thus the policy, supports but the fused decoder does not."""
     if c.hidden_act != "silu":
-        raise ModelError(f"hidden_act {c.hidden_act!r} is not supported by the rollout decoder, only silu is")
+        raise ModelError(
+            f"config.json has hidden_act = {c.hidden_act!r}, but tlt supports only silu: use another model"
+        )
     _refuse_untrainable(c)
     window = getattr(c, "sliding_window", None)
     if window is not None and window < 1:
@@ -235,8 +237,8 @@ def _refuse_unknown(c: Any) -> None:
     known = {"full_attention"} | ({"sliding_attention"} if window else set())
     if c.model_type in ("qwen2", "qwen3") and (unknown := set(c.layer_types) - known):
         raise ModelError(
-            f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, but the rollout decoder "
-            f"supports only {', '.join(sorted(known))} there"
+            f"config.json has layers of type {min(unknown)!r} with sliding_window = {window}, but tlt decodes only "
+            f"{', '.join(sorted(known))}: change layer_types or sliding_window, or use another model"
         )
 
 
@@ -246,14 +248,19 @@ def _refuse_untrainable(c: Any) -> None:
     if getattr(c, "quantization_config", None) is not None:
         raise ModelError("config.json has a quantization_config, and such weights cannot be trained: dequantize them")
     if getattr(c, "transformers_weights", None):
-        raise ModelError("config.json has transformers_weights, but tlt reads model.safetensors: rename the file")
+        raise ModelError(
+            "config.json names its weights in transformers_weights, but tlt reads only model.safetensors: rename the "
+            "weights to that, and remove the entry"
+        )
 
 
 def _rotary_embedding(config: Any, head_dim: int) -> Any:
     """Return the family's rotary module of transformers, because it implements every kind of rope scaling."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in ROPES:
-        raise ModelError(f"rope type {kind!r} is not supported by the rollout decoder; supported: {', '.join(ROPES)}")
+        raise ModelError(
+            f"config.json has rope type {kind!r}, but tlt supports only {', '.join(ROPES)}: use another model"
+        )
     module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     try:
         rotary = getattr(module, f"{FAMILIES[config.model_type]}RotaryEmbedding")(config)

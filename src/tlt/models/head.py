@@ -12,7 +12,8 @@ _LINEAR = 1e-4  # relative to the largest logit
 
 
 class Head:
-    """Function from hidden states after the final norm to logits. It uses the model's weights, and follows them."""
+    """Function from hidden states after the final norm to logits. It shares the model's weights, so it follows their
+    changes."""
 
     def __init__(self, model: Any) -> None:
         self._model = copy.copy(model)

@@ -9,7 +9,7 @@ EPSILON = 1e-6
 """Term added to the standard deviation in a denominator, as in verl. TRL adds 1e-4."""
 
 Rewards = Sequence[Sequence[float]]
-"""Rewards as [group][response]. Every group has at least two."""
+"""Rewards as [group][response]. Every group has at least two responses."""
 Advantage = Callable[[Rewards, float], list[list[float]]]
 """Function of the rewards and the epsilon. Returns advantages as [group][response]."""
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tlt.rl.shared_prefix import SharedRow, no_mask
 
-_BEGINNING = 256  # fixed cost of one pass, in tokens that take as long
-_ATTENTION = 2  # cost of one more attention call in each layer, in tokens that take as long
+_BEGINNING = 256  # fixed cost of one pass, as the number of tokens that take the same time
+_ATTENTION = 2  # cost of one more attention call in each layer, as a number of tokens too
 
 
 class Layout(NamedTuple):
@@ -88,17 +88,17 @@ def plan_shared(
 def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
     """Return micro-batches as [micro-batch][row] -> sequence numbers, the longest sequences first.
 
-    The sequences in descending order are cut where the total work is least. Rows are as wide as the longest sequence of
-    their micro-batch. A row holds one sequence or all that fit, whichever is less work. A sequence that exceeds
-    `max_tokens` gets a micro-batch of its own.
+    The sequences are sorted by descending length, and split where the total work is least. Rows are as wide as the
+    longest sequence of their micro-batch. Rows hold one sequence each or all that fit, whichever is less work. A
+    sequence that exceeds `max_tokens` gets a micro-batch of its own.
 
-    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention adds a
-    share of L / (6 hidden_size). It adds half of that if each row is one sequence, because plain causal attention skips
-    the masked half.
+    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention increases
+    the work of a token by the factor 1 + L / (6 hidden_size). It adds half of that if each row is one sequence, because
+    plain causal attention skips the masked half.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in order]
-    best = [(0.0, 0, False)] * (len(order) + 1)  # for the rest from each place: work, and its first micro-batch
+    best = [(0.0, 0, False)] * (len(order) + 1)  # for the sequences from each index on: work, and first micro-batch
     for start in reversed(range(len(order))):
         best[start] = min(
             (_BEGINNING + work + best[start + count][0], count, alone)

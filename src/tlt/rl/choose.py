@@ -1,4 +1,4 @@
-"""Factory of the policy that a recipe asks for."""
+"""Factory of the policy for a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt.rl.sharded import ShardedPolicy
 
 
 def make_policy(config: Config, folder: str | Path | None = None) -> Policy:
-    """Return the policy in `folder`, that of a checkpoint (default: the recipe's model). Raises ModelError."""
+    """Return the policy with the weights in `folder` (default: the recipe's model). Raises ModelError."""
     folder = folder or config.model.path
     kind = ShardedPolicy if config.train.shard else AdaptedPolicy if config.train.lora.rank else Policy
     dtype, device = torch_dtype(config.model), torch_device(config.model)

@@ -1,4 +1,4 @@
-"""Gradients whose bits do not depend on the order in which a GPU's threads end."""
+"""Deterministic gradients on a GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tlt.files import first_line
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Use PyTorch's deterministic algorithms, where the default ones add in any order: the gradient of attention.
+    """Use PyTorch's deterministic algorithms inside the context, if `enabled`.
 
-    Raises ConfigError for an operation that has none."""
+    Without them, CUDA adds up the gradient of attention in any order. Raises ConfigError if an operation has no
+    deterministic algorithm."""
     settings: Any = torch.utils.deterministic
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = settings.fill_uninitialized_memory
     if enabled:
         torch.use_deterministic_algorithms(True)
-        settings.fill_uninitialized_memory = False  # it finds bugs, and costs time
+        settings.fill_uninitialized_memory = False  # filling takes time and only helps to find bugs
     try:
         yield
     except RuntimeError as error:
@@ -30,7 +31,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
             raise
         raise ConfigError(
             f"a gradient cannot be added up in a fixed order on CUDA ({first_line(error)}): set train.deterministic = "
-            "false; two runs may then end with other bits"
+            "false; two runs may then differ in rounding"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)

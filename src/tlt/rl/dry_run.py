@@ -22,17 +22,17 @@ from tlt.rl.policy import Policy
 from tlt.rl.shard_sum import Shard
 from tlt.types import TrainBatch
 
-_SHORT = 32  # tokens of a pass that is measured
+_SHORT = 32  # tokens of the shorter of two passes that are measured
 _LOGITS = 3  # memory to compute the gradient of a chunk, in multiples of its logits
 _LEAST_LOGITS = 32  # lowest train.logits_mb that is suggested, in MiB
-_WRONG = 0.8  # settings suggested after a device ran out of memory need at most this share
+_WRONG = 0.8  # if a GPU ran out of memory, suggested settings need at most this share of the estimate
 
 
 def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
     """Raise ConfigError, with the field to change, if an update does not fit the memory. `longest_prompt` is in tokens.
 
-    On a CUDA device the gradient of the largest micro-batch is computed and dropped. On the CPU a short
-    pass measures the memory per token, because the system would kill a process that runs out of memory. No weight and
+    On a CUDA device the gradient of the largest micro-batch is computed and dropped. On the CPU short
+    passes measure the memory per token, because the system would kill a process that runs out of memory. No weight and
     no random state changes."""
     asked = _Update.of(config, longest_prompt)
     need = _Need.measured(policy, config)
@@ -53,7 +53,7 @@ def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
 
 @dataclass(frozen=True)
 class _Update:
-    """The settings of an update that its memory depends on."""
+    """Settings that determine the memory of an update."""
 
     prompt: int
     """tokens of the longest prompt"""
@@ -82,7 +82,7 @@ class _Update:
         return max(self.budget, self.longest)
 
     def smaller(self) -> Iterator[_Update]:
-        """Yield settings that need less memory, those that cost least first."""
+        """Yield settings that need less memory, those that change the run least first."""
         last = self
         for change in ({}, {"checkpoints": True}, {"logits_mb": min(self.logits_mb, _LEAST_LOGITS)}):
             last = replace(last, **change)
@@ -110,7 +110,7 @@ def _halves(first: int, least: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Need:
-    """Memory that an update needs beyond what is in use, in bytes."""
+    """Memory that an update needs in addition to the memory in use, in bytes."""
 
     fixed: int
     """bytes of gradients, moments and copies of the state"""
@@ -145,8 +145,8 @@ class _Need:
 def _copies(policy: Policy, config: Config) -> int:
     """Return the memory of gradients and two moments, in multiples of the trained weights.
 
-    If a worker can be lost, host memory also has the state before the update. A worker has one gradient for each of its
-    shards, and all but one are in host memory."""
+    With several workers on CPUs, memory also has a copy of the state before the update, in case a worker fails. A
+    worker has one more gradient for each of its early shards."""
     keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
     return 6 + most_early_gradients(config) if keeps else 3
 
@@ -177,7 +177,7 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
         hidden = last_hidden(policy.model, ids, policy.autocast)
     weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
     total = sum(size for place, size in found.items() if place not in weights)
-    del hidden  # it kept all saved tensors alive, so that no two had the same address
+    del hidden  # until here it kept all saved tensors alive, so that no two had the same address
     return total
 
 

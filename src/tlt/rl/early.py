@@ -1,4 +1,4 @@
-"""Early update: which groups form the early shards of a step, and which are certain while others are decoded.
+"""Early update: the choice of groups that are computed while others are still decoded.
 
 Workers that have nothing to decode compute early shards before the rollout ends: their gradients, or the old and
 reference log-probs if gradients depend on more than one group. Groups are ordered by their longest response, then by
@@ -20,17 +20,18 @@ from tlt.types import Group, Request, Response, TrainBatch
 
 T = TypeVar("T")
 Counts = Callable[[TrainBatch, int, TrainConfig], bool]
-"""whether a response of a batch is computed"""
+"""(batch, response, settings) -> whether the response is computed"""
 
 PER_WORKER = 4
-"""Early shards for each worker, and the most gradients that one worker computes early, because each takes memory."""
+"""Number of early shards per worker, and maximum of early gradients that one worker computes, because each takes
+memory."""
 _LATE = 8  # one group in this many is never early, because a step waits for its longest groups
 _OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that depend on the rewards of one group alone
 
 
 def has_early_shards(train: TrainConfig, workers: int) -> bool:
-    """Return whether there is something to compute before the rollout ends, and some worker may be idle. Members of a
-    policy in shards cannot compute alone."""
+    """Return whether a step has early shards. A single worker is never idle before the rollout ends. Members of a
+    sharded policy cannot compute alone."""
     return workers > 1 and not train.shard and (has_early_gradients(train) or bool(fixed_logprobs(train)))
 
 
@@ -40,7 +41,7 @@ def has_early_gradients(train: TrainConfig) -> bool:
 
 
 def most_early_gradients(config: Config) -> int:
-    """Return the number of early gradients of a worker, if all workers have an equal part of them."""
+    """Return the number of early gradients of a worker, if they are spread evenly over the workers."""
     prompts, workers = config.rollout.prompts_per_step, config.cluster.workers
     if not (has_early_shards(config.train, workers) and has_early_gradients(config.train)):
         return 0
@@ -54,15 +55,15 @@ def most_responses(config: Config) -> int:
     if not (has_early_shards(train, workers) and has_early_gradients(train)):
         return -(-prompts * rollout.group_size // train.updates_per_step)
     groups = 0
-    for count in range(1, prompts + 1):  # fewer than the step has, because some groups have no gradient
+    for count in range(1, prompts + 1):  # number of groups with a gradient
         early = [len(shard) for shard in in_shards(range(count), count, prompts, workers)]
         groups = max(groups, count - sum(early), *early)
     return groups * rollout.group_size
 
 
 def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
-    """Return which log-probs are computed before the first gradient, as fields of `Fixed`. With one optimizer step the
-    policy is still the old one."""
+    """Return which log-probs are computed before the first gradient, as fields of `Fixed`. With one optimizer step, the
+    old log-probs are not needed, because the policy is still the old one."""
     if has_early_gradients(train):
         return ()
     old = _has_several_steps(train) or _has_kl_in_reward(train)
@@ -84,8 +85,8 @@ def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
 
 
 def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether `fixed_logprobs` of this response are computed. Its group alone decides: if all groups decide
-    whether its advantage is 0, they are computed in any case."""
+    """Return whether `fixed_logprobs` of this response are computed. Only its own group decides. With
+    reinforce_pp all groups determine whether its advantage is 0, so they are computed in any case."""
     if _has_kl_in_reward(train):
         return True
     learns = i not in batch.masked if train.advantage == "reinforce_pp" else has_gradient(batch, i, train)
@@ -93,7 +94,7 @@ def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
 
 
 def counts_early(train: TrainConfig) -> Counts:
-    """Return the function that tells which responses of an early shard are computed."""
+    """Return the function that selects the responses of an early shard that are computed."""
     return has_gradient if has_early_gradients(train) else needs_logprobs
 
 
@@ -167,10 +168,10 @@ class _Place(NamedTuple):
 
 
 class EarlyGroups:
-    """Groups of the step under way: which early shards are certain by now.
+    """Groups of the current step, and the early shards that can be computed by now.
 
-    A group's place in the early order is certain once no unfinished group can come before it. An error here costs time,
-    never a bit, because the update uses the result of an early shard only for exactly its responses."""
+    A group's place in the early order is certain once no unfinished group can come before it. An error here would cost
+    time and change no result, because the update uses an early shard only if it has exactly the same responses."""
 
     def __init__(
         self,
@@ -180,24 +181,24 @@ class EarlyGroups:
         is_last_wave: bool,
         settle: Callable[[Sequence[Response]], bool],
     ) -> None:
-        """Create it for the requests of a wave. `before` are groups with rewards that come first in the batch.
+        """Create it for the requests of a wave. `before`: groups of earlier waves with rewards, first in the batch.
         `settle` sets the rewards of responses if all are known, and returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
         self._ended: dict[int, Response] = {}
-        self._finished = {number: self._look_at(group) for number, group in enumerate(before)}
+        self._finished = {number: self._as_finished(group) for number, group in enumerate(before)}
         self._shards: list[TrainBatch] = []
         groups: dict[tuple[int, int], list[Request]] = {}
         for request in requests:
             groups.setdefault((request.prompt.prompt_id, request.epoch), []).append(request)
-        self._asked = dict(enumerate(groups.values(), len(before)))  # unfinished groups by number
+        self._asked = dict(enumerate(groups.values(), len(before)))  # requests of unfinished groups, by number
         self._count = len(before) + len(groups)
 
     def add_response(self, response: Response) -> None:
         self._ended[response.request.seed] = response
 
     def shards(self, so_far: Mapping[int, int]) -> list[TrainBatch]:
-        """Return the early shards that are certain, in their order. `so_far`: tokens of unfinished responses by
-        seed."""
+        """Return the early shards whose groups can no longer change, in their order. `so_far` has the number of tokens
+        of each unfinished response, by seed."""
         places = self._places(so_far)
         if places is not None:
             known = sum(place.group is not None for place in places)
@@ -234,14 +235,14 @@ class EarlyGroups:
         return len(response.token_ids) if response else so_far.get(request.seed, 0)
 
     def _finish(self) -> None:
-        """Note the groups whose rewards are known by now."""
+        """Move the groups whose rewards are known by now to the finished ones."""
         for number, requests in list(self._asked.items()):
             responses = [self._ended[request.seed] for request in requests if request.seed in self._ended]
             if len(responses) == len(requests) and self.settle(responses):
-                self._finished[number] = self._look_at(Group(requests[0].prompt, responses))
+                self._finished[number] = self._as_finished(Group(requests[0].prompt, responses))
                 del self._asked[number]
 
-    def _look_at(self, group: Group) -> _Finished:
+    def _as_finished(self, group: Group) -> _Finished:
         if not usable([group], self.config):
             return _Finished(False)
         alike = Group(group.prompt, [replace(response) for response in group.responses])  # `make_batch` writes to them

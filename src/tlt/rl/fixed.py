@@ -38,7 +38,7 @@ def exchange(
 def penalized(
     batch: TrainBatch, fixed: Fixed, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
 ) -> tuple[TrainBatch, float]:
-    """Return the batch with the KL divergence of each response taken off its reward, and the mean over all tokens."""
+    """Return the batch after subtracting kl_weight * KL of each response from its reward, and the mean KL per token."""
     everyone = range(len(batch.response_ids))
     sums = [float(kl(fixed.old[i].double(), fixed.reference[i].double()).sum()) for i in everyone]
     left = iter(sums)

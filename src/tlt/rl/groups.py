@@ -31,6 +31,7 @@ def has_spread(group: Group) -> bool:
 
 
 def usable(groups: Sequence[Group], config: Config) -> list[Group]:
+    """Return the groups that can be trained on: those with a spread if waves are on, else those with two rewards."""
     return [group for group in groups if (has_spread if config.rollout.max_waves else is_comparable)(group)]
 
 

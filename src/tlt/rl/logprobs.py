@@ -30,13 +30,13 @@ def token_logprobs(
         hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
     head = Head(model)
 
-    def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs_of(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return LogProbs.apply(wide, targets, max(temperature, lowest_temperature(wide.dtype)))
 
-    return in_chunks(law, hidden, micro.targets, chunk_tokens(model, logits_mb))
+    return in_chunks(logprobs_of, hidden, micro.targets, chunk_tokens(model, logits_mb))
 
 
 class LogProbs(torch.autograd.Function):
@@ -93,15 +93,15 @@ def chunk_tokens(model: Any, logits_mb: int) -> int:
     return max(1, logits_mb * 2**20 // (model.config.vocab_size * width))
 
 
-def in_chunks(law: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Apply `law(hidden [n, D], targets [n]) -> (logprobs [n], entropies [n])` in chunks of n = `tokens`.
+def in_chunks(function: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Apply `function(hidden [n, D], targets [n]) -> (logprobs [n], entropies [n])` in chunks of n = `tokens`.
 
     If there are several chunks, only hidden states are saved for the backward pass, which recomputes each chunk.
     """
     if len(targets) <= tokens:
-        return law(hidden, targets)
+        return function(hidden, targets)
     parts = [
-        checkpoint(law, h, t, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(function, h, t, use_reentrant=False, preserve_rng_state=False)
         for h, t in zip(hidden.split(tokens), targets.split(tokens), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)

@@ -21,7 +21,7 @@ from tlt_rl import install_hint
 FILE = "adapter_model.safetensors"
 _PEFT = "base_model.model."  # prefix of each name in PEFT's files
 _ADAPTER = "default"
-_TOKENS = 16  # length of the text on which the merged model is compared
+_TOKENS = 16  # length of the text on which merged and adapted model are compared
 _ROUNDING = 1e-3  # largest total variation that float32 rounding explains
 
 
@@ -83,7 +83,7 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is missing: restore it")
-    state = adapters.parent / "state.json"  # the checkpoint's state has a digest of the base model's files
+    state = adapters.parent / "state.json"  # it has a digest of the base model's files
     trained_on = read_json(state).get("model") if state.is_file() else None
     if trained_on and trained_on != folder_sha256(str(base)):
         raise ModelError(
@@ -127,7 +127,10 @@ def _adapt(model: Any, config: LoraConfig) -> None:
         try:
             _peft().inject_adapter_in_model(_peft_config(config), model)
         except ValueError as error:
-            raise ModelError(f"train.lora.targets do not fit the model: {' '.join(str(error).split())}") from None
+            reason = " ".join(str(error).split())
+            raise ModelError(
+                f"train.lora.targets do not fit the model ({reason}): give names of linear layers of the model"
+            ) from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

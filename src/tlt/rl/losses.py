@@ -1,7 +1,7 @@
 """Losses over the tokens of packed responses, keyed by `train.loss`.
 
-A loss has a surrogate, a share for each token, and the clipping range of its authors. Each log-prob is named after the
-model that computed it. T is the total number of response tokens.
+A loss has a surrogate, a share for each token, and the clipping range of its paper as the default. Each log-prob is
+named after the model that computed it. T is the total number of response tokens.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ def measure(
     fate: dict[str, float],
     seconds: dict[str, float],
 ) -> StepMetrics:
-    """Return the metrics of a step. `groups`: those decoded, in prompt order. `fate`: metrics of how they were used."""
+    """Return the metrics of a step. `groups`: all decoded, in prompt order. `fate`: metrics of the groups used or
+    dropped."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)
@@ -60,7 +61,7 @@ def measure(
 
 def faults_of(groups: Sequence[Group]) -> dict[str, float]:
     """Return the number of responses without a reward, of groups with fewer than two rewards, and of groups whose
-    rewards are all equal. The last one is also given as a share of the groups with at least two rewards."""
+    rewards are all equal. The last number is also given as a share of the groups with at least two rewards."""
     unrewarded = sum(response.reward is None for group in groups for response in group.responses)
     comparable = [group for group in groups if is_comparable(group)]
     without_spread = sum(not has_spread(group) for group in comparable)
@@ -73,8 +74,8 @@ def faults_of(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def acceptance_by_depth(verified_to: dict[str, int], accepted_to: dict[str, int]) -> dict[str, dict[str, float]]:
-    """Return for each drafter and depth the share of drafts whose token there was accepted, of those whose earlier
-    tokens all were. The arguments are those of `RolloutStats`."""
+    """Return the acceptance rate of each drafter at each depth, among drafts whose earlier tokens were all accepted.
+    The arguments are fields of `RolloutStats`."""
     found: dict[str, dict[str, float]] = {}
     for drafter in sorted({key.rpartition(" ")[0] for key in verified_to}):
         deepest = max(int(key.rpartition(" ")[2]) for key in verified_to if key.rpartition(" ")[0] == drafter)

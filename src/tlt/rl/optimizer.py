@@ -11,7 +11,7 @@ from tlt.config import TrainConfig
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters. Norms and biases do not decay. `fused`: torch's option."""
+    """Return AdamW over the trainable parameters. Norms and biases have no weight decay. `fused`: torch's option."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
     stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases

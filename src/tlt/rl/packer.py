@@ -17,11 +17,11 @@ class Packer:
     """Packing of batches. Shards and micro-batches never depend on timing or on which members are alive."""
 
     max_tokens: int
-    """Token budget of a micro-batch"""
+    """token budget of a micro-batch"""
     hidden_size: int
     device: torch.device
     shares: bool
-    """Whether responses to one prompt may share a copy of it"""
+    """whether responses to one prompt may share a copy of it"""
 
     def shards(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
         """Return this member's shards of these responses. Responses to one prompt stay together if that reduces the

@@ -1,7 +1,7 @@
 """Data-parallel updates: the shards of a batch, their owners, and sums over a group of processes.
 
-A batch is cut into one shard per worker of the recipe, and gradients are summed in the order of shards. So the result
-is bitwise the same whatever the timing and the number of members.
+An update is cut into shards: one per worker of the recipe, and early shards before those (`rl/early.py`). Gradients are
+summed in the order of shards. So the result is bitwise the same whatever the timing and the number of members.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed import (  # documented, not exported
 from tlt.files import first_line
 
 _BUCKET = 1 << 20  # most numbers in one collective, so that its buffers fit the cache of a CPU
-_PATIENCE = timedelta(minutes=60)  # timeout for a slow member; the connections of a lost one close earlier
+_PATIENCE = timedelta(minutes=60)  # timeout for a slow member; connections of a lost member close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
 
@@ -41,7 +41,7 @@ class GroupBroken(RuntimeError):
 
 
 class Broken(NamedTuple):
-    """Result of a member's part of an update during which another member was lost."""
+    """Result of a member whose update was interrupted, because another member failed."""
 
     reason: str
 
@@ -56,7 +56,7 @@ class ProcessGroup(Protocol):
     rank: int
     size: int
     shards: int
-    """Number of shards of a batch. A member has one, or several if there are fewer members than shards."""
+    """Number of workers of the recipe, and of shards that are not early."""
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum the tensor over all members, in place. All members get the same bits."""
@@ -78,6 +78,8 @@ class ProcessGroup(Protocol):
 
 
 class Alone:
+    """Group of one process."""
+
     rank, size, shards = 0, 1, 1
 
     def sum_(self, tensor: Tensor) -> None: ...
@@ -92,7 +94,7 @@ class Alone:
 
 
 def numbers_of(rank: int, size: int, shards: int) -> range:
-    """Return the shards of a member, a contiguous range. Members differ by at most one shard."""
+    """Return the shard numbers of a member, a contiguous range. The counts of two members differ by at most 1."""
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
@@ -227,7 +229,7 @@ class Processes:
         """Connect to the other members within 10 s. Raises GroupBroken if one is missing."""
         self.rank, self.size, self.shards = rank, size, shards
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM's, which it does not use
+        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM made it, and does not use it
             dist.destroy_process_group()
         try:
             store = _store_at(address, size)
@@ -243,7 +245,9 @@ class Processes:
         self._call(dist.all_reduce, tensor)
 
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        """Sum one part of all shards on each member, and gather the parts. An all-reduce moves as many bytes."""
+        """Sum the shards. Each member sums one part of all shards, and the parts are then gathered.
+
+        With one shard per member this moves the same number of bytes as an all-reduce."""
         count, n = own.shape
         width = -(-n // self.size)
         whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # a copy takes as long as the sum
@@ -285,7 +289,7 @@ def _end_silent_connections() -> None:
     A machine that is cut off closes nothing, and the system would wait for hours. A slow or stopped process is not
     affected, because its machine still answers."""
     for number in (path.name for path in Path("/proc/self/fd").glob("*")):  # finds nothing outside Linux
-        with suppress(OSError):  # closed by now
+        with suppress(OSError):  # the file was closed since
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as end:

@@ -23,7 +23,7 @@ from tlt.vllm.target import VllmTarget
 
 
 class Weighed(Protocol):
-    """Policy, trained by us or by another trainer."""
+    """Policy of tlt's trainer or of another one."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -33,14 +33,15 @@ class Weighed(Protocol):
 
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
-"""Largest total variation that rounding explains. Under float64, transformers has norms and angles in float32."""
+"""Largest total variation that rounding explains. It is large for float64, because transformers computes norms
+and rotary angles in float32."""
 _TOKENS = 16
 _DRAFT = 4  # text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
     """Load the policy's weights into the target. Raises ModelError if the two then fail `check_parity`."""
-    return_freed_memory()  # that of the update
+    return_freed_memory()  # of the update
     target.load(policy.state_dict(), version)
     check_parity(target, policy)
 
@@ -55,7 +56,7 @@ def check_parity(target: Target, policy: Weighed) -> None:
     decoded = _logits(target, tokens)
     before = count - len(decoded)
     trained = policy.logits(tokens)[before:]
-    apart = _law(trained, "policy", target.version) - _law(decoded, "engine", target.version)
+    apart = _distributions(trained, "policy", target.version) - _distributions(decoded, "engine", target.version)
     apart = 0.5 * apart.abs().sum(-1)
     worst, allowed = apart.max().item(), ALLOWED[target.dtype]
     if worst > allowed:
@@ -81,8 +82,8 @@ def _logits(target: Target, tokens: Tensor) -> Tensor:
 def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
     """Decode a text [N] as the engine does, and return the logits at each token [N, V].
 
-    The first half is prefilled. Each further pass verifies a tree of the next tokens, in which each right draft token
-    has a wrong sibling."""
+    The first half is prefilled. Each further pass verifies a tree of the next tokens, in which each correct draft
+    token has a wrong sibling."""
     device, text = target.device, tokens.tolist()
     store = attention_for(HeadShape.of(target.options, target.dtype, device))
     store.resize(1, 2 * len(text))
@@ -101,7 +102,7 @@ def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
 
 
 def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
-    """Return a tree with the right tokens at nodes 0, 2, 4, ... and a wrong sibling before each but the first."""
+    """Return a tree with the correct tokens at nodes 0, 2, 4, ... and a wrong sibling before each but the first."""
     levels = list(enumerate(right[1:], 1))
     tokens = [node for _, token in levels for node in ((token + 1) % vocab_size, token)]
     parents = [2 * (depth - 1) for depth, _ in levels for _ in range(2)]
@@ -109,7 +110,7 @@ def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
     return DraftTree([right[0], *tokens], [0, *parents], [0, *depths])
 
 
-def _law(logits: Tensor, whose: str, version: int) -> Tensor:
+def _distributions(logits: Tensor, whose: str, version: int) -> Tensor:
     """Return the distributions in float64 in host memory. Raises ModelError for logits that are not finite."""
     wide = logits.to("cpu", torch.float64)
     if not wide.isfinite().all():

@@ -1,4 +1,4 @@
-"""Passes of shards through the models: gradients of the trained one, and log-probs of it and of the reference."""
+"""Passes of shards through the models: gradients of the policy, and log-probs of it and of the reference model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
-BACKWARD_PASSES = 3  # a pass with its gradient takes as long as this many without
+BACKWARD_PASSES = 3  # a pass with its gradient takes as long as this many forward passes
 
 
 class Passes:
@@ -97,7 +97,7 @@ class Passes:
 
     @property
     def fixed_models(self) -> dict[str, Any]:
-        """Models by field of `Fixed`."""
+        """Models whose log-probs are fixed, by field of `Fixed`."""
         models = {"old": self.model, "reference": self.reference}
         return {name: models[name] for name in fixed_logprobs(self.config)}
 
@@ -117,11 +117,11 @@ class Passes:
         return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
 
     def carried(self, batch: TrainBatch) -> dict[int, Tensor]:
-        """Return the log-probs of responses that an older policy decoded."""
+        """Return the old log-probs of responses that an earlier policy decoded, by response."""
         return {i: self.widened(of_one) for i, of_one in batch.old_logprobs.items()}
 
     def widened(self, logprobs: Sequence[float]) -> Tensor:
-        """Return log-probs in their type, which is never bfloat16."""
+        """Return log-probs as a float32 tensor, or float64 if the model is float64."""
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         return torch.tensor(logprobs, dtype=dtype, device=self.device)
 

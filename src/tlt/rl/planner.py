@@ -13,7 +13,7 @@ from tlt.rl.shard_sum import Plan, Shard
 from tlt.types import TrainBatch
 
 Held = Sequence[Mapping[int, float]]
-"""Early shards that each member has begun, as [member] -> {shard: share that is done}"""
+"""early shards that each member has begun, as [member] -> {shard: share that is done}"""
 
 
 @dataclass

@@ -61,19 +61,19 @@ class Policy(TrainedModel):
         self.passes.progress.reset()
         metrics = Update(self, self.passes, self.planner, batch, step, group, held).run()
         refuse_weights(self.own_weights(), group, f"after step {step + 1}")
-        self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
+        self._refuse_second_skip(metrics["skipped"] == 1.0, step)
         self.version: int | None = step + 1
         self.passes.progress.reset()
         return metrics | {"learning_rate": rate}
 
-    def _refuse_to_stand_still(self, skipped: bool, step: int) -> None:
+    def _refuse_second_skip(self, skipped: bool, step: int) -> None:
         """Log a warning for a step without a finite gradient, and raise NotFinite for two in a row. A step that is
         repeated, because a member was lost, counts once."""
         if not skipped:
             return
         if self._skipped_step == step - 1:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
-        log.warning("no gradient of step %d is finite: it changed nothing, and a second one ends the run", step + 1)
+        log.warning("no gradient of step %d is finite, so no weight changed: a second such step ends the run", step + 1)
         self._skipped_step = step
 
     def early_update(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
@@ -89,7 +89,7 @@ class Policy(TrainedModel):
 
     @property
     def updated(self) -> float:
-        """Share of the update under way that is done, which other threads may read. It is 0 before and after it."""
+        """Share of the current update that is done. Other threads may read it. It is 0 before and after it."""
         return self.passes.progress.done
 
     @torch.no_grad()

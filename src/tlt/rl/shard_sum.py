@@ -45,7 +45,8 @@ class Plan(NamedTuple):
 
 @dataclass
 class ShardSum:
-    """Sum over a shard. While gradients are computed, the parameters hold that of the shard."""
+    """Gradients or log-probs of a shard, and sums of its metrics. While a gradient is computed, the parameters hold
+    it."""
 
     shard: Shard
     fixed: Fixed
@@ -58,7 +59,7 @@ class ShardSum:
     """name of the first value that is not finite, or empty"""
     is_complete: bool = False
     gradients: list[Tensor] | None = None
-    """in host memory; None if the parameters hold them"""
+    """copy in host memory; None if the parameters hold them"""
 
     @property
     def share_done(self) -> float:
@@ -101,7 +102,7 @@ class ShardSums:
         return known.share_done
 
     def over(self, plan: Plan, begin: Callable[[Shard], ShardSum]) -> list[ShardSum]:
-        """Compute the sums of this member's shards, except those that were computed early. At the end the parameters
+        """Return the sums of this member's shards. Those that were computed early are reused. At the end the parameters
         hold the gradient of at most one of them. All early results are dropped, so that none is used twice."""
         found: dict[int, ShardSum] = {}
         for shard in plan.own:

@@ -29,12 +29,12 @@ from tlt.types import TrainBatch
 
 
 class ShardedPasses(Passes):
-    """Passes through sharded layers, in each of which all members take part."""
+    """Passes through sharded layers. All members take part in every pass."""
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """Yield this member's micro-batches, then do empty passes until all members have done as many."""
+        """Yield this member's micro-batches, then do empty passes until all members have done the same number."""
         own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
         yield from super().micro_batches(models, batch, members, group)
@@ -69,7 +69,7 @@ class ShardedPolicy(Policy):
     def shard_over(self, group: ProcessGroup) -> None:
         """Keep only this member's shards. `group` has all processes of torch.distributed's default group."""
         self.group = group
-        assert dist.group.WORLD, "a group of processes"
+        assert dist.group.WORLD, "sharding needs a process group"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         for model in [self.model, *([self.reference] if self.reference else [])]:
             _shard_layers(model, mesh)
@@ -101,7 +101,7 @@ class ShardedPolicy(Policy):
         """Divide and clip the gradients, and return their norm before clipping.
 
         FSDP has summed the layers' gradients. The squared norms of their shards are summed over the members."""
-        assert len(shards) == 1, "as many members as shards"
+        assert len(shards) == 1, "a sharded policy has one shard per member"
         parameters = trained_parameters(self.model)
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         whole = [p.grad for p in rest if p.grad is not None]

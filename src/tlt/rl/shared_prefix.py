@@ -39,7 +39,7 @@ class SharedRow:
     groups: Sequence[tuple[int, Sequence[int]]]
     device: torch.device
     windows: list[int | None] = field(default_factory=list)
-    """Attention window of each layer that has read this layout, in tokens; None is the whole context"""
+    """attention window of each layer that has read this layout, in tokens; None is the whole context"""
     _masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
     @property
@@ -153,7 +153,7 @@ def share_prefixes(model: Any) -> bool:
         _compare(model)
     except (TypeError, ValueError, RuntimeError) as error:  # a model may reject the layout in any way
         log.warning(
-            "%s cannot share prompts, because %s: the update is slower, because it computes a prompt once per response",
+            "%s cannot share prompts, because %s: the update computes each prompt once per response, which is slower",
             type(model).__name__,
             error,
         )

@@ -23,7 +23,7 @@ from tlt.spot.trainer import Interrupted
 
 
 def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Config, worker: int = 0) -> SpotTrainer:
-    """Return the drafter's trainer. It learns from the target if that is our own decoder, else from the policy."""
+    """Return the drafter's trainer. Its teacher is the target if that is tlt's own decoder, else the policy."""
     training, seed = config.speculation.training, config.run.seed + worker
     if isinstance(target, Decoder):
         return SpotTrainer(layer, target, training, seed)
@@ -68,7 +68,7 @@ class PolicyTeacher:
         """Return features [N, F] of a sequence [N]. If `stop` returns True, raise Interrupted before the next layer."""
         model, entered = self.policy.model, dict[int, Tensor]()
 
-        def look(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def save_input(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             if stop():
                 raise Interrupted
             if index in layout.taps:
@@ -77,7 +77,7 @@ class PolicyTeacher:
         with ExitStack() as hooks:
             for index, layer in enumerate(model.base_model.layers):
                 hook = layer.register_forward_pre_hook(
-                    lambda _, arguments, named, index=index: look(index, arguments, named), with_kwargs=True
+                    lambda _, arguments, named, index=index: save_input(index, arguments, named), with_kwargs=True
                 )
                 hooks.callback(hook.remove)
             last = last_hidden(model, tokens.to(self.device), self.policy.autocast)

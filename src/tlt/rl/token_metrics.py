@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tlt.rl.parallel import ProcessGroup
 
-_TAIL = 0.999
+_TAIL = 0.999  # quantile of `mismatch_p999`
 
 
 class TokenMetrics:
-    """Accumulator over tokens. A token counts by its weight, so that a sample stands for the responses it was drawn
+    """Accumulator over tokens. Each token has a weight, so that a sample can represent the responses that it was drawn
     from."""
 
     def __init__(self, device: torch.device) -> None:

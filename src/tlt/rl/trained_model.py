@@ -63,11 +63,11 @@ class TrainedModel:
         `shards`: gradients of this member's shards; None if the parameters hold them."""
         parameters = trained_parameters(self.model)
         for parameter in parameters:
-            if parameter.grad is None:  # of a shard without responses; and Adam's moments fade in a step without any
+            if parameter.grad is None:  # no response: Adam's moments and weight decay still apply
                 parameter.grad = torch.zeros_like(parameter)
         own = [shard or [p.grad for p in parameters if p.grad is not None] for shard in shards]
         norm = self._clip(group, own, owners, total)
-        if norm.isfinite():  # else one step would spoil every weight for good
+        if norm.isfinite():  # else the step would make weights NaN
             self.version = None
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -21,7 +21,7 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import TrainedModel
 from tlt.types import TrainBatch
 
-_ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
+_ONE_IN = 8  # one of this many responses without a gradient is measured
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Update:
         mini_batches = split(len(self.batch.response_ids), config.updates_per_step)
         plans = [self.planner.of_gradients(self.batch, some, self.group, self.held) for some in mini_batches]
         self.passes.expect(plans, BACKWARD_PASSES * config.epochs, 1.0)
-        # metrics are those of the first epoch, because later ones see a policy that it has changed
+        # token metrics are those of the first epoch, because it changes the policy
         tokens = [TokenMetrics(self.passes.device) for _ in range(config.epochs)]
         self._sample_untaught(tokens[0])
         reports = [
@@ -103,7 +103,7 @@ class Update:
     def _sample_untaught(self, tokens: TokenMetrics) -> None:
         """Add a sample of the responses without a gradient to `tokens`, so that its metrics cover the whole batch.
 
-        To compute all of them would make the update longer by up to a third."""
+        Computing all of them would make the update up to a third longer."""
         passes, batch = self.passes, self.batch
         untaught = [i for i in range(len(batch.response_ids)) if not has_gradient(batch, i, passes.config)]
         sample = untaught[::_ONE_IN]

@@ -18,7 +18,7 @@ class Baton(Generic[State]):
 
     def __init__(self) -> None:
         self.state: State | None = None
-        """Trainer state that was fetched from a worker last; None: the one that the run began with"""
+        """trainer state that was fetched from a worker last; None: the one that the run began with"""
         self.holder: int | None = None
         """Worker that has trained beyond `state`. Only this worker may continue."""
         self._current = set[int]()  # workers whose trainer has `state`

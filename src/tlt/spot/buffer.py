@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_WHOLE = 0.5  # finished rollouts keep at most this fraction of the bound, and the last one half of that
+_WHOLE = 0.5  # finished rollouts keep at most this fraction of `max_tokens`, and the last one half of that
 _OLDER = 0.97  # an item's weight in sampling is multiplied by this for each step of its age
 
 
@@ -24,7 +24,7 @@ class Harvest(NamedTuple):
 
     target_version: int
     start: int
-    """Position of the first entry"""
+    """position of the first entry"""
     prompt_length: int
     tokens: Tensor
     """[n] the token that follows each entry"""
@@ -53,9 +53,9 @@ class Transcript(NamedTuple):
 
     prompt_length: int
     tokens: tuple[int, ...]
-    """Tokens of the prompt, then of the response"""
+    """tokens of the prompt, then of the response"""
     first: int = 0
-    """Position of the first entry to train on; entries before it are of earlier turns"""
+    """position of the first entry to train on; entries before it are of earlier turns"""
 
 
 class HarvestBuffer:
@@ -67,7 +67,7 @@ class HarvestBuffer:
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
         self.whole: deque[list[Harvest]] = deque(maxlen=steps + 1)
-        """Items of each finished rollout, the oldest rollout first"""
+        """items of each finished rollout, the oldest rollout first"""
         self.now: deque[Harvest] = deque()
 
     @property
@@ -136,7 +136,7 @@ class HarvestBuffer:
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
         """Draw items of `past`, all of one target version, with up to `tokens` entries in total. Newer items and items
         with later ends are more likely, because drafters fail at late positions first. If the first item drawn is too
-        long, it is cut and returned alone."""
+        long, a part of it is returned alone."""
         drawn, room = list[Harvest](), tokens
         for item in _weighted(self.past, rng):
             if not drawn and len(item.tokens) > tokens:

@@ -19,7 +19,7 @@ class FaultBarrier:
 
     is_on = True
     passes_on: tuple[type[Exception], ...] = ()
-    """Errors of the run itself, which are raised"""
+    """errors of the run itself, which are raised"""
 
     def switch_off(self) -> None:
         self.is_on = False

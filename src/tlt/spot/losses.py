@@ -78,12 +78,12 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the losses of M draft tokens, and 1 - TV of each [M].
 
-    outs: [M, D] the drafter's inputs of the target's present `head` [V, D]. weights: [M]. teacher: [T, D] the target's
+    outs: [M, D] the drafter's inputs of the target's current `head` [V, D]. weights: [M]. teacher: [T, D] the target's
     inputs of its head `known` [V, D]. at: [M] the entry whose distribution each draft token should have.
     `check_stop` is called for each chunk, and may raise.
 
     Draft tokens of the same entry share its distribution, and the gradient with respect to `outs` is computed with the
-    loss. So hardly any logit is computed twice, and none outlives its chunk.
+    loss. So few logits are computed twice, and no logit is kept after its chunk.
     """
     total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
     for part in at.argsort().split(max(1, LOGITS // len(head))):

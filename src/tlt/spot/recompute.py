@@ -1,7 +1,7 @@
 """Computation of training data for engines that return no hidden states, such as vLLM: in idle time, one response at a
 time.
 
-One pass over a response gives the hidden states for which the rollout needed one pass per token.
+One pass over a whole response gives the hidden states of all its tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tlt.spot.teacher import Teacher
 
 class FeatureTeacher(Teacher, Protocol):
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """Return hidden states [N, F] of a sequence [N]. If `stop` returns True, raise Interrupted within a layer's
-        time."""
+        """Return hidden states [N, F] of a sequence [N]. Call `stop` before each layer. If it returns True, raise
+        Interrupted."""
         ...
 
 
@@ -65,10 +65,10 @@ class Recompute:
 
     def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
         """Compute the entries from `first` to the last token but one, cut into whole windows and the last window, as
-        our own engine cuts them. Raises Interrupted."""
+        tlt's own engine cuts them. Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
-        if not features.isfinite().all():  # cannot be trained on
+        if not features.isfinite().all():  # they cannot be trained on
             return []
         first, length = transcript.first, len(features)
         starts = [*range(first, length - size + 1, size)]

@@ -1,7 +1,7 @@
-"""Expected number of rounds in which a drafter would decode known tokens. It measures the drafter's value.
+"""Expected number of rounds in which a drafter would decode known tokens. Drafters are compared by it.
 
 The mean accept length over chains from all entries is higher than that of rounds. A round begins after a rejected draft
-token, where drafting is harder, and a well-drafted part takes few rounds however many entries it has.
+token, where drafting is harder. A part that is easy to draft takes few rounds, although it has many entries.
 """
 
 from __future__ import annotations

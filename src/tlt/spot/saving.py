@@ -24,9 +24,9 @@ from tlt.models.families import DecoderOptions
 log = logging.getLogger(__name__)
 
 
-_KEPT = 2
+_KEPT = 2  # number of saves in the folder
 MEAN = "mean."
-"""Prefix of the weights to publish in a trainer state"""
+"""prefix of the weights to publish in a trainer state"""
 TrainerState = dict[str, Tensor]
 """Copy of a drafter in training, in host memory. By parameter it has `mean.*` (weights to publish), `weight.*` (weights
 in training), `exp_avg.*` and `exp_avg_sq.*` (Adam's moments). It also has `steps`, `reach` and `whitening` of
@@ -39,6 +39,8 @@ def weights_of(state: TrainerState) -> dict[str, Tensor]:
 
 
 class Saved(NamedTuple):
+    """A published drafter and the trainer state to continue from."""
+
     number: int
     layer: EagleLayer
     state: TrainerState
@@ -78,11 +80,11 @@ class DrafterSaver:
             try:
                 write(self.folder, self.options, *job)
             except Exception as error:  # the thread must not end here, because none would replace it
-                log.warning("the drafter could not be saved in %s (%s); continuing without it", self.folder, error)
+                log.warning("a drafter could not be saved in %s (%s); continuing without this save", self.folder, error)
 
 
 def write(folder: Path, options: EagleOptions, number: int, state: TrainerState, acceptance_rate: float | None) -> None:
-    """Save at once, in this thread. Raises OSError or SafetensorError."""
+    """Save a drafter in this thread. Raises OSError or SafetensorError."""
     final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
     for left_over in folder.glob(".drafter_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)

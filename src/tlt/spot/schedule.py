@@ -28,20 +28,20 @@ class Rule:
     stretch: int = 16
     """Micro-batches between two evaluations. An evaluation takes as long as three to five of them."""
     judged: int = 2
-    """Micro-batches of held-out data that a candidate is evaluated on"""
+    """micro-batches of held-out data that a candidate is evaluated on"""
     better: float = 1.02
-    """Factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
+    """minimum ratio of rounds of the drafter in use to those of a candidate, because an evaluation errs by about 2 %"""
     burst: int = 8
-    """Number of candidates in a row that may fail before training rests"""
+    """number of candidates in a row that may fail before training rests"""
     rest_share: float = 0.05
     """Worker seconds of training at rest per second of rollout. Training slows another worker on the same CPU by 8 to
     17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
-    """Number of rollouts in the running mean of the acceptance rate"""
+    """number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
-    """A rollout counts as fallen if its acceptance rate is below this fraction of the running mean"""
+    """fraction of the running mean; a rollout with a lower acceptance rate counts as fallen"""
     times: int = 2
-    """Number of fallen rollouts in a row after which the task has changed"""
+    """number of fallen rollouts in a row after which the task has changed"""
 
 
 RULE = Rule()
@@ -49,7 +49,7 @@ Due = Enum("Due", "TRAIN EVALUATE")
 
 
 class SpotReport(NamedTuple):
-    """Result of a training call."""
+    """Amount and duration of training in a call."""
 
     micro_batches: int = 0
     tokens: int = 0
@@ -60,15 +60,15 @@ class Evaluation(NamedTuple):
     """Comparison of a candidate with the drafter in use, on the same held-out data."""
 
     entries: int = 0
-    """Number of tokens that were compared"""
+    """number of tokens that were compared"""
     in_use: float = 0.0
-    """Expected rounds in which the drafter in use would decode them"""
+    """expected rounds in which the drafter in use would decode them"""
     candidate: float = 0.0
-    """Expected rounds of the candidate; NaN if its weights are not finite"""
+    """expected rounds of the candidate; NaN if its weights are not finite"""
     first: float = 0.0
-    """Expected number of the candidate's rounds whose first draft token is accepted"""
+    """expected number of the candidate's rounds whose first draft token is accepted"""
     interrupted: bool = False
-    """Whether the call ended before all held-out data were compared"""
+    """whether the call ended before all held-out data were compared"""
     seconds: float = 0.0
 
     @property
@@ -90,19 +90,19 @@ class Schedule:
     def __init__(self, micro_batch_tokens: int, rule: Rule | None = None) -> None:
         self.rule = rule or RULE
         self.wanted = self.rule.judged * micro_batch_tokens
-        """Number of tokens after which an interrupted evaluation is complete"""
+        """number of tokens after which an interrupted evaluation is complete"""
         self.micro_batches = 0
-        """Micro-batches of the present stretch"""
+        """micro-batches of the current stretch"""
         self.evaluation = Evaluation()
-        """Evaluation of the present candidate so far"""
+        """evaluation of the current candidate so far"""
         self.in_vain = 0
-        """Number of candidates since the last publication, or since the burst began"""
+        """number of candidates since the last publication or the beginning of the burst, at most `Rule.burst`"""
         self.credit = 0.0
-        """Worker seconds that training may still use at rest; negative after a call that took longer"""
+        """worker seconds that training may still use at rest; negative after a call that took longer"""
         self.acceptance: float | None = None
-        """Running mean of the acceptance rate of rollouts"""
+        """running mean of the acceptance rate of rollouts"""
         self.low = 0
-        """Number of fallen rollouts in a row"""
+        """number of fallen rollouts in a row"""
 
     @property
     def rests(self) -> bool:
@@ -134,7 +134,7 @@ class Schedule:
         return whole
 
     def publishes(self, whole: Evaluation) -> bool:
-        """Return whether the candidate is better by enough. One that is NaN or was not evaluated is not."""
+        """Return whether the candidate saves enough rounds. If it is NaN or was not evaluated, it does not."""
         return whole.in_use > self.rule.better * whole.candidate > 0.0
 
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
@@ -159,7 +159,7 @@ class Schedule:
         self.begin_stretch()
 
     def begin_stretch(self) -> None:
-        """Begin a stretch, because the present one was evaluated or its training was lost."""
+        """Begin a stretch, because the current one was evaluated or its training was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     def _pay(self, seconds: float) -> None:
@@ -169,7 +169,7 @@ class Schedule:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return plain data. The present stretch is left out, because a resumed run trains on from the published
+        """Return plain data. The current stretch is left out, because a resumed run continues from the published
         drafter."""
         return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
 

@@ -27,12 +27,12 @@ from tlt.spot.unroll import bundles, pack
 
 log = logging.getLogger(__name__)
 
-_PIECE = 64  # most entries from one response, because responses to a prompt are similar
+_PIECE = 64  # maximum number of entries from one response, because responses to a prompt are similar
 _STEPS = 64  # rollouts before the last one whose data are kept, if the buffer has room
 _HEADS = 1 << 30  # bytes for the heads of target versions in the training data; two are always kept
 _READY = 2  # micro-batches of data that training from random weights needs
-_SPREAD = 4  # entries per input of fc that it needs to compute the first fc
-_ENOUGH = 4  # micro-batches of data for a trained drafter, because a few responses make it worse on others
+_SPREAD = 4  # entries per input of `fc` that training from random weights needs to compute the first `fc`
+_ENOUGH = 4  # micro-batches of data that a trained drafter needs, because a few responses make it worse on others
 _MEMORY, _LEAST_MEMORY = 50, 8  # micro-batches in the mean of weights, at the lowest and the highest rate
 _SAMPLE = 16  # entries per input of `fc` in the sample for its whitening
 _LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
@@ -62,8 +62,8 @@ class SpotTrainer:
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
         self.rng = random.Random(seed)
         self.judged_tokens = RULE.judged * config.micro_batch_tokens
-        self._is_whole = False  # whether the rollout with the present target has ended
-        self._is_afresh = False  # whether no training has followed the last change of the task
+        self._is_whole = False  # whether the rollout with the current target has ended
+        self._is_new_task = False  # whether no training has followed the last change of the task
         wanted = _ENOUGH * config.micro_batch_tokens
         if not layer.trained:
             wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
@@ -97,7 +97,7 @@ class SpotTrainer:
     def forget(self) -> None:
         """Note that the task has changed: drop rollouts before the last finished one, and train again from the first
         draft token of each chain at the highest rate."""
-        self._is_afresh = True
+        self._is_new_task = True
         self.buffer.forget()
         if self.recompute:
             self.recompute.forget()
@@ -112,7 +112,7 @@ class SpotTrainer:
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
         """Train on micro-batches for this many seconds: on at least one, but on none if not `ready`. If `stop` returns
-        True, the present micro-batch is dropped. With `recompute`, the seconds include computing the data, so there may
+        True, the current micro-batch is dropped. With `recompute`, the seconds include computing the data, so there may
         be no micro-batch."""
         began, report, spent = time.perf_counter(), SpotReport(), 0.0
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
@@ -129,8 +129,8 @@ class SpotTrainer:
         """Train on one micro-batch. Return its number of entries. Raises Interrupted."""
         if self.trainer.steps == 0:
             self._prepare()
-        if self._is_afresh:
-            self.trainer.reach, self._is_afresh = 0.0, False
+        if self._is_new_task:
+            self.trainer.reach, self._is_new_task = 0.0, False
         self.trainer.rate_scale = max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)
         batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
         self.trainer.step(batch, stop)

@@ -55,7 +55,7 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def train_drafter(self, start: TrainerState | None, seconds: float, stop: Stop) -> SpotReport | None:
-        """Continue from `start`, if given, for this many seconds and until the present micro-batch ends. Return None if
+        """Continue from `start`, if given, for this many seconds and until the current micro-batch ends. Return None if
         there are too few training data."""
         if start:
             self._sound.load_state(start)

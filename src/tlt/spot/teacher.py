@@ -11,7 +11,7 @@ from tlt.models.families import DecoderOptions
 
 
 class Teacher(Protocol):
-    """A model at a version, which changes with the policy: the target of our own engine (`Decoder`), or the policy
+    """A model at a version, which changes with the policy: the target of tlt's own engine (`Decoder`), or the policy
     itself (`rl/teacher.py`)."""
 
     @property
@@ -28,12 +28,12 @@ class Teacher(Protocol):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, D] embedding of the present version."""
+        """[V, D] embedding of the current version."""
         ...
 
     @property
     def head(self) -> Tensor:
-        """[V, D] head of the present version. The returned tensor does not change with the model."""
+        """[V, D] head of the current version. The returned tensor does not change with the model."""
         ...
 
     def cis(self, positions: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Training of the learned drafter on hidden states of the rollout, one short step at a time.
 
-It learns the target's full distribution, recomputed from the target's last hidden state with the head of that version.
+The drafter learns the target's full distribution. It is recomputed from the target's last hidden state with the head of
+the version that computed this state.
 
 Shapes: T entries of a pack, D hidden, E head size, V vocabulary.
 """
@@ -29,7 +30,7 @@ from tlt.spot.whitening import Moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FC = "fc.weight"
 _EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
-_FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states, added to the loss (EAGLE: 10)
+_FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states in the loss (EAGLE: 10)
 _COUNTED = 2048  # entries from which the vocabulary is chosen
 _DECAY = 0.4  # weight of each draft token in the loss, relative to the one before
 _WARMUP_STEPS = 20  # steps over which the learning rate rises linearly
@@ -43,7 +44,7 @@ class Interrupted(Exception):
 
 class DrafterTrainer:
     """Owner of the trainable layer, in float32 or wider, and of its optimizer. The target's embedding and head are read
-    at every step, so they are those of its present version. The distribution to learn is that of the version which
+    at every step, so they are those of its current version. The distribution to learn is that of the version which
     computed the hidden states; `target_moved` keeps its head."""
 
     def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
@@ -60,7 +61,7 @@ class DrafterTrainer:
         self.rng = random.Random(seed)
         self.heads = {target.version: target.head}
         self.steps = 0.0
-        """optimizer steps; not a whole number where replicas were averaged"""
+        """number of optimizer steps; a float, as in the trainer state"""
         self.reach = float(config.unroll) if layer.trained else 0.0
         """running mean of the number of accepted draft tokens in a trained chain"""
         self.rate_scale = 1.0
@@ -237,7 +238,7 @@ class DrafterTrainer:
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRAD_NORM)
-        if norm.isfinite():  # one bad batch must not end the drafter
+        if norm.isfinite():  # else the step would make weights NaN
             self.optimizer.step()
             fc += self._white @ self.whitening
             self._white.zero_()
@@ -258,7 +259,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from another trainer's `state`, or from the mean of several."""
+        """Continue from another trainer's `state`."""
         self.steps, self.reach = float(state["steps"]), float(state["reach"])
         self.whitening = state["whitening"].to(self.target.device, self.dtype, copy=True)
         for name, parameter in self.layer.named_parameters():

@@ -21,10 +21,12 @@ from torch import Tensor
 from tlt.draft.eagle import EagleLayer
 from tlt.spot.buffer import Harvest
 
-_QUERIES = 256  # most entries of a block of attention
+_QUERIES = 256  # maximum number of queries in a block of attention
 
 
 class Pack(NamedTuple):
+    """Items of training data, one after the other."""
+
     tokens: Tensor
     """[T] the token that follows each entry"""
     features: Tensor
@@ -34,7 +36,7 @@ class Pack(NamedTuple):
     segments: Tensor
     """[T] index of the item that an entry belongs to"""
     counted: Tensor
-    """[T] bool: the entry's draft token 0 is a token of a response"""
+    """[T] bool: whether the entry's draft token 0 is a token of a response"""
     version: int
     """version of the target that computed the hidden states"""
 
@@ -150,9 +152,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
-    """Return the blocks of queries at these `places` of the pack. Most pairs of entries do not
-    attend to each other, with many short sequences or with one long causal one. So attention is computed block by
-    block: a block has some whole sequences, or a part of one, and only the entries that those queries attend to."""
+    """Return the blocks of queries at these `places` of the pack. A block has some whole sequences, or a part of one,
+    and only the entries that its queries attend to. Attention is computed block by block, because most pairs of entries
+    do not attend to each other."""
     entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = []
     for begin, start, end in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):

@@ -1,4 +1,4 @@
-"""Two matrices estimated from a sample of training data: one that makes the inputs of `fc` white, and the `fc` that
+"""Two matrices estimated from a sample of training data: one that whitens the inputs of `fc`, and the `fc` that
 predicts the next hidden state best.
 
 Shapes: N entries, I inputs of fc, D hidden.

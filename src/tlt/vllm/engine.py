@@ -1,6 +1,6 @@
-"""vLLM with the interface of our own engine. A round is one vLLM step.
+"""vLLM with the interface of tlt's own engine. A round is one vLLM step.
 
-The noise (`noise.py`) determines each sampled token, so responses equal those of our own engine up to rounding.
+The noise (`noise.py`) determines each sampled token, so responses equal those of tlt's own engine up to rounding.
 vLLM schedules, pages the KV cache and verifies drafts. This module handles requests, responses and look-ahead. A later
 turn of an episode is a new request to vLLM. Its prompt is the episode so far, which vLLM's prefix cache still has.
 """
@@ -31,7 +31,7 @@ from tlt.vllm.versions import VllmError
 class VllmEngine(Generates):
     """Engine that decodes with vLLM.
 
-    `detokenize` is needed for stop strings. Look-ahead tokens are saved in `store`. If vLLM was started with our
+    `detokenize` is needed for stop strings. Look-ahead tokens are saved in `store`. If vLLM was started with tlt's
     proposer, saved tokens serve as drafts for their request. `on_harvest` receives the tokens of each finished response
     without hidden states, because vLLM does not keep them.
     """
@@ -117,7 +117,7 @@ class VllmEngine(Generates):
             if row.ahead and row.tokens:
                 self.store.put([Ahead.of(row, self.version, rest=rest_of(self.store, row))])
 
-    def _put_off_ahead(self) -> None:
+    def _preempt_ahead(self) -> None:
         self.keep_ahead()
         for row in self._abort([name for name, row in self._live.items() if row.ahead]):
             self._ahead.appendleft(Row(row.request, ahead=True))
@@ -174,7 +174,7 @@ class VllmEngine(Generates):
 
     def _admit(self) -> None:
         if self.waiting:
-            self._put_off_ahead()
+            self._preempt_ahead()
         own = sum(not row.ahead for row in self.rows)
         slots = self.config.max_rows if self.waiting or not own else self.tuner.free_rows(own)
         line = self.waiting or self._ahead
@@ -219,9 +219,9 @@ class VllmEngine(Generates):
                     prompt = row.request.prompt
                     self.on_harvest(Transcript(len(prompt.token_ids), row.context, row.harvested))
                 text = text_of(row, self.detokenize)
-                said = row.tokens, row.logprobs, row.full_logprobs
+                decoded = row.tokens, row.logprobs, row.full_logprobs
                 known = {"decoded": row.decoded, "replies": row.replies}
-                responses.append(Response(row.request, *said, reason, text, **known))
+                responses.append(Response(row.request, *decoded, reason, text, **known))
         return responses
 
     def _abort(self, names: list[str]) -> list[Row]:

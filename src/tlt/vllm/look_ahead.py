@@ -1,6 +1,6 @@
 """Look-ahead in vLLM: a `custom_class` proposer whose drafts are responses of an older target to the same request.
 
-The old responses are sent with the request. vLLM gives a proposer rows of tokens but no requests, so our V1 wrapper
+The old responses are sent with the request. vLLM gives a proposer rows of tokens but no requests, so tlt's V1 wrapper
 gives it the runner. Model runner V2 does not support such proposers, so vLLM uses V1 when one is configured.
 """
 
@@ -35,11 +35,13 @@ def rest_of(store: AheadStore, row: Row) -> list[int]:
 
 
 class LookAheadProposer:
+    """Proposer that vLLM creates and calls."""
+
     def __init__(self, vllm_config: Any) -> None:
         self.widest = vllm_config.speculative_config.num_speculative_tokens
         self.longest = vllm_config.model_config.max_model_len
         self.runner: Any = None
-        """V1 model runner, set by our wrapper"""
+        """V1 model runner, set by `NoisySampling`"""
         self._rows: dict[str, _Followed] = {}
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
@@ -52,8 +54,8 @@ class LookAheadProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return the next tokens of each row's saved response, empty without one. `token_ids_cpu` [rows, longest]
-        holds prompt and response, and `num_tokens_no_spec` [rows] their number of tokens."""
+        """Return the next tokens of each row's saved response, or nothing for a row without one. `token_ids_cpu` [rows,
+        longest] holds prompt and response, and `num_tokens_no_spec` [rows] their number of tokens."""
         requests, drafts = self.runner.requests, []
         for place, name in enumerate(self.runner.input_batch.req_ids[: len(sampled_token_ids)]):
             row = self._rows.get(name)

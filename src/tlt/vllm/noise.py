@@ -1,7 +1,7 @@
-"""Shared-noise sampling on the logits of another engine, so that its greedy decoding draws the tokens of our engine.
+"""Shared-noise sampling on the logits of another engine, so that its greedy decoding draws the tokens of tlt's engine.
 
 An engine that decodes greedily takes the argmax of each row of logits. This module replaces a row by log p + g: p is
-the sampling distribution of the request, and g the noise for its seed and position. The argmax is the sample that our
+the sampling distribution of the request, and g the noise for its seed and position. The argmax is the sample that tlt's
 own engine draws. When a draft is verified, each row has the noise of its own position, so greedy verification accepts
 exactly the tokens that sampling from p would draw.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt.sampling import Law, gumbel_noise, has_kernel, log_law
 
 KEY = "tlt"
-"""Key of our entry in vLLM's `SamplingParams.extra_args`"""
+"""key of tlt's entry in vLLM's `SamplingParams.extra_args`"""
 CHAINS = "chains"
 _LEAST_TOKENS = 256  # initial size of the log-prob buffer, in tokens of a response
 
@@ -32,15 +32,15 @@ class Draw:
     key: int | None
     """Key under which the log-probs are fetched, a new one each time a request is added. If None, they are not kept."""
     seed: int
-    """Seed of 64 bits"""
+    """seed of 64 bits"""
     prompt_tokens: int
-    """Tokens before the response. They are fewer than vLLM's prompt if a request continues elsewhere, because its
-    prompt then includes part of the response."""
+    """Number of prompt tokens before the response. If another engine began the response, vLLM's prompt is longer,
+    because it includes the tokens so far."""
     temperature: float
     top_k: int
     top_p: float
     show_law: bool = False
-    """Keep the log-probs of the whole vocabulary for its last row, to compare two models"""
+    """keep the log-probs of the whole vocabulary for its last row, to compare two models"""
 
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
         """Return the value for `SamplingParams.extra_args`. `chains` are saved responses, see `look_ahead`."""
@@ -57,7 +57,10 @@ class Draw:
         except TypeError as error:
             raise ValueError(f"extra_args['{KEY}'] does not have the fields that tlt writes: {error}") from None
         if not 0 <= draw.seed < 2**64 or draw.prompt_tokens < 1 or draw.temperature < 0 or not 0 < draw.top_p <= 1:
-            raise ValueError(f"extra_args['{KEY}'] is out of range: {draw}")
+            raise ValueError(
+                f"extra_args['{KEY}'] needs 0 <= seed < 2**64, prompt_tokens >= 1, temperature >= 0 and "
+                f"0 < top_p <= 1, not {draw}"
+            )
         return draw
 
     @classmethod
@@ -78,9 +81,9 @@ class Drawn(NamedTuple):
     logprobs: list[list[float]]
     """[tokens, 2] log-probs, under the sampling distribution and under the softmax of the logits"""
     drafted: int
-    """Number of draft tokens; 0 if the runner does not count them"""
+    """number of draft tokens; 0 if the runner does not count them"""
     drafts: int
-    """Number of passes with draft tokens"""
+    """number of passes with draft tokens"""
 
 
 class NoiseTable:
@@ -129,7 +132,7 @@ class NoiseTable:
     def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:
         """Return the log-probs [T, 2] and draft counts kept for a preempted request.
 
-        Its old slot keeps the noise without the key. The slot may hold a live request that was submitted with the same
+        Its old slot keeps the noise but not the key. The slot may hold a live request that was submitted with the same
         key, and its tokens must still be drawn correctly.
         """
         nothing = self._logprobs.new_zeros(0, 2), [0, 0]

@@ -10,7 +10,7 @@ from tlt.vllm.versions import is_tested, vllm_version
 
 
 def register() -> None:
-    """Wrap model runner V1 to sample with our noise, only for requests with a tlt entry in `extra_args`.
+    """Wrap model runner V1 to sample with tlt's noise, only for requests with a tlt entry in `extra_args`.
 
     Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. With both, a request is refused
     if it asks for the noise and the runner does not have it. An untested vLLM is not changed.
@@ -61,7 +61,7 @@ def _draws(config: Any) -> bool:
     if config.use_v2_model_runner:
         given = config.model_config.logits_processors or ()
         return any(p == PROCESSOR or getattr(p, "__module__", "") == PROCESSOR.partition(":")[0] for p in given)
-    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # it adds the noise itself
+    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # which adds the noise itself
 
 
 def _wraps_v1() -> bool:
@@ -74,6 +74,6 @@ def _with_noise(original: Any) -> Any:
     def _sample(runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         from tlt.vllm.runner_v1 import NoisySampling
 
-        return NoisySampling(runner)(logits, spec_decode_metadata)  # it replaces runner._sample, so this runs once
+        return NoisySampling(runner)(logits, spec_decode_metadata)  # this replaces runner._sample, so it runs once
 
     return _sample

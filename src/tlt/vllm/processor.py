@@ -1,7 +1,7 @@
 """Logits processor that adds the noise. vLLM's model runner V2 calls it for all rows, including rows of drafts.
 
-With `--logits-processors tlt.vllm.processor:SharedNoise`, vLLM samples with our noise each request that has a tlt entry
-in `extra_args`.
+With `--logits-processors tlt.vllm.processor:SharedNoise`, vLLM samples each request that has a tlt entry in
+`extra_args` with tlt's noise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class SharedNoise(LogitsProcessor):
+    """Processor that vLLM creates and calls."""
+
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         from tlt.vllm.noise import NoiseTable
 

@@ -26,7 +26,7 @@ class NoisySampling:
     def __init__(self, runner: Any) -> None:
         """Replace the runner's `_sample` and connect its drafter. Raises VllmError if vLLM is not installed."""
         require_vllm()
-        before = getattr(type(runner)._sample, "original", None)  # set if our plugin wrapped it
+        before = getattr(type(runner)._sample, "original", None)  # set if tlt's plugin wrapped it
         self.runner, self._sample = runner, MethodType(before, runner) if before else runner._sample
         slots = _SLOTS * runner.max_num_reqs
         self.table = NoiseTable(slots, runner.device)
@@ -86,7 +86,8 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _guesses_greedily(drafter: Any) -> bool:
-    """Return whether this is a learned drafter of vLLM that takes the argmax over our vocabulary, step by step."""
+    """Return whether this is a learned drafter of vLLM that takes the argmax over the target's vocabulary, step by
+    step."""
     others = ("use_local_argmax_reduction", "use_heterogeneous_vocab", "uses_mrope", "parallel_drafting")
     return hasattr(drafter, "_greedy_sample") and not any(getattr(drafter, name, False) for name in others)
 

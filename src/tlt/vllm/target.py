@@ -1,4 +1,4 @@
-"""The target in vLLM: its weights, its version, and the vLLM engine that several engines of ours may share."""
+"""The target in vLLM: its weights, its version, and the vLLM engine that several `VllmEngine` may share."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class VllmTarget:
         if self.parallel:  # weights are sent to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
-        self.llm.reset_prefix_cache(reset_running_requests=True)  # otherwise it is kept while a row is live
+        self.llm.reset_prefix_cache(reset_running_requests=True)  # else the cache is kept while a row is live
         self.version = version
 
     def load_drafter(self, layer: EagleLayer) -> None:
@@ -118,7 +118,7 @@ class VllmTarget:
         chains: Sequence[bytes] = (),
     ) -> str:
         """Add a request that continues these tokens, and return its vLLM request id. `chains` are saved responses for
-        our proposer."""
+        tlt's proposer."""
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
@@ -165,7 +165,7 @@ def _start(arguments: dict[str, Any]) -> Any:
 
         given = EngineArgs(**arguments)
         if given.create_engine_config().use_v2_model_runner:
-            others = arguments.get("logits_processors") or ()  # ours is last: it needs the final logits
+            others = arguments.get("logits_processors") or ()  # tlt's is last, because it needs the final logits
             given = EngineArgs(**arguments | {"logits_processors": [*others, PROCESSOR]})
         return LLMEngine.from_engine_args(given)
     except Exception as error:
@@ -188,7 +188,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """Restore torch.set_num_threads and its value, because vLLM replaces it by a function that does nothing."""
+    """Restore torch.set_num_threads and its value, because vLLM replaces the function by one that does nothing."""
     before, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         yield

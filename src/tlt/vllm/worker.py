@@ -16,7 +16,7 @@ class WorkerExtension:
     _tlt_table: NoiseTable
 
     def tlt_begin(self) -> None:
-        """Make the runner sample with our noise. Call it once, after the model is loaded."""
+        """Make the runner sample with tlt's noise. Call it once, after the model is loaded."""
         processors = getattr(getattr(self.model_runner, "sampler", None), "logits_processors", ())
         tables = [processor.table for processor in processors if hasattr(processor, "table")]
         self._tlt_table = tables[0] if tables else NoisySampling(self.model_runner).table
