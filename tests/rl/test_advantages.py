@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.config import TrainConfig
-from tlt.rl.advantages import ADVANTAGES, EPSILON, dr_grpo, grpo, grpo_batch, reinforce_pp, rloo
+from tlt.rl.advantages import (
+    ADVANTAGES,
+    EPSILON,
+    OF_ONE_GROUP,
+    WITH_BATCH_MEAN,
+    dr_grpo,
+    grpo,
+    grpo_batch,
+    reinforce_pp,
+    rloo,
+)
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 
@@ -112,3 +122,13 @@ def test_the_mean_over_all_groups_is_the_policy_gradient(
         surrogate = surrogate + chance * (advantages * log_p[list(group)]).mean()
     (found,) = torch.autograd.grad(surrogate, scores)
     assert torch.allclose(found, share * expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_which_advantages_depend_on_one_group(name: str) -> None:
+    """The others must not be computed before all groups are known."""
+    group, alike, others = [0.0, 1.0, 0.5], [1.0, 1.0], [[5.0, -3.0], [9.0, 2.0, 1.0]]
+    alone, among = ADVANTAGES[name]([group], EPSILON)[0], ADVANTAGES[name]([group, *others], EPSILON)[0]
+    assert (alone == pytest.approx(among)) == (name in OF_ONE_GROUP)
+    is_zero = not any(ADVANTAGES[name]([alike, *others], EPSILON)[0])
+    assert is_zero == (name not in WITH_BATCH_MEAN)

@@ -83,3 +83,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "rloo": lambda rewards, _: [rloo(group) for group in rewards],
     "reinforce_pp": reinforce_pp,
 }
+OF_ONE_GROUP = frozenset({"grpo", "dr_grpo", "rloo"})
+"""advantages that depend on the rewards of one group alone, so that idle workers may compute its gradients early"""
+WITH_BATCH_MEAN = frozenset({"reinforce_pp"})
+"""advantages that may differ from 0 although all rewards of the group are equal"""

@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from tlt.config import Config, TrainConfig
+from tlt.rl.advantages import OF_ONE_GROUP, WITH_BATCH_MEAN
 from tlt.rl.groups import make_batch, usable
 from tlt.types import Group, Request, Response, TrainBatch
 
@@ -26,7 +27,6 @@ PER_WORKER = 4
 """Number of early shards per worker, and maximum of early gradients that one worker computes, because each takes
 memory."""
 _LATE = 8  # one group in this many is never early, because a step waits for its longest groups
-_OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that depend on the rewards of one group alone
 
 
 def has_early_shards(train: TrainConfig, workers: int) -> bool:
@@ -37,7 +37,9 @@ def has_early_shards(train: TrainConfig, workers: int) -> bool:
 
 def has_early_gradients(train: TrainConfig) -> bool:
     """Return whether the gradient of a group is final as soon as its rewards are known."""
-    return not (_has_several_steps(train) or _has_kl_in_reward(train) or train.shard) and train.advantage in _OF_A_GROUP
+    return (
+        not (_has_several_steps(train) or _has_kl_in_reward(train) or train.shard) and train.advantage in OF_ONE_GROUP
+    )
 
 
 def most_early_gradients(config: Config) -> int:
@@ -89,7 +91,7 @@ def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
     reinforce_pp all groups determine whether its advantage is 0, so they are computed in any case."""
     if _has_kl_in_reward(train):
         return True
-    learns = i not in batch.masked if train.advantage == "reinforce_pp" else has_gradient(batch, i, train)
+    learns = i not in batch.masked if train.advantage in WITH_BATCH_MEAN else has_gradient(batch, i, train)
     return learns and (bool(train.kl_weight) or i not in batch.old_logprobs)
 
 
