@@ -167,7 +167,7 @@ class Worker:
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> list[Ahead]:
         """Decode requests of coming steps until the seconds are over, all have ended, or `interrupt` is called.
-        Unfinished requests continue with the next call. Return all tokens so far that the present target decoded."""
+        Unfinished requests continue with the next call. Return all tokens so far that the current target decoded."""
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
