@@ -69,7 +69,7 @@ def test_every_call_has_a_deadline(method: str) -> None:
     """A long one that was never seen to end has twelve times the patience."""
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.02)
-    assert crew.everyone(method) == {0: "done", 1: "done"}
+    assert crew.call_all(method) == {0: "done", 1: "done"}
     assert pool.replaced == [1]
     assert crew.trouble.startswith(f"worker 1 was lost during {method} (no answer for 0 s; worker_1.log ends with: the")
 
@@ -80,7 +80,7 @@ def test_what_a_worker_raises_says_where() -> None:
             raise MemoryError("no more")
 
     with pytest.raises(MemoryError) as raised:
-        Crew(Raises()).someone("save")
+        Crew(Raises()).call_one("save")
     assert raised.value.__notes__ == ["raised by worker 0 during save"]
 
 
@@ -88,7 +88,7 @@ def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
     """All are late, as they wait for one."""
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.02)
-    assert crew.together("update", {0: (), 1: ()}) is None
+    assert crew.call_jointly("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1]
     assert crew.trouble == "connection closed"
 
@@ -106,7 +106,7 @@ def test_one_that_comes_back_late_from_a_joint_call_that_broke_is_not_lost() -> 
             return super()._is_done(handle) and not (self._calls[handle] == 0 and time.monotonic() < self.ends)
 
     pool = Slowly()
-    assert Crew(pool, patience=0.02).together("update", {0: (), 1: ()}) is None
+    assert Crew(pool, patience=0.02).call_jointly("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1]
 
 
@@ -118,7 +118,7 @@ def test_where_all_that_are_late_answer_one_of_them_is_replaced() -> None:
             return 0.5
 
     pool = AllThere()
-    assert Crew(pool, patience=0.02).together("update", {0: (), 1: ()}) is None
+    assert Crew(pool, patience=0.02).call_jointly("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1]
 
 
@@ -143,7 +143,7 @@ def test_who_waits_for_the_state_of_one_that_hangs_is_not_to_blame() -> None:
     crew.call(1, "die")
     crew.done()
     assert pool.replaced == [1]
-    crew.all_sound()
+    crew.wait_until_sound()
     assert pool.replaced == [1, 0]
 
 
@@ -202,18 +202,18 @@ def test_lost_capacity_is_told_and_then_gone_on_without(
     pool = NoPlace()
     crew = lost(pool, grace=0.5)
     began = time.monotonic()
-    crew.all_sound()
+    crew.wait_until_sound()
     assert 0.4 < time.monotonic() - began < 5
     assert pool.replaced == [1]
     told = [record.getMessage() for record in caplog.records]
     assert "worker 1 has not started after 0 s (there is room for 1); its timeout is 0.5 s (cluster.grace)" in told
     assert told[-1].startswith("1 of 2 workers are left, and the run continues with them: worker 1 has not started")
-    assert crew.everyone("sync").keys() == {0}
+    assert crew.call_all("sync").keys() == {0}
     crew.take_in()
     assert crew.present == [0]
     pool.room = True
     crew.take_in()
-    crew.all_sound()
+    crew.wait_until_sound()
     assert crew.sound == {0, 1}
     assert len(pool.given) == 2
     assert pool.given[0] != pool.given[1], "the state of long ago"
@@ -224,7 +224,7 @@ def test_fewer_than_are_needed_end_the_run() -> None:
     with pytest.raises(
         ClusterError, match=r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker"
     ):
-        crew.all_sound()
+        crew.wait_until_sound()
 
 
 def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pauses(
@@ -249,7 +249,7 @@ def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pause
 
     def dies(times: int) -> None:
         for _ in range(times):
-            crew.all_sound()
+            crew.wait_until_sound()
             crew.call(1, "die")
             before = len(pool.replaced)
             while len(pool.replaced) == before:
@@ -271,8 +271,8 @@ def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pause
     assert 60 <= pause() <= 62
     dies(1)
     assert 120 <= pause() <= 122
-    crew.all_sound()
-    crew.everyone("update")
+    crew.wait_until_sound()
+    crew.call_all("update")
     dies(4)
     assert 30 <= pause() <= 32
     last = [record.getMessage() for record in caplog.records if "is tried again" in record.getMessage()][2]
@@ -294,7 +294,7 @@ def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
     pool = NoModel()
     pool.room = True
     crew = lost(pool, grace=60.0)
-    crew.all_sound()
+    crew.wait_until_sound()
     assert crew.sound == {0}
     assert "there is no model on this node" in crew.trouble
 
@@ -344,7 +344,7 @@ def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -
     crew.done()
     pool.dead = {1}
     results: dict[int, Any] = {}
-    waits = threading.Thread(target=lambda: results.update(crew.everyone("trace")), daemon=True)
+    waits = threading.Thread(target=lambda: results.update(crew.call_all("trace")), daemon=True)
     waits.start()
     waits.join(20.0)
     assert results == dict.fromkeys(range(3), "trace")
@@ -360,8 +360,8 @@ def test_two_that_find_no_place_end_the_run_once() -> None:
     time.sleep(0.1)
     with pytest.raises(ClusterError, match="1 of 3 workers are left, but the run needs 3"):
         crew.done()
-    assert crew.everyone("rollback") == {0: "rollback"}
-    assert crew.someone("tuner_state") == "tuner_state"
+    assert crew.call_all("rollback") == {0: "rollback"}
+    assert crew.call_one("tuner_state") == "tuner_state"
 
 
 def test_who_still_decodes_is_not_waited_for_where_another_has_the_answer() -> None:
@@ -369,7 +369,7 @@ def test_who_still_decodes_is_not_waited_for_where_another_has_the_answer() -> N
     pool.slow = {(0, "decode"), (0, "tuner_state")}
     crew = Crew(pool, patience=60.0)
     crew.call(0, "decode")
-    assert crew.someone("tuner_state") == "tuner_state"
+    assert crew.call_one("tuner_state") == "tuner_state"
     assert crew.pending(0) == ["decode"]
 
 
@@ -379,17 +379,17 @@ def test_what_comes_back_beside_an_answer_is_kept() -> None:
     crew = Crew(pool, patience=60.0)
     for index in (1, 2, 0):
         crew.call(index, "sync" if index else "judge")
-    assert crew.someone("tuner_state") == "tuner_state"
-    crew.all_sound()
-    assert {(done.worker, done.method) for done in crew.kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
+    assert crew.call_one("tuner_state") == "tuner_state"
+    crew.wait_until_sound()
+    assert {(done.worker, done.method) for done in crew.take_kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
 
 
 def test_errors_of_several_workers_end_the_run_once() -> None:
     pool: Any = Scripted()
     crew = Crew(pool, patience=60.0)
     with pytest.raises(MemoryError, match="on worker 0"):
-        crew.everyone("logprobs")
-    assert crew.everyone("rollback") == dict.fromkeys(range(3), "rollback")
+        crew.call_all("logprobs")
+    assert crew.call_all("rollback") == dict.fromkeys(range(3), "rollback")
 
 
 class OneAfterTheOther(Scripted):

@@ -50,14 +50,14 @@ def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.Monkey
     crew = Crew(pool, patience=PATIENCE)
     for seconds in (8.0, 60.0):
         pool.takes["save"] = seconds
-        assert crew.everyone("save") == {0: "done", 1: "done"}
+        assert crew.call_all("save") == {0: "done", 1: "done"}
     assert pool.replaced == []
 
 
 def test_the_time_of_a_call_begins_when_its_worker_turns_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Clocked(monkeypatch, decode=1.5)
     crew = Crew(pool, patience=PATIENCE)
-    crew.everyone("decode")
+    crew.call_all("decode")
     pool.now += 3600.0
     for _ in range(4):
         crew.call(1, "decode")
@@ -72,6 +72,6 @@ def test_the_time_of_a_new_worker_begins_with_its_process(monkeypatch: pytest.Mo
     pool = Clocked(monkeypatch, boots=600.0, take_state=10.0)
     crew = Crew(pool, patience=PATIENCE)
     crew.replace(1, "decode", "its process is gone")
-    crew.all_sound()
+    crew.wait_until_sound()
     assert pool.replaced == [1]
     assert 600 < pool.now - 1000 < 620

@@ -407,9 +407,9 @@ def test_one_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
     crew = Crew(Silent(2, lambda index: None))
     crew.call(1, "evaluate_drafter", None)
     crew.call(0, "train_drafter", 0.0)
-    crew.call_back(("evaluate_drafter",), patience=-1.0)
+    crew.wait_until_ended(("evaluate_drafter",), patience=-1.0)
     assert crew.losses == 1
-    assert [(done.worker, done.method, done.lost) for done in crew.kept()] == [(1, "evaluate_drafter", True)]
+    assert [(done.worker, done.method, done.lost) for done in crew.take_kept()] == [(1, "evaluate_drafter", True)]
     assert crew.pending(1) == ["take_state"]
     assert crew.pending(0) == ["train_drafter", "state"]
 

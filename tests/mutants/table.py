@@ -357,7 +357,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
         ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),
-        ("Crew.everyone", "operand", 1, "A lost worker's call is repeated."),
+        ("Crew.call_all", "operand", 1, "A lost worker's call is repeated."),
     ],
     ("cluster.crew", "cluster/test_coordinator.py"): [
         ("Crew._forget", "drop", 1, "Calls of a lost worker are forgotten."),

@@ -122,14 +122,14 @@ class Coordinator:
     def _all_back(self) -> None:
         """End all idle work and wait until the workers are free. A micro-batch of the update may take long."""
         self.crew.break_off()
-        self.crew.call_back((EARLY_UPDATE,), math.inf)
-        self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
+        self.crew.wait_until_ended((EARLY_UPDATE,), math.inf)
+        self.crew.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)
         self._handle_kept_calls()
 
     def _begin(self, missing: int) -> None:
         self._number += 1
         self.crew.break_off()
-        self.crew.call_back(("look_ahead",), _HANGS)  # so that all look-ahead tokens are known
+        self.crew.wait_until_ended(("look_ahead",), _HANGS)  # so that all look-ahead tokens are known
         self.allocation.begin(missing)
         self._handle_kept_calls()
 
@@ -165,7 +165,7 @@ class Coordinator:
 
     def _handle_kept_calls(self) -> None:
         """Handle the calls that returned while another call was waited for."""
-        for done in self.crew.kept():
+        for done in self.crew.take_kept():
             self._handle_idle_work(done)
 
     def _handle_idle_work(self, done: Done) -> None:
@@ -278,6 +278,6 @@ class Coordinator:
         return self.group_update.run(batch, step)
 
     def sync(self, version: int) -> None:
-        self.crew.everyone("sync", version)
+        self.crew.call_all("sync", version)
         self._version = version
         self._enter(IDLE)

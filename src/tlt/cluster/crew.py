@@ -63,7 +63,7 @@ class Crew:
         self._since = [0.0] * pool.size  # when each worker began its present call
         self._kept: list[Done] = []  # calls that returned while another call was waited for
         self._number = 0  # number of the last interruptible call
-        self._broken = ""  # joint call during which a worker was lost; `together` sets the timeout of the others
+        self._broken = ""  # joint call during which a worker was lost; `call_jointly` sets the timeout of the others
 
     @property
     def present(self) -> list[int]:
@@ -103,14 +103,14 @@ class Crew:
     def done(self, timeout: float = math.inf) -> list[Done]:
         """Return calls that have returned: at least one, unless the timeout in seconds is over. Raises the exception of
         a method, and ClusterError if no sound worker is left."""
-        return self.kept() or self._collect(timeout)
+        return self.take_kept() or self._collect(timeout)
 
     @property
     def calls(self) -> int:
         """Number of calls that have not returned."""
         return len(self._calls)
 
-    def kept(self) -> list[Done]:
+    def take_kept(self) -> list[Done]:
         """Return the calls that returned while other calls were waited for."""
         kept, self._kept = self._kept, []
         return kept
@@ -209,7 +209,7 @@ class Crew:
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
-    def everyone(self, method: str, *arguments: Any) -> dict[int, Any]:
+    def call_all(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method on all present workers. Return the result of each. If a worker is lost, its replacement is
         called too."""
         results: dict[int, Any] = {}
@@ -224,7 +224,7 @@ class Crew:
                     self._kept.append(done)
         return dict(sorted(results.items()))
 
-    def someone(self, method: str, *arguments: Any) -> Any:
+    def call_one(self, method: str, *arguments: Any) -> Any:
         """Call a method on one sound worker, if possible a free one. Return its result."""
         while True:
             index = self._source()
@@ -238,12 +238,12 @@ class Crew:
                 if mine:
                     return mine[0].result
 
-    def whole(self, method: str, *arguments: Any) -> Any:
+    def call_for_policy(self, method: str, *arguments: Any) -> Any:
         """Call a method that needs the whole policy. Return the first worker's result. If the policy is sharded, all
         workers make the call."""
-        return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
+        return self.call_all(method, *arguments)[0] if self.shards else self.call_one(method, *arguments)
 
-    def together(
+    def call_jointly(
         self,
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
@@ -274,7 +274,7 @@ class Crew:
         self._broken = ""
         return [results[i] for i in arguments] if until == math.inf else None
 
-    def call_back(self, methods: Collection[str], patience: float) -> None:
+    def wait_until_ended(self, methods: Collection[str], patience: float) -> None:
         """Wait until no worker runs one of these methods. Replace a worker that takes longer than `patience`
         seconds."""
         until = time.monotonic() + patience
@@ -285,7 +285,7 @@ class Crew:
                     self._kept.append(Done(index, method, None, lost=True))
             self._kept += self._collect(0.5)
 
-    def all_sound(self) -> None:
+    def wait_until_sound(self) -> None:
         """Wait until every present worker has the run's state."""
         while len(self.sound) < len(self.present):
             self._kept += self._collect()

@@ -24,7 +24,7 @@ class GroupUpdate:
         """Form a group of all workers, in which each keeps only its own shard of the policy. Raises ClusterError."""
         members = self.crew.present
         rendezvous = self._rendezvous_of(members)
-        self.crew.together("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
+        self.crew.call_jointly("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Update the policy on all present workers, each with its shards of the batch. If a worker is lost during the
@@ -33,18 +33,18 @@ class GroupUpdate:
         given, left = self.crew.pool.put(batch), _ATTEMPTS
         while left:
             losses = self.crew.losses
-            self.crew.all_sound()
+            self.crew.wait_until_sound()
             members = self.crew.present
             rendezvous = self._rendezvous_of(members)
             held = self.early.held_by(members)
             work = {i: (given, step, rendezvous, rank, len(members), held) for rank, i in enumerate(members)}
-            reports = self.crew.together("update", work, self.read_progress)
+            reports = self.crew.call_jointly("update", work, self.read_progress)
             self.done = 0.0
             self.early.begin(None)
             if reports:
                 return reports[0]
             self._rendezvous = None
-            self.crew.everyone("rollback")
+            self.crew.call_all("rollback")
             left -= self.crew.losses == losses
         raise ClusterError(f"the update of step {step + 1} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
@@ -56,5 +56,5 @@ class GroupUpdate:
         members."""
         now = self.crew.losses, members
         if self._rendezvous is None or self._rendezvous[1] != now:
-            self._rendezvous = self.crew.someone("rendezvous"), now
+            self._rendezvous = self.crew.call_one("rendezvous"), now
         return self._rendezvous[0]

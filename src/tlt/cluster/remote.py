@@ -46,10 +46,10 @@ class ClusterRollout:
         return self.coordinator.plainly(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.training.state()}
+        return {"tuner": self.crew.call_one("tuner_state"), "drafter": self.coordinator.training.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.crew.everyone("load_tuner_state", state["tuner"])
+        self.crew.call_all("load_tuner_state", state["tuner"])
         self.coordinator.training.load_state(state.get("drafter", {}))
 
     def release(self) -> None:
@@ -60,11 +60,11 @@ class ClusterRollout:
 
     def trace(self) -> list[list[Span]]:
         states = [tracer.drain() for tracer in self.coordinator.tracers]
-        work = self.crew.everyone("trace")
+        work = self.crew.call_all("trace")
         return [state + work.get(index, []) for index, state in enumerate(states)]
 
     def peak_memory(self) -> dict[str, dict[str, float]]:
-        return {f"worker {index}": peak for index, peak in self.crew.everyone("peak_memory").items()}
+        return {f"worker {index}": peak for index, peak in self.crew.call_all("peak_memory").items()}
 
     def close(self) -> None:
         self.coordinator.training.close()
@@ -92,29 +92,29 @@ class ClusterPolicy:
         except Exception:
             if not self.crew.shards:
                 with suppress(Exception):  # the error of the update is raised
-                    self.crew.everyone("rollback")
+                    self.crew.call_all("rollback")
                     self.version = step
             raise
         self.version = step + 1
         return metrics
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        return self.crew.whole("logprobs", batch)
+        return self.crew.call_for_policy("logprobs", batch)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        return self.crew.whole("policy_state")
+        return self.crew.call_for_policy("policy_state")
 
     def save(self, folder: Path) -> None:
         """Let the first worker write the files to a folder that the driver sees too."""
-        self.crew.whole("save", str(folder.resolve()))
+        self.crew.call_for_policy("save", str(folder.resolve()))
 
     def load_optimizer(self, folder: Path) -> None:
-        self.crew.everyone("load_optimizer", str(folder.resolve()))
+        self.crew.call_all("load_optimizer", str(folder.resolve()))
 
     def sha256(self) -> str:
         """Return the hash of the policy, which all replicas, or all members with shards, compute. Raises ClusterError
         if the hashes differ."""
-        digests = list(self.crew.everyone("sha256").values())
+        digests = list(self.crew.call_all("sha256").values())
         if len(set(digests)) > 1:
             raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
         return digests[0]
@@ -134,7 +134,7 @@ def join(
         if config.train.shard:
             coordinator.group_update.shard_policy()
         if longest_prompt is not None:
-            crew.everyone("dry_run", longest_prompt)
+            crew.call_all("dry_run", longest_prompt)
     except BaseException:
         pool.close()
         raise
