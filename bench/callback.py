@@ -28,12 +28,12 @@ from tlt.run.train import train
 
 def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dict[str, Any]:
     latencies: list[float] = []
-    call_back = Crew.call_back
+    wait_until_ended = Crew.wait_until_ended
 
-    def timed_call_back(self: Crew, methods: Collection[str], patience: float) -> None:
+    def timed_wait(self: Crew, methods: Collection[str], patience: float) -> None:
         busy = any(method in methods for index in range(self.size) for method in self.pending(index))
         began = time.perf_counter()
-        call_back(self, methods, patience)
+        wait_until_ended(self, methods, patience)
         if busy:
             latencies.append(time.perf_counter() - began)
 
@@ -41,7 +41,7 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
         fixed = ["--cluster.workers", str(workers), "--train.steps", str(steps), "--run.folder", folder + "/run"]
         fixed += ["--speculation.path", ""]  # a random drafter: one that was trained before would rest
         config = load_config(recipe, [*overrides, *fixed])
-        with patch.object(Crew, "call_back", timed_call_back):
+        with patch.object(Crew, "wait_until_ended", timed_wait):
             train(config, False, Display(Console(quiet=True)))
     return {"steps": steps, "workers": workers, "callback": _spread(latencies)}
 
