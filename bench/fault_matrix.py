@@ -46,7 +46,7 @@ _CAUSES = {
     "SIGSTOP": r"worker \d+ was lost amid \w+ \(no answer for",
     "exception": "struck",
     "out of memory": r"[Mm]emory",
-    "disk full": r"No space left|make room",
+    "disk full": r"No space left|free disk space",
 }
 """by fault, the pattern that must be found on the screen or in the log of a worker"""
 

@@ -18,7 +18,7 @@ from tlt.config.run import RunConfig
 from tlt.trace import Tracer
 
 PHASES = ("rollout", "compare", "update")
-"""Phases of a step whose energy is recorded separately."""
+"""phases of a step whose energy is recorded separately"""
 
 _log = logging.getLogger(__name__)
 _POWERCAP, _PROC = Path("/sys/class/powercap"), Path("/proc")

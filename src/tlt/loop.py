@@ -72,7 +72,7 @@ class Rollout(Protocol):
         ...
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Store drafts of requests that will be decoded again."""
+        """Store drafts for requests that will be decoded again."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -75,7 +75,10 @@ class MetricsWriter:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(metrics)) + "\n")
         except OSError as error:
-            raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room") from None
+            raise MetricsError(
+                f"{self.path} cannot be written ({error.strerror}): free disk space, or check the permissions of the "
+                "folder"
+            ) from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -170,8 +173,8 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
 def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[str, Any]]]) -> float:
     """Return the useful share of all workers' time over `steps`; 0 if nothing is known.
 
-    A step is each worker's seconds by state, and the counters of its rollout. Decoding, verifying and updating are
-    useful. Drafting and look-ahead are useful in proportion to their accepted tokens."""
+    Each step is a pair: the seconds of each worker by state, and the counters of the rollout. Decoding, verifying and
+    updating are useful. Drafting and look-ahead are useful in proportion to their accepted tokens."""
     useful = total = 0.0
     for workers, rollout in steps:
         spent = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}

@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Tracer:
-    """Spans of one process, kept until they are drained."""
+    """Spans of one process, kept until they are drained. At most 100,000 are kept."""
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=_MOST)
@@ -58,7 +58,7 @@ class Tracer:
         self._spans.append(Span(name, start, end, facts))
 
     def mark(self, name: str, **facts: float) -> None:
-        """Record a moment with its numbers. It is never joined with another one."""
+        """Add a span without duration, with its counts. It is never joined with another one."""
         now = time.time()
         self._spans.append(Span(name, now, now, facts))
 
@@ -135,7 +135,10 @@ class TraceFile:
                 file.write((b",\n" if end else _BEGIN + b"\n") + lines + _END)
                 file.truncate()
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be written ({error.strerror}): make room") from None
+            raise TraceError(
+                f"{self.path} cannot be written ({error.strerror}): free disk space, or check the permissions of the "
+                "folder"
+            ) from None
 
     def _introduce(self, name: str) -> list[dict[str, Any]]:
         if name in self._numbers:

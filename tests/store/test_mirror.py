@@ -151,7 +151,7 @@ def test_the_newest_is_copied_however_slow_the_line_is(
     tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run has removed the one under way by then; of those that wait the others are left out."""
-    monkeypatch.setattr("tlt.store.mirror._TELLS", 0.0)
+    monkeypatch.setattr("tlt.store.mirror._QUIET", 0.0)
     mirror, begun, up = Mirror(url, 4), threading.Event(), threading.Event()
     real: Callable[..., None] = mirror._files.put_file
 

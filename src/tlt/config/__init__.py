@@ -1,6 +1,6 @@
-"""Configuration: each field in one section. Unknown keys are refused with the nearest name.
+"""Configuration in sections. An unknown key is an error that names the nearest known key.
 
-It imports neither torch nor transformers, so that errors are reported at once."""
+This package imports neither torch nor transformers, so that errors in a recipe are reported at once."""
 
 from tlt.config.data import DataConfig, TaskConfig
 from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section, section_of

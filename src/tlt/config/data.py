@@ -46,8 +46,8 @@ class DataConfig(Section):
     template: str = "{question}"
     """Text that the model sees. `{question}` is replaced by the prompt's text."""
     chat: bool = False
-    """Apply the tokenizer's chat template, with that text as the user's message. Prompts that are lists of messages
-    need it."""
+    """Apply the tokenizer's chat template. The text of `template` becomes the user's message. Prompts that are lists of
+    messages need it."""
     system: str = ""
     """System message for prompts that have none. Needs `chat`."""
     chat_arguments: dict[str, JsonValue] = {}
@@ -67,7 +67,8 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longest prompt, in tokens."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
-    """Handling of longer prompts: `refuse` ends with an error at the start, `drop` leaves them out and counts them."""
+    """Handling of prompts longer than `max_prompt_tokens`: `refuse` ends with an error at the start, `drop` leaves them
+    out and logs their number."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:

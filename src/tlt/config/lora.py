@@ -14,4 +14,4 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0, le=10_000)
     """An adapter is scaled by alpha / rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """Endings of the names of the matrices that get adapters."""
+    """Linear layers that get adapters, by the end of their names."""

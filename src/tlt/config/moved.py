@@ -1,5 +1,5 @@
-"""Fields that moved or were removed, and values with a new name. Old recipes are refused with a note, and old
-checkpoints are converted."""
+"""Fields that moved or were removed, and values with a new name. In a recipe they are an error that names the
+replacement. Recipes in old checkpoints are converted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALUES = {"speculation.training.loss": {"agreement": "acceptance_rate"}}
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """Return one sentence about the first such field or value; None if there is none."""
+    """Return one sentence about the first old field or value; None if there is none."""
     if "drafter" in tree:
         return _fault_of_drafter(tree["drafter"])
     for key, note in _REMOVED.items():

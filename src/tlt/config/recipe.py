@@ -56,10 +56,10 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
     def resolve(path: str) -> str:
         if any(char < " " for char in path):  # as in "C:\new", which TOML reads as a line break
             raise ConfigError(f"the path {path!r} has a control character: write paths with '\\' in single quotes")
-        beside = recipe_folder / path
+        near_recipe = recipe_folder / path
         with telling(ConfigError, f"{path[:80]} is not a valid path"):
-            is_there = not Path(path).is_absolute() and (beside.exists() or bool(glob.glob(str(beside))))
-            return os.path.normpath(beside) if is_there else path
+            is_there = not Path(path).is_absolute() and (near_recipe.exists() or bool(glob.glob(str(near_recipe))))
+            return os.path.normpath(near_recipe) if is_there else path
 
     paths = (("model", "path"), ("data", "path"), ("speculation", "path"), ("eval", "path"), ("reward", "folder"))
     found = {}
@@ -88,7 +88,7 @@ def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
 
 
 def section_of(section: type[S], values: S | Mapping[str, Any] | None, name: str) -> S:
-    """Return a section that is given as such, as a mapping of its fields, or as None (the defaults). Raises
+    """Return the section for `values`: a section, a mapping of its fields, or None for the defaults. Raises
     ConfigError."""
     return values if isinstance(values, section) else parse_section(section, dict(values or {}), name)
 

@@ -12,7 +12,7 @@ Shape = tuple[int, int, int, float]
 
 class DrafterEntry(NamedTuple):
     make: str
-    """`module:function`, called as f(Sources) -> Drafter: see `tlt.draft.drafter`"""
+    """`module:function`. It is called with `Sources` and returns a `Drafter`: see `tlt.draft.drafter`."""
     chains: tuple[Shape, ...]
     """chains that `adaptive` may use, from short to long"""
     trees: tuple[Shape, ...] = ()
@@ -23,22 +23,23 @@ class DrafterEntry(NamedTuple):
 
 class RewardEntry(NamedTuple):
     make: str
-    """`module:function`, called as f(term, config) -> f(prompt, answer) -> float: see `tlt.rewards.scores`"""
+    """`module:function`. It is called with (term, config) and returns the reward function of (prompt, answer): see
+    `tlt.rewards.scores`."""
     quick: bool = False
     """whether it runs no user code and cannot hang, so that it needs no process of its own"""
     compares: bool = False
-    """whether it compares with the row's answer"""
+    """whether it compares the model's answer with the answer in the data"""
 
 
 class TrackerEntry(NamedTuple):
     make: str
-    """`module:class`, called as f(Place) -> Tracker: see `tlt.run.trackers`"""
+    """`module:class`. It is called with a `Place` and returns a `Tracker`: see `tlt.run.trackers`."""
     package: str
     """package that it needs"""
 
 
-# A chain ends if the probability that all of it is accepted falls below the cost of another level, in tokens. Values
-# from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5 was slower.
+# A learned chain ends before a token that is reached with a probability below 0.3. Values from 0.2 to 0.4 were equally
+# fast at batch sizes 1 and 4, and 0.5 was slower.
 DRAFTERS = {
     "eagle": DrafterEntry(
         "tlt.draft.learned:make",

@@ -1,4 +1,4 @@
-"""Section [reward]: what responses are rewarded for, and how."""
+"""Section [reward]: reward functions with their weights, or an environment."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ class RewardConfig(RewardTerm):
         if self.terms and self.name != "reasoning_gym":
             raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
         if self.environment and (self.terms or self.name != "reasoning_gym"):
-            raise ValueError("reward.environment gives the reward: remove reward.name and [[reward.terms]]")
+            raise ValueError(
+                "the environment (reward.environment or data.environment) gives the reward: remove reward.name and "
+                "[[reward.terms]]"
+            )
         if self.turns and not self.environment:
             raise ValueError("reward.turns needs reward.environment: remove it")
         return self

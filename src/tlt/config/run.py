@@ -19,13 +19,14 @@ class RunConfig(Section):
     """Number of steps between checkpoints. One is also saved at the end, at a signal and at an error. 0 saves only
     then."""
     stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
-    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled if its weights are already
-    updated. A step that takes longer is abandoned. The state before it is saved, unless its weights are updated."""
+    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled if its update has begun. A step
+    that takes longer is abandoned. The state before it is saved, unless its update has begun."""
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints kept, the newest ones."""
     mirror: str | None = None
     """Place to which each checkpoint is copied in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another URL
-    of fsspec (tlt-rl[mirror]). --resume fetches the newest checkpoint from there if this machine has none as new."""
+    of fsspec (tlt-rl[mirror]). --resume fetches the newest checkpoint from there if it is newer than those in
+    `folder`."""
     compare_every: int = Field(default=0, ge=0)
     """Every this many steps, decode the requests a second time with plain decoding. The run then reports the times of
     both and the number of tokens that differ. 0 turns it off."""
@@ -35,7 +36,7 @@ class RunConfig(Section):
     tracker_completions: int = Field(default=0, ge=0, le=10_000)
     """Number of responses of each step that `wandb` and `trackio` receive as a table. 0 sends none."""
     completions_mb: int = Field(default=1024, ge=0)
-    """Size of completions.jsonl in MiB. The oldest responses are dropped beyond it. 0 keeps none."""
+    """Largest size of the saved responses in MiB. Beyond it the oldest are deleted. 0 saves none."""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
     """`jsonl` writes completions.jsonl. `parquet` writes a file for each step into completions/ (tlt-rl[parquet])."""
     report: bool = True

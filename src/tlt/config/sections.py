@@ -144,30 +144,31 @@ class TrainConfig(Section):
     """Multiply the KL term of the loss by the ratio, so that its gradient is unbiased (DeepSeek-V3.2, arXiv
     2512.02556), as TRL does. If false, do not, as verl does."""
     importance_cap: float = Field(default=0.0, ge=0)
-    """Cap of truncated importance weights min(trainer / rollout, cap) on the loss. Because rollout log-probs enter the
-    update only here, runs that round differently then end in different bits. 0 turns it off."""
+    """Cap of the importance weights min(p_trainer / p_rollout, cap) that multiply the loss (truncated importance
+    sampling). The weights depend on the rollout's log-probs. So runs whose rollouts round differently end with
+    different bits. 0 turns it off."""
     updates_per_step: int = Field(default=1, gt=0)
     """Number of optimizer steps in each pass over the rollout. The responses are split into this many mini-batches, in
     prompt order."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes over the rollout in an update. There are `epochs` x `updates_per_step` optimizer steps."""
     early_update: bool = True
-    """Let idle workers compute gradients of finished groups early. If there are several optimizer steps per rollout, if
-    train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and reference log-probs
-    instead. The result is the same. It needs several workers. It is not used with train.shard, because a pass then
-    needs all workers. If a worker's memory is too small, the worker continues without it and logs so."""
+    """Let idle workers compute gradients of finished groups before the rollout ends. If there are several optimizer
+    steps per rollout, if train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and
+    reference log-probs instead. The result is the same. It needs several workers. It is not used with train.shard,
+    because a pass then needs all workers. A worker whose memory is too small continues without it and logs this."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass, including gaps of the packing. Before the first step, a pass
     of this size is tried on a CUDA device, or estimated on the CPU. If it does not fit the memory, the run ends with an
-    error that names the field to lower."""
+    error that says what to change."""
     logits_mb: int = Field(default=256, gt=0)
     """Size of the logits computed at once, in MiB. If the logits need several chunks, each is computed again for the
-    gradient. A chunk needs about four times this memory."""
+    gradient. A chunk needs about three times this memory."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input, and recompute the rest for the gradient. It saves memory and costs time."""
     deterministic: bool = True
     """Add up gradients in a fixed order on CUDA, so that two runs of the same responses end with the same bits. If an
-    operation of the model cannot do that, the run ends with PyTorch's message: set this to false then."""
+    operation of the model cannot do that, the run ends with an error. Set this to false then."""
     lora: LoraConfig = LoraConfig()
     shard: bool = False
     """Shard parameters, gradients and moments of the decoder layers over the workers (FSDP2), for a model that does not
@@ -181,11 +182,10 @@ class EvalConfig(Section):
     samples: int = Field(default=4, gt=0, le=10_000)
     """Number of responses to each held-out prompt."""
     size: int = Field(default=64, gt=0, le=250_000)
-    """Number of held-out prompts, from `data.tasks` with another seed or from `path`. Prompts that training has are
-    left out."""
+    """Number of held-out prompts, from `data.tasks` with another seed or from `path`. Training prompts are left out."""
     path: str | None = None
-    """File of held-out prompts if `data.path` is given, with the same columns. A name on the hub is written as there,
-    such as `openai/gsm8k:main/test`."""
+    """File of held-out prompts if `data.path` is given, with the same columns. A name on the hub has the form of
+    `data.path`, such as `openai/gsm8k:main/test`."""
     hub: str | None = None
     """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
     commit."""

@@ -16,13 +16,13 @@ class DrafterTrainConfig(Section):
 
     unroll: int = Field(default=7, gt=0, le=16)
     """Largest length of the chains of draft tokens in training. The drafter predicts each token from its own output for
-    the one before. Chains in use are one token longer than the mean number of accepted draft tokens."""
+    the one before. Chains are one token longer than the mean number of accepted draft tokens, up to this length."""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "acceptance_rate"] = "cross_entropy"
     """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate` is the
     probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and
     the other two hardly learn."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Learning rate of the drafter."""
+    """Highest learning rate of the drafter. It falls as the drafter improves, or over the time of `tlt draft train`."""
     micro_batch_tokens: int = Field(default=1024, gt=0)
     """Number of tokens in a micro-batch, which is one optimizer step."""
     idle: bool = True
@@ -45,17 +45,20 @@ class SpeculationConfig(Section):
     trees: bool = False
     """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
     path: str | None = None
-    """Folder of a learned drafter. `tlt draft train` makes one. A relative path is looked up like model.path."""
+    """Folder of a learned drafter. `tlt draft train` makes one. A relative path is looked up in the recipe's folder
+    first, then in the working directory."""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
-    """Architecture of a new drafter. `eagle3` reads hidden states of three layers of the target. `eagle1` reads the
-    last one only, a quarter of the traffic. A drafter from `path` has its own."""
+    """Architecture of a new drafter. `eagle1` reads the target's last hidden state. `eagle3` reads hidden states of
+    three layers. For `eagle3` four hidden states per token are saved, including the last one, instead of one. A drafter
+    from `path` has its own kind."""
     window: int = Field(default=512, gt=0)
     """Attention window of a new drafter, in tokens. Hidden states of the last `window` tokens are kept for each active
     request."""
     depth: int = Field(default=6, gt=0, le=32)
     """Number of consecutive draft tokens."""
     branching: int = Field(default=2, gt=0, le=16)
-    """Number of alternatives at each position of a draft tree. 1 drafts a chain."""
+    """Number of children of each node of a draft tree, and number of nodes continued at each depth. 1 drafts a
+    chain."""
     verify_tokens: int = Field(default=8, gt=0, le=256)
     """Number of tree nodes verified in one pass, root included. 1 is plain decoding."""
     min_chance: float = Field(default=0.5, ge=0, lt=1)

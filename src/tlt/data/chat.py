@@ -82,8 +82,8 @@ def _text_of(part: Any, where: str) -> str:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, with one fixed time for all prompts. Each new sequence of roles is tried first,
-    because templates silently drop what they do not know."""
+    """Chat template of a tokenizer, with one fixed time for all prompts. Each new sequence of roles is tested first,
+    because templates silently drop messages that they do not know."""
 
     def __init__(self, tokenizer: Any, config: DataConfig) -> None:
         """Raise DataError if the tokenizer has no chat template, or does not read an argument."""
@@ -95,7 +95,7 @@ class ChatTemplate:
         self._refuse_unread_arguments()
 
     def render(self, turns: Messages) -> str:
-        """Return the text up to where the response begins. If the last message is the assistant's, the response
+        """Return the text before the response. If the last message is the assistant's, the response
         continues it. Raises DataError."""
         turns = [self._joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
@@ -104,7 +104,7 @@ class ChatTemplate:
             self._refuse_chance(turns)
             self._refuse_dropped(turns)
             self._tried.add(shape)
-        return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
+        return self._to_continue(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
 
     def around_reply(self) -> tuple[str, str]:
         """Return the texts that the template writes before and after a reply to a response. The reply is a message of a
@@ -146,14 +146,14 @@ class ChatTemplate:
 
     def _apply(self, turns: Messages) -> str:
         try:
-            with _time_stands_at(self.now):
+            with _fixed_time(self.now):
                 return self.tokenizer.apply_chat_template(
                     turns, add_generation_prompt=turns[-1]["role"] != "assistant", tokenize=False, **self.arguments
                 )
         except Exception as error:  # a template is a program and may raise anything
             raise DataError(f"the tokenizer's chat template refuses a prompt: {error}") from None
 
-    def _goes_on(self, turns: Messages) -> str:
+    def _to_continue(self, turns: Messages) -> str:
         """Return the text up to the end of the last message. `continue_final_message` of transformers is not used,
         because it loses white space if the template trims messages."""
         content = turns[-1].get("content") or ""
@@ -218,16 +218,16 @@ class ChatTemplate:
         ]
         text = self._apply(marked)
         for i, turn in enumerate(turns):
-            said = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
+            which = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
             if _mark(i) not in text and not turn.get("tool_calls"):
                 raise DataError(
-                    f"the tokenizer's chat template leaves out {said}: move its text into a message that the "
+                    f"the tokenizer's chat template leaves out {which}: move its text into a message that the "
                     "template keeps, or use another template"
                 )
             for key in ("tool_calls", "tools"):
                 without = [*turns[:i], {k: v for k, v in turn.items() if k != key}, *turns[i + 1 :]]
                 if turn.get(key) and self._writes(without, plain):
-                    raise DataError(f"the tokenizer's chat template leaves out the {key} of {said}: remove such rows")
+                    raise DataError(f"the tokenizer's chat template leaves out the {key} of {which}: remove such rows")
 
     def _writes(self, turns: Messages, text: str) -> bool:
         """Return whether the template writes this text for the messages. It may refuse a message without the key."""
@@ -246,7 +246,7 @@ def _bare(text: str) -> str:
 
 
 @contextmanager
-def _time_stands_at(now: datetime) -> Iterator[None]:
+def _fixed_time(now: datetime) -> Iterator[None]:
     """Fix the time of `strftime_now` in templates. The clock of transformers' module is replaced, because transformers
     does not accept a function as an argument of a template."""
     from transformers.utils import chat_template_utils  # slow to import

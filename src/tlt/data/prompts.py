@@ -59,8 +59,8 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
         text = asked if isinstance(asked, str) else text_of(asked)
         prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill))
     if left_out := len(rows) - len(prompts):
-        said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
-        log.warning(said, left_out, len(rows), config.max_prompt_tokens)
+        message = "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out"
+        log.warning(message, left_out, len(rows), config.max_prompt_tokens)
     if not prompts:
         raise DataError(f"all prompts are longer than data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
     return _without_many_tasks(prompts, config)
@@ -77,8 +77,11 @@ def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Promp
     tasks = {prompt.task for prompt in prompts}
     if not config.path or len(tasks) <= _MOST_TASKS:
         return prompts
-    said = "%s has %d different values of task or data_source: metrics by task are off, because they are limited to %d"
-    log.warning(said, config.path, len(tasks), _MOST_TASKS)
+    message = (
+        "%s has %d different values of task or data_source: metrics by task are off, because they are limited to %d "
+        "tasks"
+    )
+    log.warning(message, config.path, len(tasks), _MOST_TASKS)
     return [replace(prompt, counts_by_task=False) for prompt in prompts]
 
 
@@ -113,8 +116,8 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
 
 
 def encoder(tokenizer: Any, config: DataConfig) -> Encode:
-    """Return a function from a prompt to its token ids, with the chat template if `data.chat`. Raises DataError if
-    there is none."""
+    """Return a function from a prompt to its token ids, with the chat template if `data.chat`. Raises DataError if the
+    tokenizer has no chat template."""
     if not config.chat:
         _refuse_end_token(tokenizer)
 
@@ -139,7 +142,7 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 
 
 def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
-    """Return a function of a reply's text and the token before it, which returns the tokens of the reply.
+    """Return a function that encodes a reply. Its arguments are the reply's text and the token before it.
 
     With a chat template the reply is a message of a tool if the prompts show tools, else of the user. If the token
     before is None, the reply is plain text. Names of special tokens in the reply are encoded as text. Raises
@@ -171,12 +174,12 @@ def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:
     bos = tokenizer.bos_token_id
     if bos is None or list(token_ids[:2]) != [bos, bos]:
         return token_ids
-    _tell_of_two(tokenizer.bos_token)
+    _warn_of_two(tokenizer.bos_token)
     return token_ids[1:]
 
 
 @cache
-def _tell_of_two(bos: str) -> None:
+def _warn_of_two(bos: str) -> None:
     log.warning("both the prompts and the tokenizer add %s: only one is kept", bos)
 
 

@@ -86,9 +86,10 @@ def _difference(tokenizer: Any, file: Tokenizer) -> str:
                 (i for i, (a, b) in enumerate(zip(ours, its, strict=False)) if a != b), min(len(ours), len(its))
             )
             shown = [tokenizer.convert_ids_to_tokens(ids[first : first + 3]) for ids in (ours, its)]
-            return f"from token {first} on, {text!r} has {shown[0]}, but {shown[1]} by the file"
+            return f"from token {first} on, {text!r} has {shown[0]}, but {shown[1]} with tokenizer.json"
         if file.decoder and Detokenizer(tokenizer)(its) != file.decode(its):
-            return f"{text!r} is decoded as {Detokenizer(tokenizer)(its)!r}, but as {file.decode(its)!r} by the file"
+            decoded = Detokenizer(tokenizer)(its)
+            return f"{text!r} is decoded as {decoded!r}, but as {file.decode(its)!r} with tokenizer.json"
     return ""
 
 

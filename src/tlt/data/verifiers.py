@@ -47,10 +47,10 @@ def load(name: str, arguments: str) -> Loaded:
         raise DataError(f"data.environment needs the package verifiers: {install_hint('verifiers')}") from None
     settings: dict[str, Any] = {"taskset": {"id": name, **json.loads(arguments)}}
     try:
-        seats = agent_config_fields(resolve_env_config(settings))
-        no_program = {seat: {"harness": {"id": "null"}} for seat in seats}
+        agents = agent_config_fields(resolve_env_config(settings))
+        no_program = {agent: {"harness": {"id": "null"}} for agent in agents}
         found = Loaded(load_environment(resolve_env_config(settings | no_program)))
-        needs = [*_needs(found), *(["several models"] if len(seats) > 1 else [])]
+        needs = [*_needs(found), *(["several models"] if len(agents) > 1 else [])]
     except Exception as error:  # of the environment's own code
         raise DataError(f"data.environment = {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     if needs:

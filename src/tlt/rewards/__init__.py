@@ -117,13 +117,13 @@ def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
     if marker and not any(marker.rstrip() in text for text in shown):
         alike = "".join(marker.split()).casefold()
         if any(alike in "".join(text.split()).casefold() for text in shown):
-            said = "no prompt contains reward.answer_marker = %r, but some contain it in other case or spacing"
-            _log.warning(said, marker)
+            message = "no prompt contains reward.answer_marker = %r, but some contain it in other case or spacing"
+            _log.warning(message, marker)
 
 
 def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
-    """Raise RewardError if a marker contains a special token, because they are removed from a response's text. Log a
-    warning if a pattern contains one."""
+    """Raise RewardError if a marker contains a special token, because special tokens are removed from a response's
+    text. Log a warning if a pattern contains one."""
     reward, prefill = config.reward, config.data.prefill
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
@@ -137,8 +137,8 @@ def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
     for pattern in (term.pattern for term in reward.all_terms):
         for token in special:
             if (token in pattern or re.escape(token) in pattern) and token not in prefill:
-                said = "reward.pattern %r contains the special token %s, which is removed from texts before scoring"
-                _log.warning(said, pattern, token)
+                message = "reward.pattern %r contains the special token %s, which is removed from texts before scoring"
+                _log.warning(message, pattern, token)
 
 
 class Earned:

@@ -12,7 +12,7 @@ from tlt.types import Group, Response
 
 log = logging.getLogger(__name__)
 _SHOWN = 500
-"""Maximum number of characters of a text in the warning"""
+"""largest number of characters of a text in the warning"""
 
 
 def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
@@ -43,7 +43,7 @@ def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
 
 
 def seen(term: RewardTerm, response: Response, config: RewardConfig) -> str:
-    """Return a clause that names what a term compares."""
+    """Return a clause that names the two things that a term compares."""
     if term.name == "format":
         return f"the pattern {term.pattern!r} and the whole response"
     if term.name == "length":

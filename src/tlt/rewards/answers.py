@@ -12,11 +12,11 @@ class RewardError(ValueError):
 @dataclass(frozen=True)
 class Answer:
     text: str
-    """Text of the whole response"""
+    """text of the whole response"""
     answer: str
-    """Text after the marker"""
+    """text after the marker"""
     tokens: int
-    """Number of tokens of the response"""
+    """number of tokens of the response"""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = "stop"
     """`stop` or `length`"""
@@ -25,9 +25,9 @@ class Answer:
 def extract_answer(text: str, marker: str, end: str = "") -> str:
     """Return the text after the last `marker` and before the next `end`, stripped.
 
-    The answer is empty if the marker is missing, or if no `end` follows. If `marker` is empty, the answer begins with
-    the text. If `end` is empty, it ends with the text. White space at the end of the marker is ignored, because the
-    answer is stripped too: `Answer: ` finds the answer in `Answer:\\n42`.
+    The answer is empty if the marker is missing, or if no `end` follows. If `marker` is empty, the answer begins at the
+    start of the text. If `end` is empty, it ends at the end of the text. White space at the end of the marker is
+    ignored, because the answer is stripped too: `Answer: ` finds the answer in `Answer:\\n42`.
     """
     _, found, answer = text.rpartition(marker.rstrip() or marker) if marker else ("", "yes", text)
     if end:

@@ -34,11 +34,11 @@ def fills(function: Callable[..., Any], path: str, columns: Collection[str], lis
     A `**kwargs` parameter gets the other columns. If `lists`, names may be plurals. Raises RewardError for a parameter
     that cannot be filled.
     """
-    said = f"reward.name = {path!r}"
+    label = f"reward.name = {path!r}"
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # written in C
-        raise RewardError(f"{said} has no readable signature: wrap it in `def f(prompt, answer)`") from None
+        raise RewardError(f"{label} has no readable signature: wrap it in `def f(prompt, answer)`") from None
     known = _known(columns)
     found: dict[str, Fill] = {}
     for parameter in parameters:
@@ -46,13 +46,13 @@ def fills(function: Callable[..., Any], path: str, columns: Collection[str], lis
             continue
         name = next((name for name in _spellings(parameter.name, lists) if name in known), "")
         if name and parameter.kind != parameter.POSITIONAL_ONLY:
-            _refuse_two_sources(said, parameter.name, name, columns)
+            _refuse_two_sources(label, parameter.name, name, columns)
             found[parameter.name] = known[name]
         elif parameter.default is parameter.empty:
-            raise RewardError(f"{said} needs the argument {parameter.name!r}: {_remedy(parameter, known, lists)}")
+            raise RewardError(f"{label} needs the argument {parameter.name!r}: {_remedy(parameter, known, lists)}")
     if not found:
-        raise RewardError(f"{said} has no parameter that can be filled: {_choice(known)}")
-    _refuse_another_order(said, list(found))
+        raise RewardError(f"{label} has no parameter that can be filled: {_choice(known)}")
+    _refuse_another_order(label, list(found))
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         found = {name: known[name] for name in columns if name not in _OURS and name not in _OTHERS} | found
     return found
@@ -90,19 +90,19 @@ def _choice(known: Collection[str]) -> str:
     return f"available names are {', '.join(known)}"
 
 
-def _refuse_two_sources(said: str, parameter: str, name: str, columns: Collection[str]) -> None:
+def _refuse_two_sources(label: str, parameter: str, name: str, columns: Collection[str]) -> None:
     """Raise RewardError if both tlt and the data provide a name.
 
     `prompt` and `answer` are always those of tlt, and `task` is read from the data.
     """
     if name in columns and name in (_OURS | _OTHERS).keys() - {"prompt", "answer", "task"}:
         raise RewardError(
-            f"{said} has the parameter {parameter!r}, which is both a value of tlt and a column of your data: rename "
+            f"{label} has the parameter {parameter!r}, which is both a value of tlt and a column of your data: rename "
             f"the column, or read it as prompt.data[{name!r}]"
         )
 
 
-def _refuse_another_order(said: str, names: Collection[str]) -> None:
+def _refuse_another_order(label: str, names: Collection[str]) -> None:
     """Raise RewardError if a function uses `prompt` or `answer` and does not begin with (prompt, answer).
 
     In TRL and verl, `answer` is a column of the data and `prompt` is text. So this check refuses functions that were
@@ -111,6 +111,6 @@ def _refuse_another_order(said: str, names: Collection[str]) -> None:
     single = [name.removesuffix("s") for name in names]
     if {"prompt", "answer"} & set(single) and single[:2] != ["prompt", "answer"]:
         raise RewardError(
-            f"{said} has the parameters ({', '.join(names)}): the first two must be (prompt, answer), the data row and "
+            f"{label} has the parameters ({', '.join(names)}): the first two must be (prompt, answer), the data row and "
             "the model's answer; response, ground_truth and other names may follow"
         )

@@ -21,9 +21,9 @@ class Turn(NamedTuple):
     rollout: int
     """Number of the rollout. Environments of earlier rollouts are dropped."""
     seed: int
-    """Seed of the request, which identifies the episode"""
+    """seed of the request, which identifies the episode"""
     said: tuple[str, ...]
-    """Texts that the model generated in each turn so far; empty before the first turn"""
+    """texts that the model generated in each turn so far; empty before the first turn"""
 
 
 class Environments:

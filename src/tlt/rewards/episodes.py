@@ -26,7 +26,7 @@ from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
 
 REPLY = "_"
-"""Letter of a reply's tokens in `Response.proposed`"""
+"""letter of a reply's tokens in `Response.proposed`"""
 _AT_ONCE = 0.01  # seconds; a recorded reply that took less is returned without a delay
 _CHARACTERS = 200  # maximum characters per token; a reply that cannot fit is not encoded
 
@@ -34,13 +34,13 @@ _CHARACTERS = 200  # maximum characters per token; a reply that cannot fit is no
 @dataclass
 class _Episode:
     said: tuple[str, ...] = ()
-    """Texts that the model generated in each turn"""
+    """texts that the model generated in each turn"""
     reward: float = 0.0
-    """Sum over the turns"""
+    """sum over the turns"""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Scores that the environment has recorded for the episode so far"""
+    """scores that the environment has recorded for the episode so far"""
     seconds: float = 0.0
-    """Seconds that the last reply took"""
+    """seconds that the last reply took"""
 
 
 class Episodes:

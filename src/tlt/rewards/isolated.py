@@ -30,7 +30,7 @@ from tlt.types import Prompt
 
 START_SECONDS = 120.0  # timeout for the import of the user's module
 _GRACE_SECONDS = 1.0
-_LOOK_SECONDS = 1.0  # between two checks of its memory
+_CHECK_SECONDS = 1.0  # between two checks of its memory
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
 
@@ -92,8 +92,8 @@ class IsolatedScore:
         it cannot start."""
         self.config, self.log, self.columns, self.opens = config, log, columns, opens
         self.at_once = 1
-        """Maximum number of responses in one call"""
-        self._look_at = 0.0
+        """largest number of responses in one call"""
+        self._check_at = 0.0
         self._process: BaseProcess | None = None
         self._start()
 
@@ -121,11 +121,11 @@ class IsolatedScore:
         descendants use too much memory."""
         limit, deadline = self.config.reward.memory_mb, time.monotonic() + patience
         while (now := time.monotonic()) < deadline:
-            if now >= self._look_at:
-                self._look_at = now + _LOOK_SECONDS
+            if now >= self._check_at:
+                self._check_at = now + _CHECK_SECONDS
                 if limit and self._process and memory(self._process.pid, limit * 2**20) > limit * 2**20:
                     raise MemoryError(f"its processes use more than reward.memory_mb = {limit}")
-            if self._connection.poll(min(deadline, self._look_at) - now):
+            if self._connection.poll(min(deadline, self._check_at) - now):
                 return True
         return False
 
@@ -165,8 +165,8 @@ class IsolatedScore:
         self._starting_seconds = processor_seconds(process.pid)
         if fault:
             self.close()
-            told = "reward.name" in fault or "reward.environment" in fault
-            raise RewardError(fault if told else f"reward {self.config.reward.named} cannot start: {fault}")
+            names_field = "reward.name" in fault or "reward.environment" in fault
+            raise RewardError(fault if names_field else f"reward {self.config.reward.named} cannot start: {fault}")
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:

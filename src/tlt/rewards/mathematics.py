@@ -59,8 +59,8 @@ def equal(gold: str, answer: str) -> bool:
         letters = _LETTER.findall(_ARTICLE.sub("", bare)) or _LETTER.findall(bare)
         return set(letters) == {choice[1] or choice[2]}
     if text := _TEXT.fullmatch(gold.strip()):
-        said = _TEXT.fullmatch(answer.strip(" \n$"))
-        return _folded(text[1]) == _folded(said[1] if said else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
+        found = _TEXT.fullmatch(answer.strip(" \n$"))
+        return _folded(text[1]) == _folded(found[1] if found else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
     # math-verify's own time limits would count a hang as a wrong answer; ours limits the whole process
     texts = _without_units(in_latex(gold), in_latex(answer))
     one, other = (parse(delimited(text), parsing_timeout=None) for text in texts)  # type: ignore[arg-type]

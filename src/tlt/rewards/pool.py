@@ -14,20 +14,20 @@ from tlt.rewards.verdicts import DIED, Verdict
 from tlt.types import Prompt
 
 _MOST = 64  # maximum number of processes
-_LOOK_SECONDS = 0.1  # between two checks whether more are needed
+_CHECK_SECONDS = 0.1  # between two checks whether more processes are needed
 
 
 class Waiting(NamedTuple):
     prompt: Prompt
     asked: Any
-    """Answer, or turn of an episode"""
+    """answer, or turn of an episode"""
     verdict: Future[Verdict]
     key: int | None = None
-    """Entries with the same key go to the same process"""
+    """Entries with the same key go to the same process."""
     alone: bool = False
-    """Whether it must be sent alone, because a process did not answer a batch with it"""
+    """whether it must be sent alone, because a process did not answer a batch with it"""
     again: bool = False
-    """Whether its process has ended once"""
+    """whether its process has ended once"""
 
 
 class ScorePool:
@@ -63,7 +63,7 @@ class ScorePool:
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
         """Wait for a verdict and return it. Raises RewardError if no process is left and none can be started."""
-        while not self.ready([verdict], _LOOK_SECONDS):
+        while not self.ready([verdict], _CHECK_SECONDS):
             pass
         return verdict.result()
 
@@ -216,7 +216,7 @@ class _Server:
 
     @property
     def seconds(self) -> float:
-        """Seconds at work, including the current call"""
+        """Seconds at work, including the current call."""
         return self._spent + (time.monotonic() - self._began if self._began else 0.0)
 
     @property

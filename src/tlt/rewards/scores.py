@@ -28,7 +28,7 @@ from tlt.types import Prompt
 from tlt_rl import install_hint
 
 Score = Callable[[Prompt, Answer], Any]
-"""Function that returns a number, or None if the term does not apply"""
+"""function that returns a number, or None if the term does not apply"""
 Asked = Sequence[tuple[Prompt, Answer]]
 
 
@@ -36,13 +36,13 @@ class Term(NamedTuple):
     """Term of a reward. The reward is the sum of weight * score over its terms."""
 
     name: str
-    """Name in the recipe; a second term of the same name is `name_2`"""
+    """name in the recipe; a second term of the same name is `name_2`"""
     weight: float
     scores: Callable[[Asked], list[Any]]
-    """Function that returns for each response a number, None if the term does not apply, or the raised exception"""
+    """function that returns for each response a number, None if the term does not apply, or the raised exception"""
     if_fails: str = "response"
     many: bool = False
-    """Whether `scores` may be called with several responses"""
+    """whether `scores` may be called with several responses"""
 
 
 def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
@@ -127,7 +127,7 @@ def length_penalty(tokens: int, start: int, end: int) -> float:
 
 # -- rewards of other libraries ----------------------------------------------------------------------------------------
 
-# checkers that raise if they cannot parse an answer: its score is 0. An exception of another checker is its own fault
+# Checkers that raise if they cannot parse an answer, whose score is then 0. Other checkers raise only if they have a bug.
 RAISES_ON_MALFORMED = {"boxnet", "coin_flip", "game_of_life", "prime_factorization"}
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
 
@@ -240,8 +240,8 @@ def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:
-        said = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
-        raise RewardError(f"{said}: write {form!r}") from error
+        problem = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
+        raise RewardError(f"{problem}: write {form!r}") from error
     if not callable(found):
         raise RewardError(f"{field} = {path!r} is not a {form.partition(':')[2].lower()}: write {form!r}")
     return found

@@ -88,10 +88,10 @@ def calls_in(text: str) -> list[str]:
 
     Text between <tool_call> and </tool_call> is a call. If there is none, a turn that begins with a JSON object whose
     first key is "name", or with a list of such objects, is one."""
-    said = text.rpartition(_REASONING_END)[2]
-    if tagged := _TAGGED.findall(said):
+    turn = text.rpartition(_REASONING_END)[2]
+    if tagged := _TAGGED.findall(turn):
         return tagged
-    if not _BARE.match(bare := said.strip()):
+    if not _BARE.match(bare := turn.strip()):
         return []
     try:
         found = json.loads(bare)

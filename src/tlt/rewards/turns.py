@@ -13,7 +13,7 @@ class Turns(Protocol):
     """Continues the responses of a rollout whose turns have ended. The driver of the rollout calls it."""
 
     step: int
-    """Number of updates of the policy so far"""
+    """number of updates of the policy so far"""
     opens: bool
     """Whether environments write the first tokens of responses. Look-ahead is not possible then."""
 

@@ -16,14 +16,14 @@ class FaultLog:
     """Log of responses without a reward. Only the first of each outcome is logged."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def log(self, response: Response, detail: str) -> None:
-        if response.outcome and response.outcome not in self._told:
-            self._told.add(response.outcome)
+        if response.outcome and response.outcome not in self._logged:
+            self._logged.add(response.outcome)
             which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
-            said = f"{' '.join(detail.split())[:200]}; {which}"
-            log.warning("a response has no reward (%s: %s); more of these are only counted", response.outcome, said)
+            cause = f"{' '.join(detail.split())[:200]}; {which}"
+            log.warning("a response has no reward (%s: %s); more of these are only counted", response.outcome, cause)
 
 
 class Unrewarded:
@@ -41,8 +41,8 @@ class Unrewarded:
             return
         self.in_a_row += 1
         causes = ", ".join(f"{count} {why}" for why, count in Counter(r.outcome for r in responses).most_common())
-        said = f"none of the {len(responses)} responses of step {step + 1} has a reward ({causes})"
+        problem = f"none of the {len(responses)} responses of step {step + 1} has a reward ({causes})"
         if last or self.in_a_row > 1:
             before = "" if self.in_a_row == 1 else ", nor has any response of the previous step"
-            raise RewardError(f"{said}{before}: fix the reward, which must return a number")
-        log.warning("%s: another such step ends the run", said)
+            raise RewardError(f"{problem}{before}: fix the reward, which must return a number")
+        log.warning("%s: another such step ends the run", problem)

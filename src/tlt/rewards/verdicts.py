@@ -12,13 +12,13 @@ LARGEST = 3.4e38  # largest float32; means and standard deviations of larger rew
 class Verdict(NamedTuple):
     reward: float | None
     outcome: str = ""
-    """Reason why there is no reward: timeout, error, not a number, does not apply, crash"""
+    """reason why there is no reward: timeout, error, not a number, does not apply, crash"""
     detail: str = ""
-    """Exception or value for the log"""
+    """exception or value for the log"""
     scores: Mapping[str, float] = {}
-    """Score of each term before its weight; empty without a reward"""
+    """score of each term before its weight; empty without a reward"""
     reply: str | None = None
-    """Reply of an environment to a turn; None if the episode is over"""
+    """reply of an environment to a turn; None if the episode is over"""
 
 
 DIED = Verdict(None, "crash", "its process ended")

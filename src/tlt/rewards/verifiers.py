@@ -1,7 +1,7 @@
 """Episodes of the package `verifiers`, in the process of environments.
 
-In verifiers, an environment runs agents, and an agent is a program that calls a model over HTTP. Here `Seat` takes the
-place of an agent: it returns each message of the environment as a reply, and gives it the model's turns. Tasks,
+In verifiers, an environment runs agents, and an agent is a program that calls a model over HTTP. Here `TrainedAgent`
+replaces the agent: it returns each message of the environment as a reply, and gives it the model's turns. Tasks,
 rewards, metrics, tools, and the environment's `run` and `finalize` are the package's own.
 """
 
@@ -36,19 +36,19 @@ class Episode:
         task = found.tasks(index + 1)[index]
         if task.key != prompt.data["key"]:
             raise ValueError(f"task {index} of {prompt.data['environment']} differs each time it is loaded")
-        self._seat = seat = Seat(await _tools(found, task.data))
-        self._playing = asyncio.ensure_future(_play(found.env, task, seat))
+        self._agent = agent = TrainedAgent(await _tools(found, task.data))
+        self._playing = asyncio.ensure_future(_play(found.env, task, agent))
 
     async def step(self, text: str) -> tuple[str, bool, float]:
-        seat, reply = self._seat, asyncio.ensure_future(self._seat.replies.get())
-        seat.turns.put_nowait(text)
+        agent, reply = self._agent, asyncio.ensure_future(self._agent.replies.get())
+        agent.turns.put_nowait(text)
         await asyncio.wait({reply, self._playing}, return_when=asyncio.FIRST_COMPLETED)
         if reply.done():
             return reply.result(), False, 0.0
         reply.cancel()
         trace = self._playing.result()
         self.scores = {name: reward.score for name, reward in trace.rewards.items()} | trace.metrics
-        self.scores |= {"malformed_calls": seat.malformed} if seat.tools else {}
+        self.scores |= {"malformed_calls": agent.malformed} if agent.tools else {}
         return "", True, trace.reward
 
     def __del__(self) -> None:
@@ -56,19 +56,19 @@ class Episode:
             self._playing.cancel()
 
 
-async def _play(env: Any, task: Any, seat: Seat) -> Any:
+async def _play(env: Any, task: Any, agent: TrainedAgent) -> Any:
     """Return the trace of an episode, with its rewards."""
-    agents = vf.Agents(env.config, seat.taken)
+    agents = vf.Agents(env.config, agent.named)
     await env.setup(agents)
     await env.run(task, agents)
-    if seat.trace is None:
+    if agent.trace is None:
         raise ValueError(f"{type(env).__name__} ended without a turn of the model")
-    episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=seat.trace.task, traces=[seat.trace], ok=True)
+    episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=agent.trace.task, traces=[agent.trace], ok=True)
     await env.finalize(task, episode)
-    return seat.trace
+    return agent.trace
 
 
-class Seat:
+class TrainedAgent:
     """Adapter of the trained model with the interface of a verifiers agent."""
 
     def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
@@ -77,7 +77,8 @@ class Seat:
         self.tools, self.malformed = tools, 0
         self.trainable, self.trace = True, None
 
-    def taken(self, name: str, config: Any) -> Seat:
+    def named(self, name: str, config: Any) -> TrainedAgent:
+        """Return this agent with the name and the configuration that the environment gives it."""
         self.name, self.config = name, config
         return self
 
@@ -87,7 +88,7 @@ class Seat:
         return self.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any) -> AsyncIterator[Seat]:
+    async def interaction(self, task: Any) -> AsyncIterator[TrainedAgent]:
         """Begin the only conversation of the episode. It is scored at its end."""
         if self.trace is not None:
             raise ValueError("the environment lets the model play several times in an episode")
@@ -102,7 +103,7 @@ class Seat:
     async def turn(self, message: str | Sequence[Any] | None = None) -> Any:
         """Give the model messages of the user. Return its turns up to the first one without a call."""
         messages = [vf.UserMessage(content=message)] if isinstance(message, str) else list(message or ())
-        said: list[Any] = []
+        segment: list[Any] = []
         while True:
             self._add(messages)
             if messages:
@@ -111,9 +112,9 @@ class Seat:
             calls, messages = await self._called(calls_in(text) if self.tools else [])
             answer = vf.AssistantMessage(content=text, tool_calls=calls or None)
             self._add([answer], sampled=True)
-            said += [answer, *messages]
+            segment += [answer, *messages]
             if not messages:
-                return vf.Segment(messages=said)
+                return vf.Segment(messages=segment)
 
     async def _called(self, texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
         """Carry out calls. Return those that could be read, and the results of all as messages."""

@@ -47,9 +47,9 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
         flush(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
-        said = " ".join(str(error).split())
-        raise CheckpointError(f"{final} cannot be saved ({said}): make room, or repair the disk") from error
-    # A newer checkpoint is damaged, because this run was resumed from an older one. It must not replace a good one.
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{final} cannot be saved ({reason}): free disk space, or repair the disk") from error
+    # If there is a newer checkpoint, it is damaged, because this run was resumed from an older one. It is not counted.
     for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final

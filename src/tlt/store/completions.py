@@ -32,7 +32,10 @@ class CompletionsWriter:
             with self.path.open("ab") as file:
                 file.write(lines)
         except OSError as error:
-            raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room") from None
+            raise MetricsError(
+                f"{self.path} cannot be written ({error.strerror}): free disk space, or check the permissions of the "
+                "folder"
+            ) from None
 
 
 def _line(step: int, response: Response) -> bytes:

@@ -51,7 +51,10 @@ class ParquetCompletions:
             draft.replace(path)
             self._drop_the_oldest()
         except OSError as error:
-            raise MetricsError(f"{path} cannot be written ({error.strerror or error}): make room") from None
+            raise MetricsError(
+                f"{path} cannot be written ({error.strerror or error}): free disk space, or check the permissions of "
+                "the folder"
+            ) from None
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.parquet"

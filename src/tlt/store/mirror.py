@@ -21,7 +21,7 @@ from tlt.store.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, l
 from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
-_TELLS = 3.0  # seconds of waiting for the last copy after which a message is logged
+_QUIET = 3.0  # seconds of waiting for the last copy after which a message is logged
 
 
 class Mirror:
@@ -35,7 +35,7 @@ class Mirror:
             from fsspec.core import url_to_fs  # an extra
 
             self._files, self._root = url_to_fs(url)
-            self._refuse_to_be_kept_out()
+            self._refuse_no_access()
             self._there = self._whole()
         except (ImportError, ValueError) as error:
             raise ConfigError(
@@ -46,7 +46,7 @@ class Mirror:
             raise ConfigError(f"run.mirror = {url!r} cannot be written to ({first_line(error)}): {remedy}") from None
         self._copier = ThreadPoolExecutor(1, "mirror")
 
-    def _refuse_to_be_kept_out(self) -> None:
+    def _refuse_no_access(self) -> None:
         """Write a test file. Raises the library's error if that fails. A missing bucket is not created."""
         if "/" in self._root:
             self._make(self._root)
@@ -66,7 +66,7 @@ class Mirror:
                 f"{self.url} already contains checkpoints: continue with --resume, or set another run.mirror"
             )
 
-    # -- there ---------------------------------------------------------------------------------------------------------
+    # -- to the mirror -------------------------------------------------------------------------------------------------
 
     def copy(self, checkpoint: Path) -> None:
         """Copy a checkpoint in the background. If an earlier copy is still running, this one waits for it and replaces
@@ -113,11 +113,11 @@ class Mirror:
         """Wait until the newest checkpoint is copied, or has failed to be copied."""
         if self._newest:
             under_way = self._copier.submit(self._copy, self._newest)
-            if under_way not in wait([under_way], _TELLS).done:
+            if under_way not in wait([under_way], _QUIET).done:
                 log.warning("%s is being copied to %s: the run ends when that is done", self._newest.name, self.url)
         self._copier.shutdown(wait=True)
 
-    # -- and back ------------------------------------------------------------------------------------------------------
+    # -- from the mirror -----------------------------------------------------------------------------------------------
 
     def fetch(self, root: Path, newer_than: int) -> None:
         """Copy the newest complete checkpoint to `root`, if it has more than `newer_than` steps. It replaces a damaged

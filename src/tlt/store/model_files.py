@@ -1,7 +1,7 @@
-"""Files of a model besides config.json and its weights: tokenizer, chat template, generation defaults.
+"""Files of a model except config.json and its weights: tokenizer, chat template, generation defaults.
 
-Checkpoints and exports copy them unchanged, because transformers would write other files than it has read. It also
-refuses to write some generation_config.json that every engine reads."""
+Checkpoints and exports copy them, because transformers would write other files than it has read. It also refuses to
+write some generation_config.json that every engine reads."""
 
 from __future__ import annotations
 
