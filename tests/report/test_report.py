@@ -260,7 +260,7 @@ def test_a_page_that_fails_costs_a_warning_and_never_the_run(
     monkeypatch.setattr(page_module, "page_of", broken)
     with caplog.at_level(logging.WARNING):
         Page(make_run(tmp_path / "run")).write()
-    assert "report.html was not written (RuntimeError: out of ink); the run goes on" in caplog.text
+    assert "report.html was not written (RuntimeError: out of ink); the run continues" in caplog.text
 
 
 def test_a_page_that_takes_long_is_written_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

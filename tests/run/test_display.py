@@ -57,7 +57,7 @@ def clock() -> Any:
 
 def test_each_worker_has_a_line_with_its_state_rows_and_longest(clock: Clock) -> None:
     view = WorkersView()
-    view.look(NOW)
+    view.record(NOW)
     _, first, second, third = shown(view.table(NOW, step=9, width=40)).splitlines()
     assert first.split() == ["0", ROLLOUT, "2", "459", "█"]
     assert second.split() == ["1", AHEAD, "3", "30", "█", "11,", "13"]

@@ -231,7 +231,7 @@ def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
     assert older.target.cuda_graphs, "as the recipe has it"
     now = said_by(config, first, requests)
     older.sync(Weights(first), 0)
-    found = older.said(requests)
+    found = older.tokens_of(requests)
     tokens = [ahead.tokens.tolist() for ahead in found]
     assert [ahead.seed for ahead in found] == [request.seed for request in requests]
     assert all(ahead.ended for ahead in found)
@@ -239,9 +239,9 @@ def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
     assert sum(a[0] == b[0] for a, b in zip(tokens, now, strict=True)) >= 6, "but not at once"
     older.sync(Weights(second), 1)
     older.sync(Weights(first), 0)
-    assert all(a is b for a, b in zip(older.said(requests), found, strict=True)), "decoded once for all modes"
+    assert all(a is b for a, b in zip(older.tokens_of(requests), found, strict=True)), "decoded once for all modes"
     older.sync(Weights(second), 1)
-    assert [ahead.tokens.tolist() for ahead in older.said(requests)] == now
+    assert [ahead.tokens.tolist() for ahead in older.tokens_of(requests)] == now
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Targets of a benchmark of look-ahead: the present one, and an older one that decodes ahead."""
+"""Targets of a benchmark of look-ahead: the present one, and an older one that decodes the look-ahead drafts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Weights = dict[str, Tensor]
 
 
 def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
-    """Train the recipe's policy with one worker in this process. Return its weights, and the weights `steps` updates
-    earlier."""
+    """Train the recipe's policy with one worker in this process. Return its weights, and its weights before the last
+    `steps` updates."""
     changes = {
         "speculation": config.speculation.model_copy(update={"drafter": "off"}),
         "cluster": config.cluster.model_copy(update={"workers": 1}),

@@ -36,11 +36,11 @@ def _transformers(
     model.generation_config.eos_token_id = model.config.eos_token_id = None  # nothing stops early
     ids = torch.tensor(prompts, device=device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    law = GenerationConfig(**sampling, max_new_tokens=new_tokens, pad_token_id=0)
+    generation = GenerationConfig(**sampling, max_new_tokens=new_tokens, pad_token_id=0)
 
     @torch.inference_mode()
     def generate() -> None:
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=law)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation)
         assert out.shape[1] == ids.shape[1] + new_tokens
 
     def generate_batch() -> None:
@@ -51,7 +51,7 @@ def _transformers(
         cache = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=max(256, ids.numel()))
         rows = [list(p) for p in prompts]
         out = model.generate_batch(
-            rows, generation_config=law, continuous_batching_config=cache, persistent_manager=True
+            rows, generation_config=generation, continuous_batching_config=cache, persistent_manager=True
         )
         assert all(len(o.generated_tokens) == new_tokens for o in out.values())
 
@@ -72,5 +72,5 @@ def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int
         gpu_memory_utilization=0.3,  # on a CPU this is a fraction of the main memory
         seed=0,
     )
-    law = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    return lambda: engine.generate([{"prompt_token_ids": list(p)} for p in prompts], law, use_tqdm=False)
+    params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    return lambda: engine.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)

@@ -1,8 +1,8 @@
 """`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and of other engines.
 
-All strategies decode the same requests to the same tokens (checked), by turns of 0.1 seconds. So a ratio compares the
-same work, and other load on the machine slows all strategies alike. Look-ahead is measured as in a training run: the
-policy is trained for a few steps, and an earlier version of the target has decoded the same requests."""
+All strategies decode the same requests to the same tokens, which is checked. They take turns of 0.1 seconds. So a ratio
+compares the same work, and other load on the machine slows all strategies alike. Look-ahead is measured as in a
+training run: the policy is trained for a few steps, and an earlier version of the target decodes the drafts."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def bench_rollout(
 ) -> None:
     """Measure and print.
 
-    `tail`: if above 0, add a rollout of this many requests, decoded at once until the last one ends. `look_ahead`:
-    number of policy updates between the target that decodes ahead and the present one; 0 turns look-ahead off, and
-    nothing is trained. `only`: first letters of the names of the strategies to measure, in addition to plain
+    If `tail` is above 0, add a rollout of `tail` requests, decoded at once until the last one ends. `look_ahead` is the
+    number of policy updates between the target that decodes ahead and the present one. 0 turns look-ahead off, and
+    nothing is trained. `only` has the first letters of the names of the strategies to measure, in addition to plain
     decoding."""
     console, config = Console(highlight=False), settled(from_hub(config))
     _, prompts, target, params = open_workplace(config)
@@ -74,18 +74,18 @@ def bench_rollout(
             older, target = older_and_present(config, look_ahead)
     bench = _Bench(config, target, older, prompts, params, tuple(only))
     rows: list[dict[str, Any]] = []
-    beside: list[dict[str, Any]] = []
-    cases, beside_peers = bench.cases(batches, tail), batches if with_peers else ()
-    with working("bench rollout", len(cases) + len(beside_peers), "cases") as work:
+    of_peers: list[dict[str, Any]] = []
+    cases, peer_batches = bench.cases(batches, tail), batches if with_peers else ()
+    with working("bench rollout", len(cases) + len(peer_batches), "cases") as work:
         for batch, label, requests in cases:
             rows += bench.rows(batch, label, requests, repeats)
             work.advance()
         torch.set_num_threads(bench.threads)
-        for batch in beside_peers:
+        for batch in peer_batches:
             work.note = f"batch {batch}: peers"
-            beside += _beside_peers(config, target, batch, repeats)
+            of_peers += _compared_with_peers(config, target, batch, repeats)
             work.advance()
-    _print(console, rows, beside)
+    _print(console, rows, of_peers)
     if json_file:
         facts = {
             "dtype": config.model.dtype,
@@ -94,7 +94,7 @@ def bench_rollout(
             "learning_rate": config.train.learning_rate,
             **provenance(),
         }
-        write_json(json_file, {"rows": rows, "peers": beside, **facts})
+        write_json(json_file, {"rows": rows, "peers": of_peers, **facts})
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def bench_rollout(
 
 @dataclass
 class _Contender:
-    """Strategy, or `adaptive`. What it learns is kept between repeats, as in a training run."""
+    """Strategy, or `adaptive`. Its calibration and its tuner are kept between repeats, as in a training run."""
 
     name: str
     tuner: Tuner
@@ -158,7 +158,7 @@ class _Bench:
     config: Config
     target: Decoder
     older: Decoder | None
-    """target that decodes ahead; None turns look-ahead off"""
+    """target that decodes look-ahead drafts; None turns look-ahead off"""
     prompts: Sequence[Prompt]
     params: SamplingParams
     only: tuple[str, ...] = ("",)
@@ -230,10 +230,10 @@ class _Bench:
         after another, because the memory does not suffice for all at once."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
-        for heat in [[contender] for contender in contenders] if apart else [contenders]:
-            runs = [_Run(contender, self._engine(contender, batch, ahead), requests) for contender in heat]
-            with working(f"batch {batch}", len(heat) * len(requests), "responses") as work:
-                work.note = f"{len(heat)} strategies in turn"
+        for group in [[contender] for contender in contenders] if apart else [contenders]:
+            runs = [_Run(contender, self._engine(contender, batch, ahead), requests) for contender in group]
+            with working(f"batch {batch}", len(group) * len(requests), "responses") as work:
+                work.note = f"{len(group)} strategies in turn"
                 while going := [run for run in runs if run.engine.busy]:
                     min(going, key=lambda run: run.engine.stats.tokens).turn()
                     work.done = sum(len(run.tokens) for run in runs)
@@ -246,9 +246,8 @@ class _Bench:
         return done
 
     def _engine(self, contender: _Contender, batch: int, ahead: Sequence[Ahead]) -> Engine:
-        drafters, layout = make_drafters(
-            self.config.speculation, self.target
-        )  # new, so without history of the requests
+        # new drafters, because the suffix drafter would remember these requests
+        drafters, layout = make_drafters(self.config.speculation, self.target)
         if all(strategy.drafter == PLAIN.drafter for strategy in contender.tuner.strategies):
             drafters, layout = [], layout if contender.harvest else None
         store = AheadStore(sum(len(known.tokens) for known in ahead))
@@ -264,14 +263,14 @@ class _Bench:
             on_harvest=buffer.add if contender.harvest else None,
             store=store,
         )
-        engine.drafters.calibrations |= contender.calibrations  # keeps what it learned in earlier repeats
+        engine.drafters.calibrations |= contender.calibrations  # those of earlier repeats
         contender.calibrations = engine.drafters.calibrations
         return engine
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:
         plain = contenders[0].speeds
-        judged = [c for c in contenders if c.is_adaptive] or contenders[1:]
-        intervals = [ratio(contender.speeds, plain) for contender in judged]
+        measured = [c for c in contenders if c.is_adaptive] or contenders[1:]
+        intervals = [ratio(contender.speeds, plain) for contender in measured]
         return all((high - low) / 2 <= _HALF_WIDTH * middle for low, middle, high in intervals)
 
     def _report(self, batch: int, label: str, contenders: Sequence[_Contender]) -> list[dict[str, Any]]:
@@ -312,7 +311,7 @@ def _synchronize(device: torch.device) -> None:
 # -- peers -------------------------------------------------------------------------------------------------------------
 
 
-def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> list[dict[str, Any]]:
+def _compared_with_peers(config: Config, target: Decoder, batch: int, repeats: int) -> list[dict[str, Any]]:
     """Compare plain decoding with other engines: `batch` prompts of 64 tokens, 128 new tokens each, no early stop."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = target.options.vocab_size
@@ -347,7 +346,7 @@ def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> 
     ]
 
 
-def _print(console: Console, rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> None:
+def _print(console: Console, rows: Sequence[dict[str, Any]], of_peers: Sequence[dict[str, Any]]) -> None:
     columns = ("case", "strategy", "tokens/s", "accept length", "look-ahead", "times plain", "times the best")
     table = Table(*columns, title="rollout, the recipe's prompts (median of paired ratios, 95 % interval)")
     for row in rows:
@@ -356,10 +355,10 @@ def _print(console: Console, rows: Sequence[dict[str, Any]], beside: Sequence[di
         ratios = ("{1:.2f} ({0:.2f}-{2:.2f})".format(*row[key]) for key in ("ratio_to_plain", "ratio_to_best"))
         table.add_row(row["case"], row["strategy"], *numbers, *ratios)
     console.print(table)
-    if beside:
+    if of_peers:
         title = f"plain decoding, {_PEER_PROMPT} + {_PEER_TOKENS} tokens"
         table = Table("batch", "engine", "tokens/s", "tlt plain tokens/s", "times it", title=title)
-        for row in beside:
+        for row in of_peers:
             numbers = (f"{row[key]:,.0f}" for key in ("tokens_per_second", "tlt_tokens_per_second"))
             table.add_row(str(row["batch"]), row["name"], *numbers, f"{row['tlt_ratio']:.2f}")
         console.print(table)

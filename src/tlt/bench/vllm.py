@@ -1,8 +1,8 @@
 """`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with our noise, by batch size and drafter.
 
-All engines decode the same requests to the same tokens, by turns, several times, in this process. The tokens are
-compared with those of our own engine, which is measured too, plain and adaptive. Plain vLLM is compiled, unless
-`engine.vllm.enforce_eager` is set."""
+All engines decode the same requests to the same tokens, one after another in this process, several times. The tokens
+are compared with those of our own engine. It is measured too, with plain decoding and with `adaptive`. Plain vLLM is
+compiled, unless `engine.vllm.enforce_eager` is set."""
 
 from __future__ import annotations
 
@@ -122,18 +122,18 @@ def _batch(
         count = max(2 * config.rollout.group_size, 2 * batch)
         requests = bench_requests(config, place.prompts, place.sampling, count, repeat)
         ahead = decode_ahead(older, config, requests) if older else []
-        said: dict[int, list[int]] = {}
+        tokens: dict[int, list[int]] = {}
         for contender in contenders if repeat % 2 else [*contenders[:1], *contenders[:0:-1]]:
             if contender.looks_ahead:
                 contender.engine.store.put(ahead)
             began = time.perf_counter()
             responses = list(contender.engine.generate(requests))
             seconds = time.perf_counter() - began
-            said = said or {response.request.seed: response.token_ids for response in responses}
+            tokens = tokens or {response.request.seed: response.token_ids for response in responses}
             if repeat:
                 speeds[contender.name].append(contender.engine.stats.tokens / seconds)
                 stats[contender.name] += contender.engine.stats
-            differ[contender.name] += sum(said[r.request.seed] != r.token_ids for r in responses)
+            differ[contender.name] += sum(tokens[r.request.seed] != r.token_ids for r in responses)
     for name, count in differ.items():
         assert count <= max(1, _MOST_FORKS * stats[name].tokens), f"{name}: {count} responses differ"
     return [

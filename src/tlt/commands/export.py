@@ -32,7 +32,7 @@ from tlt.store.hub import local_model
 from tlt.store.model_files import model_files, write_files
 
 To = Literal["hf", "vllm", "sglang", "speculators"]
-_GUESSES = 4  # number of draft tokens in the commands that serve
+_DRAFT_TOKENS = 4  # number of draft tokens in the commands that serve
 
 
 def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = None) -> list[str]:
@@ -54,12 +54,12 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     draft.mkdir(parents=True)
     try:
         with working(f"export {source}"):
-            said = _export(source, draft, out, to, getattr(torch, dtype), model)
+            written = _export(source, draft, out, to, getattr(torch, dtype), model)
         share(draft)
         _put_in_place(draft, out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return said
+    return written
 
 
 def _put_in_place(draft: Path, out: Path) -> None:
@@ -83,14 +83,14 @@ def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, mo
     policy = policy_in(source)
     named = None if to == "hf" else _named_drafter(source)
     _policy(policy, draft, dtype)
-    said, drafter = [f"the model is in {out}"], None if to == "hf" else _published_drafter(source, draft) or named
+    written, drafter = [f"the model is in {out}"], None if to == "hf" else _published_drafter(source, draft) or named
     if drafter:
         _drafter(drafter, draft, draft / "drafter", to, dtype, Served(out, out / "drafter"))
-        said.append(f"the drafter is in {out / 'drafter'}")
+        written.append(f"the drafter is in {out / 'drafter'}")
     elif to != "hf" and newest_number(source / "drafter"):
-        said.append(f"all drafters in {source / 'drafter'} are damaged: the model is served without a drafter")
+        written.append(f"all drafters in {source / 'drafter'} are damaged: the model is served without a drafter")
     (draft / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
-    return said
+    return written
 
 
 def _is_drafter(folder: Path) -> bool:
@@ -186,16 +186,16 @@ def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
             if drafter is None
             else (
                 f"{plain} --speculative-algorithm {eagle} --speculative-draft-model-path {shlex.quote(str(drafter))} "
-                f"--speculative-num-steps {_GUESSES} --speculative-eagle-topk 1 "
-                f"--speculative-num-draft-tokens {_GUESSES + 1}"
+                f"--speculative-num-steps {_DRAFT_TOKENS} --speculative-eagle-topk 1 "
+                f"--speculative-num-draft-tokens {_DRAFT_TOKENS + 1}"
             )
         )
     if drafter is None:
         return f"vllm serve {folder}"
     if to == "speculators":
         return f"vllm serve {shlex.quote(str(drafter))}"  # the drafter's config names the model
-    said = {"method": kind, "model": str(drafter), "num_speculative_tokens": _GUESSES}
-    return f"vllm serve {folder} --speculative-config {shlex.quote(json.dumps(said))}"
+    speculation = {"method": kind, "model": str(drafter), "num_speculative_tokens": _DRAFT_TOKENS}
+    return f"vllm serve {folder} --speculative-config {shlex.quote(json.dumps(speculation))}"
 
 
 def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
@@ -203,8 +203,8 @@ def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
     card = policy / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {out.name}\n"
     serve = "" if to == "hf" else f"\nServed by {to}:\n\n    {serve_command(to, out, None, '')}\n"
-    beside = "\nIts drafter is in `drafter/`, with a README.md of its own.\n" if has_drafter and to != "hf" else ""
-    return f"{text}{serve}{beside}"
+    drafter = "\nIts drafter is in `drafter/`, with a README.md of its own.\n" if has_drafter and to != "hf" else ""
+    return f"{text}{serve}{drafter}"
 
 
 def _window(layer: EagleLayer, to: Format) -> str:
@@ -212,11 +212,12 @@ def _window(layer: EagleLayer, to: Format) -> str:
     options = layer.options
     if options.window >= options.max_positions:
         return "all previous tokens, as in training"
-    said = f"the last {options.window:,} tokens, as in training. "
+    window = f"the last {options.window:,} tokens, as in training. "
     if options.kind == "eagle3" and to != "sglang":
-        return said + "The config sets it as `sliding_window`"
+        return window + "The config sets it as `sliding_window`"
     engine = "vLLM's EAGLE-1" if to == "vllm" else "SGLang"
-    return said + f"{engine} reads no window from the config and attends to all tokens, so the acceptance rate may fall"
+    effect = f"{engine} reads no window from the config and attends to all tokens, so the acceptance rate may fall"
+    return window + effect
 
 
 def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], served: Served, to: Format) -> str:

@@ -1,8 +1,8 @@
 """tlt in TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with our engine. TRL does everything else.
 
-A completion is a function of (weights, prompt, seed), and a seed of (the trainer's seed, its step, the place in the
-batch). So whatever drafts, and however many processes there are, TRL is given the same completions, and ends with the
-same weights.
+A completion depends only on the weights, the prompt and its seed. The seed depends only on the trainer's seed, its step
+and the completion's place in the batch. So TRL gets the same completions and ends with the same weights, with any
+drafter and any number of processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats
 
 EVALUATION = "trl eval"
-"""the domain of its seeds"""
+"""domain of the seeds of an evaluation"""
 
 
 class Rollout:
@@ -70,7 +70,7 @@ def _copied_random_state(trainer: Any) -> AbstractContextManager[None]:
 
 
 class _Process:
-    """The engine of one process of the trainer."""
+    """Engine of one process of the trainer."""
 
     def __init__(self, trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> None:
         config = _config(trainer, speculation, engine)
@@ -103,15 +103,17 @@ class _Process:
         return _completions(requests, responses)
 
     def _decode(self, requests: Sequence[Request], trainer: Any) -> tuple[list[Response], RolloutStats]:
-        """Return the responses in the order of the requests."""
+        """Decode the requests. Return the responses in their order, and the counters. In an evaluation, also save them
+        as drafts for the next one."""
         responses, stats = self.rollout.generate(requests, lambda response: None)
-        if not trainer.model.training:  # the next evaluation asks the same with the same seeds
+        if not trainer.model.training:  # the next evaluation has the same prompts and seeds
             self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
         by_seed = {response.request.seed: response for response in responses}
         return [by_seed[request.seed] for request in requests], stats
 
     def _next_turn(self, requests: Sequence[Request]) -> list[Response]:
-        """Decode what follows tool results. Other processes may have fewer turns, so this does not wait for them."""
+        """Decode the turns that follow tool results. Other processes may have fewer turns, so this does not wait for
+        them."""
         with _copied_random_state(self.trained.trainer):
             responses, _ = self._decode(requests, self.trained.trainer)
         self.rollout.release()
@@ -173,13 +175,14 @@ class _AfterEvaluation(TrainerCallback):
 
 
 class _Others:
-    """The other processes of the trainer, and whether they have finished decoding."""
+    """Barrier of the trainer's processes at the end of decoding."""
 
     def __init__(self, processes: int) -> None:
         self.group: Any = dist.new_group(backend="gloo") if processes > 1 else None
 
     def wait(self, meanwhile: Callable[[Callable[[], bool]], None]) -> None:
-        """Wait until all processes call this. `meanwhile` gets a function that says whether they have."""
+        """Wait until all processes have called this. Until then run `meanwhile`. Its argument is a function that
+        returns whether they have."""
         if self.group:
             work = dist.barrier(self.group, async_op=True)
             assert work

@@ -14,7 +14,7 @@ from tlt.integrations.trl_tools import has_tools, refuse_other_methods
 from tlt.types import SamplingParams
 
 TESTED = ((1, 16), (1, 16))
-"""the first and the last minor version of TRL that the tests were run with"""
+"""first and last tested version of TRL"""
 
 
 def refuse(trainer: Any, engine: EngineConfig) -> None:
@@ -55,8 +55,8 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
 
 
 def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
-    """Return token ids by the trainer's own tokenizer. Messages go through its chat template. Raises UnsupportedError
-    for messages with images."""
+    """Return the token ids of prompts, by the trainer's own tokenizer. Messages are rendered with its chat template.
+    Raises UnsupportedError for messages with images."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return [tuple(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
@@ -77,7 +77,8 @@ def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
 
 
 def law_of(trainer: Any) -> SamplingParams:
-    """Every end token that the model or the tokenizer names ends a completion, as in TRL."""
+    """Return the sampling parameters of a completion. It ends at each end token of the model or the tokenizer, as in
+    TRL."""
     args = trainer.args
     return SamplingParams(
         temperature=args.temperature,

@@ -1,4 +1,4 @@
-"""Turns after tool calls. TRL calls the tools of its trainer or environment, and tlt decodes the turn that follows."""
+"""Turns after tool calls. TRL calls the tools of its trainer or environment, and tlt decodes the next turn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ToolTurns:
         setattr(trainer, _SEAM, self.next_turn)
 
     def begin(self, requests: Sequence[Request], responses: Sequence[Response]) -> None:
-        """Note the first turn of each row of a generation."""
+        """Record the first turn of each row of a generation."""
         pairs = zip(requests, responses, strict=True)
         self._rows = [_Row(first, (*first.prompt.token_ids, *response.token_ids)) for first, response in pairs]
         self._turn = 0
@@ -55,8 +55,8 @@ class ToolTurns:
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return tokens and log-probs of the next turn of these rows. `prompt_ids` has all tokens before it, with the
-        results of tools. A row whose results fill max_completion_length gets no tokens."""
+        """Return tokens and log-probs of the next turn of these rows. `prompt_ids` has all tokens before this turn,
+        including the results of tools. A row whose results fill max_completion_length gets no tokens."""
         if images or has_tool_images:
             raise UnsupportedError(
                 "tlt in TRL does not support images: let tools return text, or leave rollout_func out"
@@ -95,7 +95,7 @@ class ToolTurns:
 
 
 def refuse_other_methods(trainer: Any) -> None:
-    """Raise UnsupportedError for a TRL whose trainer has no such methods."""
+    """Raise UnsupportedError if the trainer of the installed TRL lacks the methods that this module uses."""
     missing = [name for name in _NAMES if not callable(getattr(trainer, name, None))]
     if missing or list(inspect.signature(getattr(trainer, _SEAM)).parameters) != _ARGUMENTS:
         what = missing[0] if missing else f"{_SEAM} with the arguments {', '.join(_ARGUMENTS)}"

@@ -27,8 +27,8 @@ _BEYOND_LORA = (
 
 
 class Trained:
-    """Plain, in the replicas of DDP, in shards of FSDP2, or with LoRA adapters, which are merged into copies. What
-    reads it is called by all processes."""
+    """Policy of a TRL trainer: plain, replicated by DDP, sharded by FSDP2, or with LoRA adapters, which are merged into
+    copies of the weights. All processes must call its methods together, because they may gather shards."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -58,8 +58,8 @@ class Trained:
             raise UnsupportedError("tlt in TRL does not support LoRA adapters sharded by FSDP2: train with DDP")
 
     def has_changed(self, trainer: Any) -> bool:
-        """Return whether a weight changed since the last call. Compares the step and the norm of each parameter in
-        float64, because fused AdamW does not change a parameter's version counter."""
+        """Return whether a weight changed since the last call. The step and the norm of each parameter in float64 are
+        compared, because fused AdamW does not change a parameter's version counter."""
         with torch.no_grad():
             norms = [_whole(vector_norm(parameter, dtype=torch.float64)) for parameter in self.model.parameters()]
         now = trainer.state.global_step, torch.stack(norms).tolist()

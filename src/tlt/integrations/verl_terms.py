@@ -11,7 +11,7 @@ from tlt.sampling import request_seed
 from tlt.types import SamplingParams
 
 TESTED = ((0, 9), (0, 9))
-"""First and last tested version of verl"""
+"""first and last tested version of verl"""
 
 
 def refuse(rollout: Any) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "report.html"
-_SHARE = 0.01  # of a run's time that its pages may take before it ends
+_SHARE = 0.01  # largest share of a run's time for writing its page, before the run ends
 
 _log = logging.getLogger(__name__)
 
 
 class ReportError(ValueError):
-    """The page cannot be made; the message names the folder or file and the remedy."""
+    """The page cannot be made. The message names the folder or file and the remedy."""
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -37,7 +37,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 class Page:
-    """The page of a run under way. If it fails, it costs a warning and never the run."""
+    """Page of a run in progress. If it cannot be written, a warning is logged and the run continues."""
 
     def __init__(self, folder: Path, wanted: bool = True) -> None:
         self._folder, self._wanted = folder, wanted
@@ -55,7 +55,7 @@ class Page:
         try:
             write_report([self._folder])
         except Exception as error:
-            _log.warning("report.html was not written (%s: %s); the run goes on", type(error).__name__, error)
+            _log.warning("report.html was not written (%s: %s); the run continues", type(error).__name__, error)
         self._written = time.monotonic()
         self._took = self._written - start
 

@@ -12,7 +12,7 @@ from tlt.report import story
 from tlt.report.read import Run
 from tlt.report.responses import groups_of, ribbons_of
 
-MOST_POINTS = 500  # of a line in a chart
+MOST_POINTS = 500  # points of a line in a chart
 
 
 def page_of(runs: Sequence[Run]) -> str:
@@ -49,7 +49,7 @@ def content_of(run: Run) -> dict[str, Any]:
 
 
 def _results(run: Run) -> dict[str, float | None]:
-    """Return the numbers by which several runs are compared."""
+    """Return the numbers of the table that compares several runs."""
     rewards = story.rewards(run)
     times = {found.measured: found.times for found in story.ratios(run)}
     seconds = run.total("seconds/total") - run.total("seconds/compare")
@@ -83,12 +83,12 @@ def _proof(run: Run) -> dict[str, str | float]:
 
 
 def thinned(column: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Return at most about MOST_POINTS pairs of step and value. Of each stretch of steps the lowest and the highest
-    value stay."""
+    """Return at most about MOST_POINTS pairs (step, value). If there are more, keep the lowest and the highest value of
+    each range of steps."""
     points = list(column.items())
     if len(points) > MOST_POINTS:
         size = -(-len(points) * 2 // MOST_POINTS)
-        stretches = [points[at : at + size] for at in range(0, len(points), size)]
-        ends = [{choose(part, key=lambda point: point[1]) for choose in (min, max)} for part in stretches]
+        ranges = [points[at : at + size] for at in range(0, len(points), size)]
+        ends = [{choose(part, key=lambda point: point[1]) for choose in (min, max)} for part in ranges]
         points = [point for pair in ends for point in sorted(pair)]
     return [(step, float(f"{value:.4g}")) for step, value in points]

@@ -24,10 +24,10 @@ _WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early upd
 class Span(NamedTuple):
     name: str
     process: int
-    """0: the driver; n: worker n - 1"""
+    """0 is the driver, n is worker n - 1"""
     is_state: bool
     start: float
-    """Seconds since the step began."""
+    """seconds since the step began"""
     seconds: float
 
 
@@ -41,19 +41,19 @@ class Run:
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: list[dict[str, Any]] = field(default_factory=list)
     timelines: dict[int, list[Span]] = field(default_factory=dict)
-    """Spans of some steps."""
+    """spans of some steps"""
     states: Counter[str] = field(default_factory=Counter)
-    """Worker seconds by state, over all steps."""
+    """worker seconds by state, over all steps"""
     useful_seconds: float = 0.0
-    """Worker seconds that the run could not do without; see `metrics.useful_share`."""
+    """useful worker seconds, as `metrics.useful_share` defines them"""
     workers: int = 0
     replayed: int = 0
-    """Prompts that two steps consumed in one epoch."""
+    """number of prompts that two steps used in one epoch"""
     driver_starts: int = 0
-    """Starts of the driver in the part of trace.json that was read."""
+    """starts of the driver in the part of trace.json that was read"""
     worker_starts: int = 0
     faults: list[str] = field(default_factory=list)
-    """One sentence for each file that is missing or damaged."""
+    """one sentence for each file that is missing or damaged"""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Run:
 
     @cached_property
     def columns(self) -> dict[str, dict[int, float]]:
-        """Numbers by step, of each path in the lines of metrics.jsonl, such as `seconds/rollout`."""
+        """Numbers by step, for each path in the lines of metrics.jsonl, such as `seconds/rollout`."""
         found: dict[str, dict[int, float]] = {}
         for step in self.steps:
             for path, value in leaves(step, "/"):

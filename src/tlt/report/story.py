@@ -17,14 +17,14 @@ class Ratio(NamedTuple):
     """Seconds of plain decoding divided by seconds of the run's own decoding, for the same tokens."""
 
     plain: float
-    """Seconds of whole rollouts if measured, else worker seconds of the rounds that have an estimate."""
+    """seconds of whole rollouts if measured, else worker seconds of the rounds that have an estimate"""
     ours: float
     measured: bool
     steps: int
     lost: int
-    """Steps in which plain decoding was faster."""
+    """number of steps in which plain decoding was faster"""
     interval: list[float] | None
-    """95 % interval of `times`, by drawing steps with replacement. None with fewer than four steps."""
+    """95 % bootstrap interval of `times` over steps; None with fewer than four steps"""
 
     @property
     def times(self) -> float:
@@ -32,8 +32,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(run: Run, measured: bool) -> Ratio | None:
-    """Return the ratio of whole rollouts that were compared (measured), or of the rounds that have an estimate. It is
-    None if no step has it."""
+    """Return the measured ratio of whole rollouts, or the estimated ratio of rounds. It is None if no step has it."""
     names = ("seconds/compare", "seconds/rollout")
     if not measured:
         names = ("rollout/against_plain/plain_seconds", "rollout/against_plain/seconds")
@@ -135,7 +134,7 @@ _RULES = {
     "rejected": (0.6, "The target rejected {:.0%} of draft tokens: start from a drafter trained for this model (tlt "
                  "draft train)."),
 }  # fmt: skip
-"""The advice that is given if a measured number is above a limit. The most important comes first."""
+"""name -> (limit, advice if the number of that name is above the limit). The most important comes first."""
 
 
 def advice(run: Run) -> list[str]:
@@ -153,9 +152,9 @@ def advice(run: Run) -> list[str]:
         "preempted": total("rollout/preemptions") / (total("responses") or 1),
         "rejected": 1 - total("rollout/accepted") / drafted if (drafted := total("rollout/drafted")) else 0.0,
     }
-    said = [text.format(numbers[name]) for name, (limit, text) in _RULES.items() if numbers[name] > limit]
-    calm = "No number of this run asks for a change." if run.steps else "Advice needs the numbers of a finished step."
-    return said or [calm]
+    advised = [text.format(numbers[name]) for name, (limit, text) in _RULES.items() if numbers[name] > limit]
+    none = "No number of this run asks for a change." if run.steps else "Advice needs the numbers of a finished step."
+    return advised or [none]
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

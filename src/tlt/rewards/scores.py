@@ -127,7 +127,7 @@ def length_penalty(tokens: int, start: int, end: int) -> float:
 
 # -- rewards of other libraries ----------------------------------------------------------------------------------------
 
-# Checkers that raise if they cannot parse an answer, whose score is then 0. Other checkers raise only if they have a bug.
+# Checkers that raise if they cannot parse an answer: its score is 0. Other checkers raise only if they have a bug.
 RAISES_ON_MALFORMED = {"boxnet", "coin_flip", "game_of_life", "prime_factorization"}
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
 

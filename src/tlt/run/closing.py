@@ -8,7 +8,7 @@ from rich.text import Text
 
 GAIN = 1.05  # speed-up over plain decoding below which a run gets advice
 NO_GAIN = (
-    "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
+    "speculation gained little, because few draft tokens were accepted for the time they took. A drafter trained for "
     "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more "
     "--tokens make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
 )
@@ -39,8 +39,8 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     if missing:
         share = sum(missing.values()) / summary["responses"]
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
-        said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see the errors above"
-        lines.append(Text(said, "bold red"))
+        line = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see the errors above"
+        lines.append(Text(line, "bold red"))
     if peaks := summary["peak_memory"]:
         lines.append(Text(_memory(**peaks)))
     return [*lines, Text(f"all files are in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
@@ -71,7 +71,8 @@ def _compared(summary: dict[str, Any]) -> str:
     same = "same tokens"
     if found["differ"]:
         same = (
-            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` says whether by rounding alone"
+            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` checks whether rounding is the "
+            "cause"
         )
     seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
     return (

@@ -29,7 +29,7 @@ from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
 
 _SHOWN_STEPS = 10
-_OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
+_OTHER_LINES = 26  # lines of a terminal that the table of steps cannot use
 _PHASES = {
     "rollout": "green",
     "compare": "red",
@@ -49,7 +49,7 @@ class Display:
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.workers = WorkersView()
         self.groups: Sequence[Group] = ()
-        """of the last step"""
+        """groups of the last step"""
         self.which = SAMPLE
         self.asked_to_stop = ""
         self._live: Live | None = None
@@ -60,7 +60,8 @@ class Display:
         self.console.print(text, style="dim", highlight=False, soft_wrap=True)
 
     def stopping(self, text: str) -> None:
-        """Show that the run was asked to stop. In a signal handler a console cannot be written to, but its file can."""
+        """Show that a signal asked the run to stop. A signal handler must not use the console, so it writes to the file
+        descriptor."""
         self.asked_to_stop = text
         if self._live is None:
             with suppress(OSError):  # the terminal may be gone
@@ -74,7 +75,7 @@ class Display:
         workers_now: Callable[[], Sequence[WorkerNow]],
         updated: Callable[[], float] = lambda: 0.0,
     ) -> Iterator[None]:
-        """Show the run until the block ends. `updated` says how much of the update under way is done."""
+        """Show the run until the block ends. `updated` returns the finished share of the current update."""
         self.config, self.workers_now, self.updated = config, workers_now, updated
         self.now = ("starting", first, 0, 0)
         self._step_began = time.monotonic()
@@ -144,7 +145,7 @@ class Display:
 
     def _workers(self, step: int) -> RenderableType:
         now = self.workers_now()
-        self.workers.look(now)
+        self.workers.record(now)
         return self.workers.table(now, step, self._width)
 
     @property
@@ -220,12 +221,12 @@ class Display:
         """Return the acceptance rate of each drafter's first token in the last rollout, and the gain so far."""
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
-        right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
+        rates = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
         learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
-        guesses = f"first token accepted: {right}" * bool(right)
+        accepted = f"first token accepted: {rates}" * bool(rates)
         found = against_plain(m.rollout["against_plain"] for m in self.history)
         faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
-        return Text(f"draft   {learned}{guesses}{faster}")
+        return Text(f"draft   {learned}{accepted}{faster}")
 
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
@@ -247,7 +248,7 @@ def _version(m: StepMetrics) -> str:
 
 
 def _training(spot: dict[str, float]) -> str:
-    """Return whether the drafter is trained or rests."""
+    """Return text that shows whether the drafter is being trained."""
     return ", at rest" if spot["rests"] else ", in training"
 
 

@@ -51,8 +51,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / _LOCK)
         except OSError as error:
-            said = f"{self.path} cannot be made ({error.strerror}): set another --run.folder"
-            raise ConfigError(said) from None
+            problem = f"{self.path} cannot be made ({error.strerror}): set another --run.folder"
+            raise ConfigError(problem) from None
         try:
             if not resume:
                 self._refuse_what_is_there(run.overwrite)
@@ -83,8 +83,8 @@ class RunFolder:
             )
 
     def make_way(self) -> None:
-        """Move the previous run into a subfolder, where it can still be resumed. Called when the new run is sure to
-        start."""
+        """Move the previous run into a subfolder, where it can still be resumed. It is called after all checks of the
+        new run."""
         if not _holds_a_run(self.path):
             return
         number = 1 + max(map(_number, self.before()), default=0)

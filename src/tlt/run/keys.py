@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_LOOK = 0.2  # seconds between two checks
+_PAUSE = 0.2  # seconds between two checks
 
 
 @contextmanager
@@ -26,15 +26,15 @@ def listening(on_key: Callable[[str], None]) -> Iterator[None]:
     before = termios.tcgetattr(terminal)
     over = threading.Event()
 
-    def look() -> None:
+    def read_keys() -> None:
         while not over.is_set():
             # reading would stop a process in the background
-            if _in_foreground(terminal) and select.select([terminal], [], [], _LOOK)[0]:
+            if _in_foreground(terminal) and select.select([terminal], [], [], _PAUSE)[0]:
                 on_key(os.read(terminal, 1).decode("ascii", "ignore"))
             else:
-                over.wait(_LOOK)
+                over.wait(_PAUSE)
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=read_keys, daemon=True)
     tty.setcbreak(terminal)
     thread.start()
     try:

@@ -1,5 +1,5 @@
-"""Check of what a resumed run may change: fields that never reach a weight, fields that change only the rounding, and
-fields that the user forces."""
+"""Check of the recipe of a resumed run. It may change fields that affect no weight, fields that change only the
+rounding, and fields that the user forces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt.config import Config, ConfigError
 from tlt.config.moved import renamed
 from tlt.config.section import section_of
 
-# These fields never reach a weight. Prompts, the model and the user's reward are compared by their files' content.
+# These fields affect no weight. Prompts, the model and the user's reward are compared by their files' content.
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
@@ -132,8 +132,8 @@ def _refusal(key: str, before: Any, now: Any, done: int, contents: Contents) -> 
     if now == contents.reward:
         return f"the file of the function in {key} has changed since the run to be resumed: restore it, {remedy}"
     if key == "train.steps":
-        said = f"train.steps = {now}, but the run to be resumed has {before}, of which {done} are done"
-        return f"{said}: it can be raised only if train.schedule is constant; set it to {before}, {remedy}"
+        problem = f"train.steps = {now}, but the run to be resumed has {before}, of which {done} are done"
+        return f"{problem}: it can be raised only if train.schedule is constant; set it to {before}, {remedy}"
     values = f"{key} = {json.dumps(now)}, but the run to be resumed has {json.dumps(before)}"
     return f"{values}: set it to that value, {remedy}"
 

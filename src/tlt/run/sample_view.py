@@ -34,8 +34,8 @@ def picture(response: Response, which: str, width: int) -> Text:
     head.append("   keys: b best, w worst, s sample", "dim")
     head.truncate(width, overflow="ellipsis")
     prompt = _last(_lines(response.request.prompt.text, width), _PROMPT_LINES)
-    said = _ends(_lines(response.text, width), _RESPONSE_LINES)
-    return Text("\n").join([head, *(Text(line, "dim") for line in prompt), *(Text(line) for line in said)])
+    shown = _ends(_lines(response.text, width), _RESPONSE_LINES)
+    return Text("\n").join([head, *(Text(line, "dim") for line in prompt), *(Text(line) for line in shown)])
 
 
 def _lines(text: str, width: int) -> list[str]:

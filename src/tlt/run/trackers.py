@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     folder: Path
     first_step: int
-    """0 for a new run; otherwise, what was logged of this step and later ones is void"""
+    """first step that will be logged, 0 for a new run; earlier values of this step and later ones are replaced"""
     config: Mapping[str, Any]
 
 
@@ -97,8 +97,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Tracker for MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where it logs. A resumed run continues in
-    the same tracker run."""
+    """Tracker for MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set the server and the experiment. A resumed
+    run continues in the same tracker run."""
 
     def __init__(self, place: Place) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
@@ -189,9 +189,9 @@ class Trackers:
         try:
             return act()
         except Exception as error:  # a network, a service, a disk
-            said = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             _log.warning(
-                "%s failed (%s: %s) and gets no further metrics; the run continues", name, type(error).__name__, said
+                "%s failed (%s: %s) and gets no further metrics; the run continues", name, type(error).__name__, reason
             )
             self._open.pop(name, None)
             return None

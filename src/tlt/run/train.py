@@ -128,7 +128,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
         with run.display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
-            evaluation = _go(run, record, stop)
+            evaluation = _run_steps(run, record, stop)
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
         summary = summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
@@ -137,7 +137,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         return summary
     except GivenUp:
         stop.run_ends()
-        raise Stopped(_stopped_amid_a_step(run, stop.number), stop.number) from None
+        raise Stopped(_stopped_during_a_step(run, stop.number), stop.number) from None
     except Exception as error:
         stop.run_ends()
         error.add_note(_rescue(run))
@@ -219,7 +219,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
-    """Raise DataError if the prompts have changed, unless that is forced and recorded. `same`: only columns that the
+    """Raise DataError if the prompts have changed, unless that is forced and recorded. If `same`, only columns that the
     model does not see have changed."""
     key, source = run.config.data.source
     if key not in force:
@@ -236,10 +236,10 @@ def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Co
         run.changes.append({"step": state["step"], "key": key, "before": source, "now": source, "effect": "forced"})
 
 
-# -- under way ---------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
+def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     """Run all steps. Record each one, and save a checkpoint if one is due. Return the last evaluation."""
     config = run.config
     for result in _steps(run):
@@ -376,6 +376,6 @@ def _saved_before(run: Run) -> str:
     return f"nothing is saved yet{f'; the previous run is in {before[-1]}' if before else ''}"
 
 
-def _stopped_amid_a_step(run: Run, number: int) -> str:
+def _stopped_during_a_step(run: Run, number: int) -> str:
     took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was abandoned"
     return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"

@@ -46,7 +46,8 @@ class WorkersView:
         """Begin another phase of the step."""
         self._phase_began = time.monotonic()
 
-    def look(self, workers: Sequence[WorkerNow]) -> None:
+    def record(self, workers: Sequence[WorkerNow]) -> None:
+        """Record the present state of each worker, at most once per cell."""
         now = time.monotonic()
         if now - self._last < self.seconds:
             return

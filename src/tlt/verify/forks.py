@@ -17,7 +17,7 @@ from tlt.sampling import gumbel_noise, log_law
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.oracle import last_logits
 
-# two noisy scores (log-prob + Gumbel noise) closer than this may swap their order by rounding
+# rounding may swap the order of two noisy scores (log-prob + Gumbel noise) that are closer than this
 EXPLAINED_GAP = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.25}
 
 

@@ -36,7 +36,7 @@ class OlderTarget:
         self.config, self.detokenize = config, detokenize
         self.store = AheadStore(MOST_TOKENS)
         self._weights: dict[int, Mapping[str, Tensor]] = {}
-        self._version = self._decoded = -1  # versions of the policy now, and as the store was filled
+        self._version = self._decoded = -1  # versions of the policy: now, and when the store was filled
 
     def sync(self, policy: Trainable, version: int) -> None:
         """Save a copy of the policy's weights of this version. Every mode of a step syncs the same two versions."""
@@ -45,7 +45,7 @@ class OlderTarget:
             self._weights[version] = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
             self._weights.pop(version - 2, None)
 
-    def said(self, requests: Sequence[Request]) -> list[Ahead]:
+    def tokens_of(self, requests: Sequence[Request]) -> list[Ahead]:
         """Return the older target's tokens for these requests. Only requests without saved tokens are decoded."""
         if self._version != self._decoded:
             older = self._weights.get(self._version - 1) or _moved(self._weights[self._version])
@@ -91,7 +91,7 @@ class LookAheadRollout(LocalRollout):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        self.engine.store.put(self.spoil(self.older.said(requests)))
+        self.engine.store.put(self.spoil(self.older.tokens_of(requests)))
         return super().generate(requests, on_response, coming, early)
 
 

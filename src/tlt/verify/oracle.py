@@ -21,7 +21,7 @@ from tlt.models.decoder import Decoder
 from tlt.sampling import log_law
 from tlt.types import Prompt, Request, SamplingParams
 
-_LAWS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
+_DISTRIBUTIONS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
 _TOKENS, _ROWS, _DEPTH, _AHEAD = 48, 4, 3, 16
 
 
@@ -55,23 +55,24 @@ def oracle_checks(
     `target` computes in float64, whatever the dtype of the runs, because only then must every token be accepted."""
     chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
     checks = []
-    for law in _LAWS:
-        requests = _requests(prompts, sampling, *law)
+    for distribution in _DISTRIBUTIONS:
+        requests = _requests(prompts, sampling, *distribution)
         engine = _engine(target, config, requests, chain, [OracleDrafter(target)])
         for _ in engine.generate(requests):
             pass
-        checks.append(_counts(engine, *law))
+        checks.append(_counts(engine, *distribution))
     return checks
 
 
 def look_ahead_checks(
     target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[dict[str, Any]]:
-    """Return the same counts for the target's own look-ahead, with the row passes and the fewest possible ones."""
+    """Return the same counts for the target's own look-ahead. Add the number of row passes, and the smallest possible
+    number."""
     ahead = PLAIN._replace(ahead=_AHEAD)
     checks = []
-    for law in _LAWS:
-        requests, store = _requests(prompts, sampling, *law), AheadStore(_ROWS * _TOKENS)
+    for distribution in _DISTRIBUTIONS:
+        requests, store = _requests(prompts, sampling, *distribution), AheadStore(_ROWS * _TOKENS)
         before, now = (_engine(target, config, requests, ahead, store=store) for _ in range(2))
         before.look_ahead(requests)
         while before.looks_ahead:
@@ -79,7 +80,8 @@ def look_ahead_checks(
         for _ in now.generate(requests):
             pass
         fewest = len(requests) * -(-_TOKENS // (_AHEAD + 1))
-        checks.append(_counts(now, *law) | {"passes": now.stats.row_passes, "fewest_passes": fewest})
+        passes = {"passes": now.stats.row_passes, "fewest_passes": fewest}
+        checks.append(_counts(now, *distribution) | passes)
     return checks
 
 
@@ -115,5 +117,5 @@ def _engine(
 
 def _counts(engine: Engine, temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
     stats = engine.stats
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    return law | {"drafted": stats.drafted, "accepted": stats.accepted, "preemptions": stats.preemptions}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return sampling | {"drafted": stats.drafted, "accepted": stats.accepted, "preemptions": stats.preemptions}

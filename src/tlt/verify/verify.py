@@ -1,9 +1,10 @@
 """`tlt verify`: trains the same steps with every kind of drafter, and checks that the results are the same.
 
-Each step of each mode starts from the plain run's state of that step, so a fork never spreads. If every step ends in
-the plain run's sha256, whole runs are equal by induction. Forks are checked against float64 arithmetic without
-transformers. The target is also run as its own drafter and its own look-ahead. All its tokens must be accepted, because
-a rejection there is a bug that no other check shows.
+Each step of each mode starts from the plain run's state at that step, so a difference does not affect later steps. If
+every step ends with the plain run's sha256, whole runs are equal by induction. A fork is the first token that differs
+in a response. Forks are checked against float64 arithmetic without transformers. The target is also run as its own
+drafter and its own look-ahead. All its tokens must be accepted, because a rejection there is a bug that no other check
+shows.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     console = Console(highlight=False)
     config = with_tools(_verify_config(from_hub(config), dtype, full))
     tokenizer = load_tokenizer(config.model.path)
-    parts, policy = make_parts(_by_our_engine(config), tokenizer)
+    parts, policy = make_parts(_with_our_engine(config), tokenizer)
     assert isinstance(parts.rollout, LocalRollout)
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
@@ -84,8 +85,8 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     agree = all(checks.values())
     if config.train.importance_cap:
         console.print(
-            "sha256 cannot be compared, because train.importance_cap brings rollout log-probs into the loss; tokens "
-            "and rewards are compared instead"
+            "the policies' sha256 cannot be compared, because with train.importance_cap the loss depends on rollout "
+            "log-probs; tokens and rewards are compared instead"
         )
     _print(console, runs, forks, oracle, look_ahead, checks, tokens, dtype)
     if json_file:
@@ -102,7 +103,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     return agree
 
 
-def _by_our_engine(config: Config) -> Config:
+def _with_our_engine(config: Config) -> Config:
     return config.model_copy(update={"engine": config.engine.ours})
 
 
