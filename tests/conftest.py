@@ -1,4 +1,4 @@
-"""Tiny models: one thread is fastest, and leaves the other core to whoever else is working."""
+"""Settings of all tests. Tiny models are fastest with one thread, which leaves the other cores to other processes."""
 
 import multiprocessing
 import os
@@ -37,10 +37,9 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_rewards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork each reward process from a server that has imported what it needs, which saves 0.3 s a run.
+    """Fork each reward process from a server that has its imports, which saves 0.3 s per run.
 
-    tests/rewards keeps the processes that users get.
-    """
+    tests/rewards uses the processes that users get."""
     if request.path.parent.name == "rewards":
         yield
         return

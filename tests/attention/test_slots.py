@@ -1,4 +1,5 @@
-"""Attention over slots against a plain one that keeps each position's key and value in a dict, and no ring."""
+"""Attention over cache slots, against a plain implementation that keeps the key and value of each position in a
+dict."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ AHEAD = 6
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    """Short rows come to the ends of their rings, and make spans."""
+    """Use small rings and spans, so that short rows reach the end of a ring and need several spans."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tlt.attention.slots, "MOST_GUESSES", AHEAD)
     patch.setattr(tlt.attention.slots, "_SPAN_COST", 4)
@@ -35,7 +36,7 @@ def small_steps() -> Iterator[None]:
 
 
 class Pass(NamedTuple):
-    """What is new in one layer: query [B, N, H, E], key and value [B, N, K, E]."""
+    """New data of one layer: query [B, N, H, E], key and value [B, N, K, E]."""
 
     query: Tensor
     key: Tensor
@@ -43,7 +44,8 @@ class Pass(NamedTuple):
 
 
 class Both:
-    """Slots and the plain model of them, in step. Whatever nobody wrote is noise, so that to see it shows."""
+    """Slots and the plain implementation, with the same calls. Memory that nobody wrote holds noise, so that reading it
+    changes the result."""
 
     def __init__(self, slots: int, tokens: int, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -77,7 +79,8 @@ class Both:
         written: tuple[list[tuple[int, int]], Tensor] | None = None,
         window: int | None = None,
     ) -> None:
-        """The last of `passes` (those before it stay as nodes) against the plain model; sees [B, N, all nodes]."""
+        """Check the last of `passes` against the plain implementation. Earlier ones stay as tree nodes. `sees` is [B,
+        N, number of nodes]."""
         *_, now = passes
         rows, nodes = now[0].query.shape[:2]
         for layer in range(LAYERS):
@@ -97,7 +100,7 @@ class Both:
 
 
 def plainly(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """query [H, E], keys and values [S, K, E] -> [H * E], a head at a time."""
+    """Return the attention [H * E] of query [H, E] over keys and values [S, K, E], one head at a time."""
     share = QUERY_HEADS // HEADS
     heads = []
     for h in range(QUERY_HEADS):
@@ -107,7 +110,7 @@ def plainly(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def a_tree(data: st.DataObject, rows: int, nodes: int) -> Tensor:
-    """visible [B, N, N]: each node sees itself and what its parent sees."""
+    """Return a random visible [B, N, N]: each node sees itself and all that its parent sees."""
     seen = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
     for b in range(rows):
         for n in range(1, nodes):
@@ -121,7 +124,7 @@ def a_chain(rows: int, old: int, new: int) -> Tensor:
 
 @given(st.data())
 @settings(max_examples=80, deadline=None)
-def test_trees_behind_rows_of_any_lengths(data: st.DataObject) -> None:
+def test_trees_after_rows_of_any_lengths(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
     first, nodes = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
     both = Both(first + len(lengths), max(lengths) + nodes + data.draw(st.sampled_from([0, 0, 9])), len(lengths))
@@ -137,7 +140,7 @@ def test_trees_behind_rows_of_any_lengths(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_trees_in_plans_of_a_fixed_shape(data: st.DataObject) -> None:
-    """The window of a layer counts positions, which are no indices in a tree."""
+    """The window of a layer counts positions, which differ from node numbers in a tree."""
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
     rows, nodes = len(lengths), data.draw(st.integers(1, 5))
     least = max(lengths) + nodes
@@ -167,7 +170,7 @@ def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:
 
 @given(st.data())
 @settings(max_examples=120, deadline=None)
-def test_levels_in_a_ring_behind_a_window(data: st.DataObject) -> None:
+def test_levels_of_a_tree_in_a_ring_with_a_window(data: st.DataObject) -> None:
     window, rows = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
     ends = data.draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows))
     if data.draw(st.booleans()):
@@ -208,7 +211,7 @@ def test_levels_in_a_ring_behind_a_window(data: st.DataObject) -> None:
 
 
 def test_attention_in_bfloat16_sums_in_float32() -> None:
-    """In bfloat16 a sum of ones stays at 256."""
+    """A sum of ones in bfloat16 would stay at 256."""
     slots = SlotAttention(HeadShape(1, QUERY_HEADS, HEADS, SIZE, torch.bfloat16, CPU))
     slots.resize(1, 512)
     slots.write(0, torch.ones(1, 2, HEADS, 400, SIZE).bfloat16())
@@ -217,7 +220,7 @@ def test_attention_in_bfloat16_sums_in_float32() -> None:
     assert torch.equal(mixed, torch.ones_like(mixed))
 
 
-def test_slots_that_are_resized_keep_what_still_fits_and_the_rest_is_zero() -> None:
+def test_resized_slots_keep_what_still_fits_and_are_zero_elsewhere() -> None:
     both = Both(2, 4, seed=0)
     before = [layer.clone() for layer in both.slots.layers]
     both.slots.resize(3, 6)
@@ -229,7 +232,7 @@ def test_slots_that_are_resized_keep_what_still_fits_and_the_rest_is_zero() -> N
     assert all(torch.equal(now, old[:, :1, :, :3]) for old, now in zip(before, both.slots.layers, strict=True))
 
 
-def test_a_slot_that_is_wiped_keeps_what_lies_before_the_start() -> None:
+def test_a_wiped_slot_keeps_positions_before_the_start() -> None:
     both = Both(2, 4, seed=0)
     before = [layer.clone() for layer in both.slots.layers]
     both.slots.wipe(1, 2)

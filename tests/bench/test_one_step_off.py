@@ -1,4 +1,4 @@
-"""A step trains on what was decoded during the update of the step before."""
+"""A step trains on responses that were decoded during the previous update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 
 
 class Decoding:
-    """A rollout that writes down what it decodes, and with which gradients to compute."""
+    """Rollout that records the requests it decodes, and whether gradients are enabled."""
 
     def __init__(self) -> None:
         self.coordinator = SimpleNamespace(early=SimpleNamespace(most=4))
@@ -36,7 +36,7 @@ class Decoding:
         return responses, RolloutStats()
 
 
-def test_a_step_returns_what_was_decoded_before_the_last_update() -> None:
+def test_a_step_returns_responses_decoded_before_the_last_update() -> None:
     steps = [[Request(Prompt(step, "", (1,)), 0, 0, seed=step, sampling=SamplingParams())] for step in range(3)]
     decoding = Decoding()
     rollout = OneStepOff(decoding)  # type: ignore[arg-type]

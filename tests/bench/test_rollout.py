@@ -1,4 +1,4 @@
-"""`tlt bench rollout` on the tiny model: its file, and that it refuses to compare different tokens."""
+"""`tlt bench rollout` on the tiny model: its file, and its error if strategies decode different tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bench(home: Path, file: Path, tail: int = 0, look_ahead: int = 0, **sections
 
 @pytest.fixture(scope="module")
 def result(home: Path) -> dict[str, Any]:
-    """With every drafter there is."""
+    """Return the result of a benchmark with all drafters."""
     config = tiny_config(home)
     save_drafter(EagleLayer(eagle_options(decoder_options(read_config(config.model.path)), "eagle3", 16)), home / "d")
     speculation = {"drafter": "adaptive", "path": str(home / "d")}
@@ -58,7 +58,7 @@ def test_every_strategy_is_measured_in_every_case(result: dict[str, Any]) -> Non
         assert {name.split()[0] for name in strategies} >= {"plain", "suffix", "eagle", "ahead"}
 
 
-def test_plain_is_the_measure_and_the_best_is_a_fixed_strategy(result: dict[str, Any]) -> None:
+def test_ratios_are_relative_to_plain_decoding_and_to_the_best_fixed_strategy(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         if row["strategy"] == "plain":
             assert row["accept_length"] == 1.0
@@ -76,7 +76,7 @@ def test_plain_is_the_measure_and_the_best_is_a_fixed_strategy(result: dict[str,
         assert row["best"] == max(fixed, key=lambda other: other["tokens_per_second"])["strategy"]
 
 
-def test_look_ahead_is_of_use_where_there_is_one(result: dict[str, Any]) -> None:
+def test_look_ahead_tokens_are_accepted_only_with_look_ahead(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         if row["strategy"].startswith("ahead"):
             assert 0.2 < row["seen_ahead"] < 1
@@ -88,7 +88,7 @@ def test_look_ahead_is_of_use_where_there_is_one(result: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("shift", [1.0, 1.5])
 def test_a_ratio_is_the_median_of_pairs_in_its_interval(shift: float) -> None:
-    """A machine that slows down over the repeats slows both sides of a pair."""
+    """A machine that slows down during the repeats slows both sides of a pair."""
     theirs = [100.0 / (1 + 0.1 * k) for k in range(9)]
     ours = [speed * shift * (1 + 0.001 * (k - 4)) for k, speed in enumerate(theirs)]
     low, middle, high = rollout.ratio(ours, theirs)
@@ -96,7 +96,7 @@ def test_a_ratio_is_the_median_of_pairs_in_its_interval(shift: float) -> None:
     assert shift * 0.996 <= low <= middle <= high <= shift * 1.004
 
 
-def test_an_interval_holds_the_true_ratio_nineteen_times_in_twenty() -> None:
+def test_an_interval_contains_the_true_ratio_in_95_percent_of_cases() -> None:
     rng, inside = np.random.default_rng(1), 0
     for _ in range(200):
         theirs = rng.normal(100, 5, 15)
@@ -105,13 +105,13 @@ def test_an_interval_holds_the_true_ratio_nineteen_times_in_twenty() -> None:
     assert inside >= 180
 
 
-def test_without_a_drafter_plain_is_all_there_is(home: Path, tmp_path: Path) -> None:
+def test_without_a_drafter_only_plain_decoding_is_measured(home: Path, tmp_path: Path) -> None:
     sections = {"speculation": {"drafter": "off"}, "rollout": {"max_new_tokens": 12, "stop_strings": ["qz"]}}
     rows = bench(home, tmp_path / "bench.json", **sections)["rows"]
     assert {row["strategy"].split(",")[0] for row in rows} == {"plain"}
 
 
-def test_the_older_target_is_so_many_updates_behind(home: Path) -> None:
+def test_the_older_target_lacks_the_given_number_of_updates(home: Path) -> None:
     config = tiny_config(home, cluster={"workers": 3}, train={"steps": 1})
     for steps in (1, 2):
         older, present = older_and_present(config, steps)
@@ -143,7 +143,8 @@ def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch:
 
 
 def test_strategies_take_turns(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has fewest tokens is next: so what all have at least never falls while they decode."""
+    """The strategy with the fewest tokens has the next turn. So the minimum over strategies never falls while all
+    decode."""
     before: list[list[int]] = []
     decode, turn = rollout._Bench._decode, rollout._Run.turn
 
@@ -172,14 +173,14 @@ def test_strategies_that_decode_other_tokens_are_not_compared(
         bench(home, tmp_path / "bench.json", rollout={"group_size": 2, "max_new_tokens": 24})
 
 
-def test_the_peer_decodes_what_it_is_asked_for(home: Path) -> None:
-    """transformers' generate asserts its own length; its continuous batching is left to the real bench."""
+def test_the_peer_decodes_the_requested_tokens(home: Path) -> None:
+    """transformers' generate asserts its own length. Its continuous batching is tested only by the real benchmark."""
     found = peers(tiny_config(home).model, torch.device("cpu"), [[1, 2, 3], [4, 5, 6]], 5)
     assert {"transformers.generate", "transformers.generate_batch"} <= set(found)
     found["transformers.generate"]()
 
 
-def test_all_have_as_many_threads_as_plain_decoding_is_fastest_with(home: Path) -> None:
+def test_all_strategies_use_the_number_of_threads_that_is_best_for_plain_decoding(home: Path) -> None:
     config = tiny_config(home)
     _, prompts, target, params = open_workplace(config)
     speeds = {1: 5.0, 2: 3.0}

@@ -1,4 +1,4 @@
-"""Whole runs beside each other: each an ordinary run, the same tokens, and forks looked into."""
+"""Whole runs measured in turn: each is an ordinary run, all end with the same tokens, and forks are explained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REWARD = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and a random drafter for it."""
+    """Return a folder with a tiny model and a random drafter for it."""
     home = tmp_path_factory.mktemp("home")
     target = make_target(tiny_config(home).model)
     save_drafter(EagleLayer(eagle_options(target.options, "eagle3", 16)), home / "drafter")
@@ -56,7 +56,8 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
 
 
 class InThread:
-    """The run of a process, in a thread of this one; several workers are objects of it."""
+    """Run that a benchmark would start as a process, in a thread of this process. Its workers are objects of this
+    process."""
 
     def __init__(self, config_file: Path, threads: int, program: str) -> None:
         self.said: Queue[dict[str, float] | None] = Queue()
@@ -105,7 +106,7 @@ def test_all_runs_end_in_the_same_policy_without_a_fork(result: dict[str, Any]) 
     assert all(row["forks_explained"] == row["forks_unexplained"] == 0 for row in result["runs"])
 
 
-def test_modes_with_a_frozen_drafter_train_none(home: Path, result: dict[str, Any]) -> None:
+def test_modes_with_a_frozen_drafter_do_not_train_it(home: Path, result: dict[str, Any]) -> None:
     spot = {row["name"]: row["seconds"]["spot"] for row in result["runs"]}
     assert spot["plain"] == spot["suffix"] == spot["frozen"] == 0 < spot["spot"]
     lines = read_metrics(Path(config_of(home).run.folder) / "bench" / "spot")
@@ -117,7 +118,7 @@ def test_modes_with_a_frozen_drafter_train_none(home: Path, result: dict[str, An
 
 @pytest.fixture(scope="module")
 def pair(home: Path) -> tuple[Path, Path, Config]:
-    """A recorded run with all its policies, and its copy."""
+    """Return a recorded run with all its policies, and a copy of it."""
     config = bench.mode_config(config_of(home), "plain", 1, STEPS, keep=STEPS, folder="forks")
     folder = Path(config.run.folder)
     folder.mkdir(parents=True)
@@ -128,19 +129,19 @@ def pair(home: Path) -> tuple[Path, Path, Config]:
 
 
 def turned(copy: Path, step: int) -> None:
-    """A token of that step's first response, and all that follow, are others."""
+    """Return the run with another token in the first response of this step, and with other tokens after it."""
     lines = [json.loads(line) for line in (copy / forks.FILE).read_text(encoding="utf-8").splitlines()]
     for line in lines[step:]:
         line[0]["responses"][0]["token_ids"][0] = 7
     (copy / forks.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def test_equal_runs_do_not_part(pair: tuple[Path, Path, Config]) -> None:
+def test_equal_runs_have_no_fork(pair: tuple[Path, Path, Config]) -> None:
     assert forks.compare("copy", *pair) == forks.Comparison(None)
 
 
 @pytest.mark.parametrize("step", [2, 1, 0])
-def test_a_fork_is_judged_at_the_first_step_by_the_policy_before_it(
+def test_a_fork_is_checked_at_its_first_step_with_the_policy_before_it(
     pair: tuple[Path, Path, Config], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, copy, config = pair
@@ -156,11 +157,11 @@ def test_a_fork_is_judged_at_the_first_step_by_the_policy_before_it(
 
 
 def home_policy(folder: Path, step: int) -> Path:
-    """The policy after the step."""
+    """Return the policy after the step."""
     return folder / "checkpoints" / f"step_{step + 1:08d}" / "policy"
 
 
-def test_a_run_that_ends_early_has_parted(pair: tuple[Path, Path, Config]) -> None:
+def test_a_run_that_ends_early_differs(pair: tuple[Path, Path, Config]) -> None:
     plain, copy, config = pair
     shutil.copy(plain / forks.FILE, copy / forks.FILE)
     lines = (copy / forks.FILE).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -171,7 +172,7 @@ def test_a_run_that_ends_early_has_parted(pair: tuple[Path, Path, Config]) -> No
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_compared_are_refused(home: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculation\.path"):
         bench.bench_train(config_of(home, speculation={"path": None}), 2, 1, ["plain", "frozen"], None)
     with pytest.raises(ConfigError, match="'adaptive'"):
@@ -200,7 +201,7 @@ def test_a_run_that_fails_is_named(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_takes_turns_and_ends_with_who_gives_them(tmp_path: Path) -> None:
+def test_a_process_takes_turns_and_ends_with_its_parent(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, reward=REWARD, train={"steps": 2, "learning_rate": 1e-3}, run={"save_every": 1})
     (tmp_path / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     run = Process(tmp_path / "bench.json", 1)
@@ -228,7 +229,7 @@ def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     assert f"--modes: unknown mode 'plane', use {', '.join(bench.MODES)}\n" in capsys.readouterr().err
 
 
-def test_a_run_stands_still_between_its_turns() -> None:
+def test_a_run_does_nothing_between_its_turns() -> None:
     with subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "/tmp/of_this_test"}) as ray:
         states: list[str] = []
 

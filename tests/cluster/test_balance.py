@@ -1,4 +1,4 @@
-"""Shares, forecasts and the choice of what an idle worker does, by hand-worked numbers."""
+"""Fair shares, forecasts and the task of an idle worker, against hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tlt.cluster.balance import Forecast, RoundTime, half_of, take
 
 
-def test_the_time_of_a_round_is_a_line_through_what_was_seen() -> None:
-    """0.01 s and 0.002 s a row."""
+def test_the_time_of_a_round_is_a_line_through_the_measurements() -> None:
+    """0.01 s, and 0.002 s per row."""
     time = RoundTime()
     assert time(4) == 0.0
     for rows in (1, 2, 8, 3, 5):
@@ -19,14 +19,14 @@ def test_the_time_of_a_round_is_a_line_through_what_was_seen() -> None:
     assert time(0) == pytest.approx(0.01)
 
 
-def test_the_time_of_a_round_of_one_size_is_its_mean_and_of_late_ones_above_all() -> None:
+def test_the_time_of_rounds_of_one_size_is_a_mean_that_favours_recent_rounds() -> None:
     time = RoundTime()
     for seconds in [1.0] * 200 + [0.5] * 200:
         time.add(4, seconds)
     assert time(64) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_round_of_more_rows_is_never_held_to_be_shorter() -> None:
+def test_a_round_of_more_rows_is_never_estimated_as_shorter() -> None:
     time = RoundTime()
     time.add(1, 0.03)
     time.add(8, 0.01)
@@ -34,7 +34,7 @@ def test_a_round_of_more_rows_is_never_held_to_be_shorter() -> None:
 
 
 def forecast() -> Forecast:
-    """Ten responses of 100 tokens and two of 500 were seen; a round takes 10 ms and 10 ms a row."""
+    """Return a forecast after ten responses of 100 tokens and two of 500. A round takes 10 ms, and 10 ms per row."""
     found = Forecast(longest=1000)
     found.lengths.extend([100] * 10 + [500] * 2)
     for rows in (1, 2, 4):
@@ -44,14 +44,14 @@ def forecast() -> Forecast:
 
 
 @pytest.mark.parametrize(("tokens", "left"), [(0, 2000 / 12), (99, 2000 / 12 - 99), (100, 400), (500, 500), (900, 100)])
-def test_how_long_a_response_goes_on_is_told_by_those_that_went_on_longer(tokens: int, left: float) -> None:
-    """Beyond all that was seen: as long again, up to the longest there may be."""
+def test_the_remaining_length_is_estimated_from_longer_responses(tokens: int, left: float) -> None:
+    """Beyond the longest known response the estimate is its present length again, up to the limit."""
     assert forecast().remaining(tokens) == pytest.approx(left, abs=1)
 
 
-def test_what_help_gains() -> None:
-    """Four rows of 100 tokens: 400 more, at 5 a round 80 rounds of 50 ms; with two rows each 80 rounds of 30 ms, and
-    200 tokens prefilled."""
+def test_the_gain_of_help_by_hand() -> None:
+    """Four rows of 100 tokens have 400 more: at 5 tokens per round, 80 rounds of 50 ms. With two rows on each worker:
+    80 rounds of 30 ms, and a prefill of 200 tokens."""
     live = dict.fromkeys(range(4), 100)
     found = forecast()
     assert found.helping(live, [1, 3], 5.0) == pytest.approx(80 * 0.02 - 200 * 1e-4)
@@ -60,13 +60,13 @@ def test_what_help_gains() -> None:
     assert not found.is_worth_helping(live, [1, 3], 50.0), "it saves 0.14 s: not worth the trouble"
 
 
-def test_a_worker_is_done_with_its_last_row() -> None:
-    """400 tokens more of the first row, 500 more of the second."""
+def test_a_worker_ends_with_its_last_row() -> None:
+    """The first row needs 400 more tokens, the second one 500."""
     assert forecast().rounds({1: 100, 2: 500}, 5.0) == pytest.approx(100)
     assert forecast().rounds({}, 5.0) == 0.0
 
 
-def test_half_of_the_rows_are_long_ones_and_short_ones_and_the_longest_stays() -> None:
+def test_half_of_the_rows_are_moved_long_and_short_ones_but_not_the_longest() -> None:
     assert half_of({1: 10, 2: 40, 3: 30, 4: 20}) == [3, 1]
     assert half_of({7: 5}) == []
 
@@ -83,7 +83,7 @@ def test_a_worker_takes_whole_groups_up_to_its_fair_share() -> None:
     assert len(queue) == 1
 
 
-def test_a_group_that_does_not_fit_is_split_once_an_eighth_of_the_slots_is_free() -> None:
+def test_a_group_that_does_not_fit_is_split_if_an_eighth_of_the_slots_is_free() -> None:
     queue = groups(8)
     assert take(queue, load=14, fair=20, slots=16) == ["a0", "a1"]
     assert list(queue) == [["a2", "a3", "a4", "a5", "a6", "a7"]]

@@ -1,4 +1,4 @@
-"""Whom a Ray cluster lets in, by what its control process answers to who has no token."""
+"""Access control of a Ray cluster, judged by the answer of its control process to a client without a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSED = "Traceback ...\nray.exceptions.AuthenticationError: RPC error: Invalid
 
 
 @pytest.mark.parametrize(("code", "said", "expected"), [(0, "", True), (0, "a warning", True), (1, REFUSED, False)])
-def test_only_who_is_refused_for_want_of_a_token_finds_a_cluster_that_asks_for_one(
+def test_a_cluster_requires_a_token_if_it_refuses_a_client_without_one(
     code: int, said: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -31,20 +31,20 @@ def test_only_who_is_refused_for_want_of_a_token_finds_a_cluster_that_asks_for_o
 
 
 @pytest.mark.parametrize("said", ["ImportError: cannot import name 'GcsClient'", "", "RpcError: Timed out"])
-def test_what_cannot_be_told_is_not_taken_for_a_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unclear_answer_is_not_a_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
     with pytest.raises(ClusterError, match=r"requires a token \(.+\): set cluster\.allow_no_token = true"):
         lets_in_anybody("10.0.0.1:6379")
 
 
-def test_a_cluster_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_never_answers_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_ASKS", "import time; time.sleep(600)")
     monkeypatch.setattr(control, "_TELLS", 0.2)
     with pytest.raises(ClusterError, match=r"requires a token \(no answer in 0\.2 s\)"):
         lets_in_anybody("10.0.0.1:6379")
 
 
-def test_an_address_where_nobody_answers_is_one_sentence() -> None:
+def test_an_address_without_an_answer_is_an_error_of_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         refuse_unreachable(f"127.0.0.1:{port}")

@@ -1,4 +1,4 @@
-"""Workers in this process, scheduled and lost in every way: always the same tokens and the same policy."""
+"""Workers in this process, with random schedules and losses: the tokens and the policy are always the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(
     room: Callable[[], int] = lambda: 99,
     resume: bool = False,
 ) -> tuple[str, Any, TestPool]:
-    """sha256, what was learned from in each step, and the pool."""
+    """Return the policy's sha256, the prompts that each step learned from, and the pool."""
     pools: list[TestPool] = []
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
@@ -97,7 +97,9 @@ def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> Non
 
 @given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))
 @settings(max_examples=3, phases=[Phase.generate])
-def test_no_schedule_leaves_a_trace(home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str) -> None:
+def test_the_result_does_not_depend_on_the_schedule(
+    home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str
+) -> None:
     workers, digest, learned = undisturbed
     config = config_of(home, workers, engine={"max_rows": slots}, speculation={"drafter": drafter})
     assert train(config, choose=lambda n: seed.randrange(n))[:2] == (digest, learned)
@@ -105,7 +107,9 @@ def test_no_schedule_leaves_a_trace(home: Path, undisturbed: Any, seed: Any, slo
 
 @given(data=st.data())
 @settings(max_examples=5, phases=[Phase.generate])  # to shrink an example takes minutes
-def test_workers_lost_at_any_call_leave_no_trace(home: Path, undisturbed: Any, data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_workers_lost_at_any_call(
+    home: Path, undisturbed: Any, data: st.DataObject
+) -> None:
     workers, digest, learned = undisturbed
     random = data.draw(st.randoms(use_true_random=False))
     share = data.draw(st.sampled_from([0.02, 0.1]))
@@ -154,14 +158,14 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
         assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
-def test_the_update_of_many_is_as_far_as_that_of_the_last_one(home: Path) -> None:
+def test_the_progress_of_an_update_is_that_of_the_slowest_worker(home: Path) -> None:
     coordinator = Coordinator(Crew(TestPool(2, lambda i: SimpleNamespace(updated=(0.75, 0.25)[i]))), config_of(home, 2))
     coordinator.group_update.read_progress()
     assert coordinator.group_update.done == 0.25
 
 
 @pytest.mark.parametrize("when", ["amid", "after"])
-def test_rows_that_a_lost_worker_had_decoded_count_once(home: Path, when: str) -> None:
+def test_rows_decoded_by_a_lost_worker_count_once(home: Path, when: str) -> None:
     calls = count()
 
     def loses(worker: int, method: str) -> str:
@@ -173,7 +177,7 @@ def test_rows_that_a_lost_worker_had_decoded_count_once(home: Path, when: str) -
     assert [line["accept_length"] for line in read_metrics(Path(config.run.folder))] == [1.0] * STEPS
 
 
-def test_all_lost_is_one_sentence(home: Path) -> None:
+def test_the_loss_of_all_workers_is_an_error_of_one_sentence(home: Path) -> None:
     def loses(worker: int, method: str) -> str:
         return "before" if method == "update" else ""
 
@@ -185,21 +189,21 @@ def never_comes_up(worker: int, method: str) -> str:
     return "before" if worker == 1 and method in ("take_state", "decode") else ""
 
 
-def test_a_worker_that_never_comes_up_is_left_out(home: Path) -> None:
+def test_a_worker_that_never_starts_is_left_out(home: Path) -> None:
     digest, learned, pool = train(config_of(home, 2), loses=never_comes_up)
     assert (digest, learned) == train(config_of(home, 2))[:2]
     assert (1, "update") not in pool.log
 
 
 def never_gets_past(method: str, *, step: int) -> Loses:
-    """Worker 1, from this step on: its node has not the memory for it."""
+    """Let worker 1 fail in every call from this step on, as if its node had too little memory."""
     calls = count()
     return lambda worker, called: "amid" if (worker, called) == (1, method) and next(calls) >= step else ""
 
 
 @pytest.mark.parametrize("method", ["decode", "update"])
 @pytest.mark.parametrize("undisturbed", [2], indirect=True)
-def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
+def test_a_worker_that_is_lost_repeatedly_at_the_same_call_is_left_out(
     home: Path, undisturbed: Any, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     size, *expected = undisturbed
@@ -215,8 +219,8 @@ def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
     assert f"worker 1 was lost 4 times in a row; worker 1 was lost during {method} (" in told[0]
 
 
-def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, undisturbed: Any) -> None:
-    """Two of three die in turn, until both are left out."""
+def test_an_update_is_repeated_after_each_loss_of_another_worker(home: Path, undisturbed: Any) -> None:
+    """Two of three workers fail in turn, until both are left out."""
     _, *expected = undisturbed
     attempts = [count() for _ in range(3)]
 
@@ -228,7 +232,7 @@ def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, 
     assert [pool.log.count((worker, "update")) for worker in range(3)] == [8 + STEPS, 7, 8]
 
 
-def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> None:
+def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path) -> None:
     config = config_of(home, 2, cluster={"min_workers": 2})
     sentence = (
         r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
@@ -240,10 +244,10 @@ def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> 
 
 
 @pytest.mark.parametrize("amid", ["decode", "update", "sync"])
-def test_a_run_goes_on_with_those_that_are_left_and_takes_others_in(
+def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
     home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node is gone in the first step, and back in the second; the policy is the one of all workers."""
+    """A node is missing in the first step, and back in the second. The policy is that of a run with all workers."""
     monkeypatch.setattr("tlt.cluster.capacity._LOOKS", 0.0)
     size, *expected = undisturbed
     room, one = [size], 0 if amid == "decode" else size - 1
@@ -269,7 +273,7 @@ def test_a_run_goes_on_with_those_that_are_left_and_takes_others_in(
     assert sorted(updates[-size:]) == list(range(size)), "it is there for the last one"
 
 
-def test_a_run_that_starts_with_too_few_goes_on_with_these(home: Path, undisturbed: Any) -> None:
+def test_a_run_may_start_with_fewer_workers_than_configured(home: Path, undisturbed: Any) -> None:
     size, *expected = undisturbed
     config = config_of(home, size, cluster={"grace": 0.05, "min_workers": 1})
     digest, learned, pool = train(config, room=lambda: 1)
@@ -278,7 +282,7 @@ def test_a_run_that_starts_with_too_few_goes_on_with_these(home: Path, undisturb
 
 
 @pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])
-def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, who: str) -> None:
+def test_a_worker_lost_with_its_shard_is_an_error_of_one_sentence(home: Path, method: str, who: str) -> None:
     config = config_of(home, 2)
     shards = config.model_copy(update={"train": config.train.model_copy(update={"shard": True})})
 
@@ -298,9 +302,9 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     assert pool.closed
 
 
-def test_those_who_train_are_called_back(home: Path) -> None:
-    """When the next rollout or the update begins, and when rows of a lost worker are there: a call that trains goes no
-    further, and later ones do."""
+def test_training_workers_are_interrupted(home: Path) -> None:
+    """They are interrupted when the next rollout or the update begins, and when rows of a lost worker wait. A running
+    call ends early, and later calls go on."""
     config = config_of(
         home,
         2,
@@ -339,14 +343,14 @@ AHEAD = {
 
 
 def ahead_of(config: Config) -> dict[str, int]:
-    """Sums over the steps of what a run counted of its look-ahead."""
+    """Return the look-ahead counters of a run, summed over its steps."""
     lines = [line["rollout"] for line in read_metrics(Path(config.run.folder))]
     names = ("ahead_tokens", "ahead_passes", "ahead_drafted", "seen_ahead")
     return {name: sum(line[name] for line in lines) for name in names}
 
 
-def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path) -> None:
-    """The oracle of decoding ahead: the next step's requests, with their own seeds."""
+def test_without_an_update_all_look_ahead_tokens_are_accepted(home: Path) -> None:
+    """Without an update, look-ahead decodes the next step's requests with the same weights and seeds."""
     train_slowly = {"steps": 4, "learning_rate": 1e-30, "updates_per_step": 1, "micro_batch_tokens": 64}
     config = config_of(home, 3, **AHEAD)
     still = config.model_copy(update={"train": config.train.model_copy(update=train_slowly)})
@@ -361,7 +365,7 @@ def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path) -> None:
 
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=3, phases=[Phase.generate])
-def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
+def test_the_result_does_not_depend_on_look_ahead(home: Path, seed: int) -> None:
     random = Random(seed)
     workers, lost = random.choice([2, 3]), random.random() < 0.5
     expected = plain_of(home, workers)
@@ -380,8 +384,8 @@ def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
     assert found or lost
 
 
-def test_what_a_lost_worker_had_said_is_said_again_at_once(home: Path) -> None:
-    """With no other look-ahead: another worker is drafted by what the lost one had told of."""
+def test_tokens_of_a_lost_worker_are_drafts_of_its_replacement(home: Path) -> None:
+    """There is no other look-ahead. The drafts are the tokens that the lost worker had reported."""
     config = config_of(home, 2, **AHEAD)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})})
     decodes = count()
@@ -404,7 +408,7 @@ def plain_of(home: Path, workers: int) -> tuple[str, Any]:
 
 
 def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
-    """It is given them after one more round of the other's, and does not train while it waits."""
+    """It receives them after one more round of the other worker, and does not train while it waits."""
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
     expected = train(config_of(home, 2, rollout=rollout))[:2]
     drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
@@ -437,8 +441,8 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
         assert ("asks", "train_drafter") not in pairwise(calls)
 
 
-def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
-    """An alarm of the first one shows; agreements are their mean."""
+def test_acceptance_rates_and_alarms_cover_all_workers(home: Path) -> None:
+    """An alarm of the first worker is shown. The acceptance rate is the mean over workers."""
     decode = ThreadWorker.decode
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
@@ -456,7 +460,7 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
         assert line["rollout"]["alarms"] == {"suffix": 0.2}
 
 
-def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path) -> None:
+def test_the_result_does_not_depend_on_a_comparison_with_plain_decoding(home: Path) -> None:
     workers, random = 3, Random(1)
     digest, learned, _ = train(config_of(home, workers, **AHEAD))
     run = {"folder": str(home / "run"), "overwrite": True, "seed": 1, "compare_every": 1}

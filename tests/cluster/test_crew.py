@@ -1,4 +1,4 @@
-"""Calls to workers of which one does not answer."""
+"""Calls to workers, one of which does not answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tlt.rl.parallel import Broken
 
 
 class OneThatHangs(StandIn):
-    """Worker 0 answers at once, unless it waits for worker 1 in an update, and worker 1 never; a new one in its place
-    does."""
+    """Pool in which worker 1 never answers, and worker 0 waits for worker 1 in an update. A replacement of worker 1
+    answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class OneThatHangs(StandIn):
         return f"worker_{index}.log ends with: the disk is gone"
 
 
-def test_one_that_hangs_is_noticed_while_another_keeps_answering() -> None:
+def test_a_worker_that_hangs_is_noticed_while_another_keeps_answering() -> None:
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.1)
     crew.call(1, "decode")
@@ -66,7 +66,7 @@ def test_one_that_hangs_is_noticed_while_another_keeps_answering() -> None:
 
 @pytest.mark.parametrize("method", ["save", "sha256", "decode", "rendezvous"])
 def test_every_call_has_a_deadline(method: str) -> None:
-    """A long one that was never seen to end has twelve times the patience."""
+    """A long call that has never ended has twelve times the patience."""
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.02)
     assert crew.call_all(method) == {0: "done", 1: "done"}
@@ -74,7 +74,7 @@ def test_every_call_has_a_deadline(method: str) -> None:
     assert crew.trouble.startswith(f"worker 1 was lost during {method} (no answer for 0 s; worker_1.log ends with: the")
 
 
-def test_what_a_worker_raises_says_where() -> None:
+def test_an_error_of_a_worker_names_the_worker() -> None:
     class Raises(OneThatHangs):
         def result(self, handle: int) -> Any:
             raise MemoryError("no more")
@@ -84,8 +84,8 @@ def test_what_a_worker_raises_says_where() -> None:
     assert raised.value.__notes__ == ["raised by worker 0 during save"]
 
 
-def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
-    """All are late, as they wait for one."""
+def test_the_silent_worker_of_a_hanging_joint_call_is_replaced() -> None:
+    """All workers are late, because they wait for one."""
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.02)
     assert crew.call_jointly("update", {0: (), 1: ()}) is None
@@ -93,7 +93,7 @@ def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
     assert crew.trouble == "connection closed"
 
 
-def test_one_that_comes_back_late_from_a_joint_call_that_broke_is_not_lost() -> None:
+def test_a_worker_that_answers_late_in_a_broken_joint_call_is_not_lost() -> None:
 
     class Slowly(OneThatHangs):
         ends = 0.0
@@ -110,8 +110,8 @@ def test_one_that_comes_back_late_from_a_joint_call_that_broke_is_not_lost() -> 
     assert pool.replaced == [1]
 
 
-def test_where_all_that_are_late_answer_one_of_them_is_replaced() -> None:
-    """Nobody can tell which it is: their network, perhaps."""
+def test_if_all_late_workers_answer_one_of_them_is_replaced() -> None:
+    """The cause is unknown. It may be their network."""
 
     class AllThere(OneThatHangs):
         def updated(self, index: int, seconds: float) -> float | None:
@@ -122,9 +122,10 @@ def test_where_all_that_are_late_answer_one_of_them_is_replaced() -> None:
     assert pool.replaced == [1]
 
 
-def test_who_waits_for_the_state_of_one_that_hangs_is_not_to_blame() -> None:
+def test_a_worker_that_waits_for_the_state_of_a_hanging_one_is_not_replaced() -> None:
     class OneAndHalfOfAnother(OneThatHangs):
-        """Worker 1 is lost at once; worker 0, whose state is asked for, answers no more until it is replaced."""
+        """Pool that loses worker 1 at once. Worker 0, whose state is requested, stops answering until it is
+        replaced."""
 
         size = 3
 
@@ -147,7 +148,7 @@ def test_who_waits_for_the_state_of_one_that_hangs_is_not_to_blame() -> None:
     assert pool.replaced == [1, 0]
 
 
-def test_a_deadline_follows_what_a_call_lately_took() -> None:
+def test_a_deadline_follows_the_recent_durations_of_a_call() -> None:
     deadlines = Deadlines(patience=5.0)
     assert (deadlines.seconds("decode"), deadlines.seconds("update")) == (5.0, 60.0)
     deadlines.took("update", 0.1)
@@ -162,7 +163,7 @@ def test_a_deadline_follows_what_a_call_lately_took() -> None:
 
 
 class NoPlace(OneThatHangs):
-    """Worker 1 is lost at once, and a new one has no place until there is room; then it answers."""
+    """Pool that loses worker 1 at once. A replacement is pending until there is room, and then answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,10 +194,10 @@ def lost(pool: NoPlace, **options: Any) -> Crew:
     return crew
 
 
-def test_lost_capacity_is_told_and_then_gone_on_without(
+def test_lost_capacity_is_logged_and_the_run_continues_without_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its deadline does not count meanwhile; and once there is room, it takes the state of that moment."""
+    """The deadline does not count meanwhile. When there is room, the new worker takes the present state."""
     monkeypatch.setattr("tlt.cluster.capacity._TELLS", 0.05)
     monkeypatch.setattr("tlt.cluster.capacity._LOOKS", 0.0)
     pool = NoPlace()
@@ -219,7 +220,7 @@ def test_lost_capacity_is_told_and_then_gone_on_without(
     assert pool.given[0] != pool.given[1], "the state of long ago"
 
 
-def test_fewer_than_are_needed_end_the_run() -> None:
+def test_too_few_workers_end_the_run() -> None:
     crew = lost(NoPlace(), grace=0.05, least=2)
     with pytest.raises(
         ClusterError, match=r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker"
@@ -227,14 +228,14 @@ def test_fewer_than_are_needed_end_the_run() -> None:
         crew.wait_until_sound()
 
 
-def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pauses(
+def test_a_worker_that_is_lost_often_is_restarted_after_growing_pauses(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     class Dies(OneThatHangs):
-        """Worker 1 answers, but for one call."""
+        """Pool whose worker 1 answers all calls but one."""
 
         def _is_done(self, handle: int) -> bool:
             return True
@@ -284,7 +285,7 @@ def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pause
     )
 
 
-def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
+def test_a_replacement_that_cannot_start_does_not_end_the_run() -> None:
     class NoModel(NoPlace):
         def result(self, handle: int) -> Any:
             if self._methods[handle] == "take_state":
@@ -300,8 +301,8 @@ def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
 
 
 class Scripted(StandIn):
-    """Three workers that answer all calls at once but those in `slow`. A first worker is lost in a
-    decode, and one that is in `dead` in any call."""
+    """Three workers that answer all calls at once, except those in `slow`. A first worker is lost in a decode call, and
+    a worker in `dead` is lost in any call."""
 
     size = 3
 
@@ -336,8 +337,8 @@ class Scripted(StandIn):
         return index not in self.replaced or bool(self.dead)
 
 
-def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -> None:
-    """Worker 0 is lost, and takes the state of 1, which is lost too, and is asked anew."""
+def test_a_loss_noticed_while_waiting_for_its_state_leaves_no_worker_out() -> None:
+    """Worker 0 is lost and takes the state of worker 1, which is lost too and replaced."""
     pool: Any = Scripted()
     crew = Crew(pool, patience=0.5)
     crew.call(0, "decode")
@@ -351,7 +352,7 @@ def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -
     assert pool.replaced == [0, 1, 0]
 
 
-def test_two_that_find_no_place_end_the_run_once() -> None:
+def test_two_workers_without_room_end_the_run_once() -> None:
     pool: Any = Scripted()
     crew = Crew(pool, patience=100.0, least=3, grace=0.05)
     crew.call(1, "decode")
@@ -364,7 +365,7 @@ def test_two_that_find_no_place_end_the_run_once() -> None:
     assert crew.call_one("tuner_state") == "tuner_state"
 
 
-def test_who_still_decodes_is_not_waited_for_where_another_has_the_answer() -> None:
+def test_a_call_returns_when_one_worker_has_the_answer() -> None:
     pool: Any = Scripted()
     pool.slow = {(0, "decode"), (0, "tuner_state")}
     crew = Crew(pool, patience=60.0)
@@ -373,7 +374,7 @@ def test_who_still_decodes_is_not_waited_for_where_another_has_the_answer() -> N
     assert crew.pending(0) == ["decode"]
 
 
-def test_what_comes_back_beside_an_answer_is_kept() -> None:
+def test_answers_that_arrive_together_are_kept() -> None:
     pool: Any = Scripted()
     pool.newest_first = True
     crew = Crew(pool, patience=60.0)
@@ -393,8 +394,8 @@ def test_errors_of_several_workers_end_the_run_once() -> None:
 
 
 class OneAfterTheOther(Scripted):
-    """Each worker does one call after the other; it takes 0.8 s to give its state away, and next to nothing for all
-    else. Nobody hangs."""
+    """Pool whose workers run one call after another. Sending the state takes 0.8 s, and all other calls nearly nothing.
+    No worker hangs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +422,7 @@ class OneAfterTheOther(Scripted):
         return method
 
 
-def test_who_gives_its_state_away_does_not_hang() -> None:
+def test_a_worker_that_sends_its_state_is_not_late() -> None:
     pool: Any = OneAfterTheOther()
     crew = Crew(pool, patience=0.4)
     lost: list[int] = []

@@ -1,4 +1,4 @@
-"""How long a call may take, by a made-up clock: who is late is lost, and nobody else."""
+"""Timeouts of calls, with a made-up clock: only late workers are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never s
 
 
 class Clocked(StandIn):
-    """Workers whose calls take so many seconds, one after the other; a new one's process takes `boots` to begin."""
+    """Workers whose calls take the given seconds, one after the other. The process of a new worker takes `boots`
+    seconds to start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, boots: float = 0.0, **takes: float) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Clocked(StandIn):
         return self.now >= self._begins[index]
 
 
-def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_of_a_call_is_ten_times_its_recent_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Clocked(monkeypatch)
     crew = Crew(pool, patience=PATIENCE)
     for seconds in (8.0, 60.0):
@@ -54,7 +55,7 @@ def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.Monkey
     assert pool.replaced == []
 
 
-def test_the_time_of_a_call_begins_when_its_worker_turns_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_call_begins_when_its_worker_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Clocked(monkeypatch, decode=1.5)
     crew = Crew(pool, patience=PATIENCE)
     crew.call_all("decode")
@@ -68,7 +69,7 @@ def test_the_time_of_a_call_begins_when_its_worker_turns_to_it(monkeypatch: pyte
     assert pool.replaced == []
 
 
-def test_the_time_of_a_new_worker_begins_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_new_worker_begins_when_its_process_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Clocked(monkeypatch, boots=600.0, take_state=10.0)
     crew = Crew(pool, patience=PATIENCE)
     crew.replace(1, "decode", "its process is gone")

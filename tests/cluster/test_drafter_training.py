@@ -1,4 +1,4 @@
-"""Idle workers train a drafter from random weights and publish it: no token changes, whatever fails meanwhile."""
+"""Idle workers train a drafter from random weights and publish it. No token changes, whatever fails."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def rule(**changed: Any) -> Any:
 
 
 def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, DrafterTraining, TestPool]:
-    """Return the policy's sha256, the driver of the drafter's training, and the pool. `changed`: constants."""
+    """Return the policy's sha256, the driver of the drafter training, and the pool. `changed` are constants to
+    replace."""
     found: list[Any] = []
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
@@ -108,7 +109,7 @@ def training_of(crew: Any, config: Config) -> DrafterTraining:
 
 
 class Published(NamedTuple):
-    """A run that trained and published drafters; read, not changed."""
+    """Results of a run that trained and published drafters. Tests do not change it."""
 
     digest: str
     training: DrafterTraining
@@ -160,7 +161,7 @@ def test_idle_workers_train_and_publish(published: Published, plain: str) -> Non
         trained |= {worker} if method in ("train_drafter", "evaluate_drafter") else set()
 
 
-def test_where_nothing_is_trained_nothing_is_said(home: Path) -> None:
+def test_without_training_nothing_is_recorded(home: Path) -> None:
     _, training, pool = train(config_of(home, "suffix"))
     assert not training.is_on
     assert training.state() == {}
@@ -169,10 +170,10 @@ def test_where_nothing_is_trained_nothing_is_said(home: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_resumed_run_goes_on_with_the_published_drafter(
+def test_a_resumed_run_continues_with_the_published_drafter(
     home: Path, tmp_path: Path, published: Published, damaged: bool
 ) -> None:
-    """If no drafter can be read, later ones have higher numbers, because the saver keeps those."""
+    """If no drafter can be read, later ones have higher numbers, because the saver keeps the highest."""
     before, config = published.training, config_of(home, "adaptive")
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path)})})
     shutil.copytree(before.folder, tmp_path / "drafter")
@@ -193,8 +194,8 @@ def test_a_resumed_run_goes_on_with_the_published_drafter(
         assert after.baton.pass_to(0) == after.baton.pass_to(1) == after.in_use[0], "training goes on from there"
 
 
-def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plain: str) -> None:
-    """Although it is by far too little for a candidate. One worker trains at a time."""
+def test_the_next_idle_worker_continues_the_training_of_another(home: Path, plain: str) -> None:
+    """The training is far too short for a candidate. One worker trains at a time."""
     steps: list[tuple[float, float]] = []  # before and after each call
     real = SpotTrainer.train
 
@@ -219,7 +220,7 @@ def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plai
 
 
 def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> None:
-    """A worker trains between a rollout and the update, on data of that rollout too. One is lost then."""
+    """A worker trains between a rollout and the update, also on data of that rollout. One worker is lost then."""
     lost: list[int] = []
     asked: list[float] = []
     ages: set[int] = set()
@@ -237,7 +238,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
         return evaluate(self, *arguments)
 
     def longer(coordinator: Coordinator, seconds: float) -> float:
-        """Of 30 turns of the driver, which hold an evaluation on a busy machine too."""
+        """Wait for 30 turns of the driver, so that an evaluation fits in on a busy machine too."""
         asked.append(seconds)
         turns = itertools.count()
         with patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
@@ -257,7 +258,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
     assert len(lost) == 1
 
 
-def test_a_training_at_rest_delays_nothing(home: Path, plain: str) -> None:
+def test_paused_training_delays_nothing(home: Path, plain: str) -> None:
     digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, rest_share=0.0)
     assert digest == plain
     assert not any(method in ("train_drafter", "evaluate_drafter") for _, method in pool.log)
@@ -268,7 +269,7 @@ def test_a_training_at_rest_delays_nothing(home: Path, plain: str) -> None:
 
 
 @pytest.mark.parametrize("acceptances", [[0.9, 0.1, 0.9, 0.1], [0.9, 0.1, 0.1, 0.9]])
-def test_older_data_are_dropped_everywhere_once_the_task_has_changed(home: Path, acceptances: list[float]) -> None:
+def test_all_workers_drop_older_data_after_a_change_of_the_task(home: Path, acceptances: list[float]) -> None:
     calls: list[Any] = []
     crew = SimpleNamespace(present=[0, 2], call=lambda *call: calls.append(call))
     training = training_of(crew, config_of(home, "adaptive"))
@@ -279,7 +280,7 @@ def test_older_data_are_dropped_everywhere_once_the_task_has_changed(home: Path,
 
 
 class Calls:
-    """Calls that a test answers."""
+    """Crew whose calls the test answers."""
 
     def __init__(self, workers: int = 3) -> None:
         self.present = list(range(workers))
@@ -301,7 +302,7 @@ class Calls:
         return made
 
 
-def test_the_state_goes_from_one_that_decodes_to_one_that_is_idle(home: Path) -> None:
+def test_the_training_state_moves_from_a_decoding_worker_to_an_idle_one(home: Path) -> None:
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     assert training.next_call(0, [0], 0.5)
@@ -317,7 +318,7 @@ def test_the_state_goes_from_one_that_decodes_to_one_that_is_idle(home: Path) ->
     assert calls.taken() == [(1, "train_drafter", {"mean.a": torch.ones(1)}, 0.5)]
 
 
-def test_one_with_too_little_data_is_asked_again_in_the_next_rollout(home: Path) -> None:
+def test_a_worker_with_too_little_data_trains_in_the_next_rollout(home: Path) -> None:
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     training.next_call(0, [0, 1], 0.5)
@@ -329,7 +330,7 @@ def test_one_with_too_little_data_is_asked_again_in_the_next_rollout(home: Path)
     assert training.next_call(0, [0, 1], 0.5)
 
 
-def test_a_candidate_is_published_to_all_who_are_there(home: Path) -> None:
+def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     calls = Calls()
     calls.present = [0, 2]
     training = training_of(calls, config_of(home, "adaptive"))
@@ -376,7 +377,7 @@ def schedule_fails(method: str) -> Any:
 
 
 @pytest.mark.parametrize("method", ["due", "trained", "evaluated", "rollout_ended", "state"])
-def test_a_schedule_that_fails_is_asked_no_more(home: Path, method: str) -> None:
+def test_a_failing_schedule_is_not_used_again(home: Path, method: str) -> None:
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     with schedule_fails(method):
@@ -391,7 +392,7 @@ def test_a_schedule_that_fails_is_asked_no_more(home: Path, method: str) -> None
     assert calls.taken() == []
 
 
-def test_a_cluster_that_fails_is_no_fault_of_the_training(home: Path) -> None:
+def test_errors_of_the_cluster_do_not_turn_training_off(home: Path) -> None:
     def fails(self: Schedule, *arguments: Any) -> Any:
         raise ClusterError("all workers were lost")
 
@@ -399,7 +400,7 @@ def test_a_cluster_that_fails_is_no_fault_of_the_training(home: Path) -> None:
         train(config_of(home, "adaptive"))
 
 
-def test_one_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
+def test_a_worker_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
     class Silent(TestPool):
         def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
             return [] if timeout is not None else super().wait(handles, timeout)
@@ -415,7 +416,7 @@ def test_one_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "when"), [("drafter_state", "after"), ("evaluate_drafter", "before")])
-def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain_long: str, method: str, when: str) -> None:
+def test_a_worker_lost_in_training_or_publication(home: Path, plain_long: str, method: str, when: str) -> None:
     counts = 0
 
     def loses(worker: int, called: str) -> str:
@@ -449,7 +450,7 @@ def test_weights_that_were_not_evaluated_are_not_published(home: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["train", "publish", "harvest"])
-def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
+def test_a_failing_trainer_only_costs_speed(home: Path, plain: str, method: str) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("out of memory")
 
@@ -460,7 +461,7 @@ def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: 
     assert not all(worker.spot.trainer for worker in pool.workers)
 
 
-def test_rows_that_were_promised_to_one_that_is_lost_are_given_to_others(home: Path) -> None:
+def test_rows_assigned_to_a_lost_worker_are_given_to_others(home: Path) -> None:
     crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, config_of(home, "adaptive"))
     given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))

@@ -1,4 +1,4 @@
-"""Gradients that idle workers compute before the rollout ends: always the same policy."""
+"""Gradients that idle workers compute before the rollout ends. The policy is always the same."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_number_of_workers_in_any_order(home: Path, expected: Any, live: int
 @pytest.mark.parametrize("which", [0, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_worker_lost_with_early_gradients(home: Path, expected: Any, when: str, which: int) -> None:
-    """As it begins a shard, or has more of it than the coordinator knows."""
+    """It is lost as it begins a shard, or when it has computed more of it than the coordinator knows."""
     calls = count()
     digest, learned, pool = train(
         config_of(home), in_turn(), lambda worker, method: when if method == METHOD and next(calls) == which else ""
@@ -92,7 +92,7 @@ def test_a_worker_lost_with_early_gradients(home: Path, expected: Any, when: str
     assert "take_state" in {method for _, method in pool.log}
 
 
-def test_an_update_that_breaks_is_repeated_without_early_gradients(home: Path, expected: Any) -> None:
+def test_a_broken_update_is_repeated_without_early_gradients(home: Path, expected: Any) -> None:
     calls = count()
 
     def loses(worker: int, method: str) -> str:
@@ -135,7 +135,7 @@ def test_other_recipes(home: Path, sections: dict[str, Any], choose: Choose) -> 
 
 
 class Calls:
-    """A crew that writes down its calls."""
+    """Crew that records its calls."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -144,7 +144,7 @@ class Calls:
         self.log.append(arguments)
 
 
-def test_each_shard_has_one_worker_until_that_is_lost() -> None:
+def test_each_shard_has_one_worker_until_it_is_lost() -> None:
     crew = Calls()
     early = EarlyUpdate(crew, TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a", "b"]))  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_a_worker_keeps_any_number_of_logprobs() -> None:
         early.came_back(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
 
 
-def test_a_worker_without_the_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_without_enough_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     early = EarlyUpdate(Calls(), TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a"]))  # type: ignore[arg-type]
     assert early.next_call(0, {}, 0.5)

@@ -1,4 +1,4 @@
-"""The worker in this process: its cache is given back before an update, and taken again afterwards."""
+"""Worker in this process: its cache is freed before an update, and allocated again afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt.run.parts import make_parts
 from tlt.types import Request
 
 
-def test_released_memory_is_taken_again_and_changes_no_token(tmp_path: Path) -> None:
+def test_memory_is_freed_and_allocated_again_without_a_change_of_tokens(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     parts, _ = make_parts(config, load_tokenizer(config.model.path))
     assert isinstance(parts.rollout, LocalRollout)

@@ -1,4 +1,4 @@
-"""Who decodes ahead what, and what that is worth: against numbers worked by hand. No engine, no process."""
+"""Assignment of look-ahead requests to workers, and its value, against hand-worked numbers. No engine, no process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingPara
 
 
 def request(seed: int) -> Request:
-    """Ten to a prompt."""
+    """Return a request. There are ten for each prompt."""
     return Request(Prompt(seed // 10, "", (seed // 10,)), seed % 10, 0, seed, SamplingParams())
 
 
@@ -51,7 +51,7 @@ def seeds(given: AheadWork | None) -> list[int]:
 # -- who decodes what --------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_decoded_twice_and_nothing_too_far() -> None:
+def test_no_request_is_decoded_twice_or_too_many_steps_ahead() -> None:
     ahead = looking()
     ahead.begin(requests(0, 1), iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
     assert seeds(ahead.work(0, 1, 2)) == [10, 11, 22]
@@ -84,13 +84,13 @@ def in_order_of(given: Sequence[int], *found: Ahead) -> list[int]:
         "of what is expected to be as long the nearest",
     ],
 )
-def test_what_is_expected_to_be_longest_comes_first(
+def test_requests_with_the_longest_expected_responses_come_first(
     given: list[int], found: tuple[Ahead, ...], order: list[int]
 ) -> None:
     assert in_order_of(given, *found) == order
 
 
-def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
+def test_ended_responses_are_not_decoded_again_and_others_continue() -> None:
     ahead = looking(known(10, 5), known(11, 5, ended=False))
     ahead.begin((), iter([requests(10, 11, 12)]))
     given = ahead.work(0, 7, 1)
@@ -100,7 +100,7 @@ def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
     assert [(a.seed, len(a.tokens)) for a in given.drafts] == [(11, 5), (10, 5)], "its own, and those of its siblings"
 
 
-def test_who_has_come_back_holds_nothing() -> None:
+def test_a_worker_that_returned_its_rows_has_none() -> None:
     ahead = looking()
     ahead.begin((), iter([requests(10, 11, 12)]))
     ahead.work(0, 1, 1)
@@ -111,7 +111,7 @@ def test_who_has_come_back_holds_nothing() -> None:
     assert seeds(ahead.work(0, 1, 1)) == [11, 12]
 
 
-def test_a_new_rollout_holds_nothing() -> None:
+def test_a_new_rollout_begins_without_look_ahead_rows() -> None:
     ahead = looking()
     ahead.begin((), iter([requests(10, 11)]))
     ahead.work(0, 1, 1)
@@ -125,8 +125,8 @@ def end(ahead: LookingAhead) -> None:
     ahead.end(RolloutStats())
 
 
-def test_what_was_given_out_is_forgotten_and_what_comes_again_is_not() -> None:
-    """Answers of an evaluation are the drafts of the next one."""
+def test_drafts_are_dropped_after_use_unless_their_request_is_repeated() -> None:
+    """Responses of an evaluation are drafts for the next one."""
     ahead = looking(known(0, 5), known(10, 7))
     ahead.begin(requests(0), iter([requests(10)]))
     end(ahead)
@@ -141,7 +141,7 @@ def test_what_was_given_out_is_forgotten_and_what_comes_again_is_not() -> None:
     assert ahead.store.length(20) == 9
 
 
-def test_drafts_are_those_of_siblings_too_each_once() -> None:
+def test_drafts_include_those_of_siblings_each_once() -> None:
     ahead = looking(known(0), known(1), known(10), known(20))
     assert [a.seed for a in ahead.drafts(requests(1, 1, 11))] == [1, 0, 10]
 
@@ -155,15 +155,16 @@ def dealt(ahead: LookingAhead, given: Sequence[int], workers: int) -> list[list[
     return [[row.request.seed for row in group] for group in line]
 
 
-def test_with_nothing_known_whole_groups_in_their_order() -> None:
+def test_without_estimates_whole_groups_keep_their_order() -> None:
     assert dealt(looking(), [10, 11, 0, 12, 1], 2) == [[10, 11, 12], [0, 1]]
 
 
-def test_rounds_are_those_that_are_drafted_and_those_that_are_not() -> None:
-    """A token takes 1/5 of a round where it was seen ahead and 1/2 elsewhere; 35 are the mean of 50 and 20.
+def test_expected_rounds_with_and_without_look_ahead_drafts() -> None:
+    """A token with a look-ahead draft takes 1/5 of a round, and any other 1/2. The mean length of 50 and 20 is 35.
 
-    0 ended: 50/5 = 10; 1 did not: 20/5 + 35/2 = 21.5; 2 is unknown: 35/2 = 17.5; 10 and 20 ended: 100/5, 80/5; 30 did
-    not, and is the only one: 30/5 + 30/2 = 21; of 40 nothing is known: 0."""
+    Request 0 has ended: 50/5 = 10. Request 1 has not: 20/5 + 35/2 = 21.5. Request 2 is unknown: 35/2 = 17.5. Requests
+    10 and 20 have ended: 100/5, 80/5. Request 30 has not, and is the only one: 30/5 + 30/2 = 21. Nothing is known of
+    40: 0."""
     ahead = looking(known(0, 50), known(1, 20, ended=False), known(10, 100), known(20, 80), known(30, 30, ended=False))
     ahead.accept_length, ahead.accept_length_ahead = 2.0, 5.0
     given = [40, 0, 20, 2, 10, 30, 1]
@@ -175,7 +176,7 @@ def test_rounds_are_those_that_are_drafted_and_those_that_are_not() -> None:
     found=st.dictionaries(st.integers(0, 39), st.tuples(st.integers(0, 99), st.booleans())),
     workers=st.integers(1, 5),
 )
-def test_every_row_is_dealt_once_and_no_two_prompts_together(
+def test_every_row_is_assigned_once_and_groups_are_not_mixed(
     rows: list[int], found: dict[int, tuple[int, bool]], workers: int
 ) -> None:
     ahead = looking(*(known(seed, length, ended) for seed, (length, ended) in found.items()))
@@ -197,7 +198,7 @@ def test_every_row_is_dealt_once_and_no_two_prompts_together(
         (RolloutStats(), 1.0, 1.0),
     ],
 )
-def test_tokens_of_a_pass_are_learned_with_and_without_look_ahead(
+def test_tokens_per_pass_are_measured_with_and_without_look_ahead(
     stats: RolloutStats, plain: float, ahead: float
 ) -> None:
     found = looking()
@@ -210,7 +211,7 @@ def test_tokens_of_a_pass_are_learned_with_and_without_look_ahead(
 
 @dataclass
 class Puppet:
-    """A worker that has decoded everything at once; look-aheads end with five tokens each."""
+    """Worker that decodes everything at once. Its look-ahead responses end with five tokens."""
 
     index: int
     trace: list[tuple[int, str, Any]]
@@ -242,7 +243,7 @@ class Puppet:
 
 
 class Watched(TestPool):
-    """Sees what is under way as a call is made."""
+    """Crew that records which calls are running when a call is made."""
 
     under_way: list[tuple[str, list[str]]]
 
@@ -255,7 +256,7 @@ class Watched(TestPool):
 def crewed(
     folder: Path, choose: Choose | None = None, idle_training: bool = False
 ) -> tuple[Coordinator, Watched, list[tuple[int, str, Any]]]:
-    """Two workers of four slots each; in turn, unless something else is chosen."""
+    """Return two workers with four slots each. They take turns, unless the test sets another order."""
     turn = count()
     trace: list[tuple[int, str, Any]] = []
     config = tiny_config(
@@ -273,7 +274,7 @@ def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Req
     return stats
 
 
-def test_those_who_are_idle_decode_the_next_step_while_rewards_are_computed(tmp_path: Path) -> None:
+def test_idle_workers_decode_the_next_step_while_rewards_are_computed(tmp_path: Path) -> None:
     coordinator, pool, _ = crewed(tmp_path)
     coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))
@@ -284,7 +285,7 @@ def test_those_who_are_idle_decode_the_next_step_while_rewards_are_computed(tmp_
     ]
 
 
-def test_what_was_found_goes_along_with_its_requests(tmp_path: Path) -> None:
+def test_look_ahead_drafts_are_sent_with_their_requests(tmp_path: Path) -> None:
     coordinator, _, trace = crewed(tmp_path)
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31))
     coordinator.update(TrainBatch([], [], [], []), 1)
@@ -299,8 +300,8 @@ def test_what_was_found_goes_along_with_its_requests(tmp_path: Path) -> None:
         assert {a.seed for a in work.drafts} == {10 * prompt + i for prompt in prompts for i in (0, 1)}
 
 
-def test_nothing_of_an_update_begins_while_one_decodes_ahead(tmp_path: Path) -> None:
-    """So that one which hangs is replaced before the others wait for it, amid their sums."""
+def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
+    """So a worker that hangs is replaced before the others wait for it in a joint sum."""
     coordinator, pool, trace = crewed(tmp_path)
     rolled_out(coordinator, requests(0, 1), requests(20, 21))
     assert coordinator.crew.pending(0) + coordinator.crew.pending(1) == ["look_ahead"]
@@ -313,7 +314,7 @@ def test_nothing_of_an_update_begins_while_one_decodes_ahead(tmp_path: Path) -> 
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
 
 
-def test_answers_that_come_again_are_drafts_of_the_version_that_gave_them(tmp_path: Path) -> None:
+def test_repeated_responses_are_drafts_of_the_version_that_decoded_them(tmp_path: Path) -> None:
     coordinator, _, trace = crewed(tmp_path)
     coordinator.sync(3)
     given = requests(0, 1)

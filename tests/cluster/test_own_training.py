@@ -1,4 +1,4 @@
-"""One worker that trains its drafter between rollouts: no token depends on it, and its faults cost speed alone."""
+"""One worker that trains its drafter between rollouts. No token depends on it, and its errors only cost speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tlt.types import Request, RolloutStats
 
 @pytest.fixture(autouse=True)
 def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start-up profile takes seconds: every round costs the same here. Each candidate is evaluated soon."""
+    """Return a run without the start-up profile, which takes seconds. Every round costs the same, and each candidate is
+    evaluated soon."""
 
     def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
@@ -94,7 +95,7 @@ def test_without_an_extra_share_there_is_no_trainer(tmp_path: Path) -> None:
         assert not rollout.training.is_on
 
 
-def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_trainer_is_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout, plain = make(config_of(tmp_path)), make(tiny_config(tmp_path))
 
     def broken(self: SpotTrainer, seconds: float, stop: Any) -> Any:
@@ -110,7 +111,7 @@ def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert rollout.training.worker.trainer is None
 
 
-def test_training_takes_its_share_and_what_is_over_ends_it(tmp_path: Path) -> None:
+def test_training_takes_its_share_of_time_and_no_more(tmp_path: Path) -> None:
     rollout = make(config_of(tmp_path))
     run(rollout, 2)
     training, asked = training_of(rollout), []
@@ -126,7 +127,7 @@ def test_training_takes_its_share_and_what_is_over_ends_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, damaged: bool) -> None:
+def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path, damaged: bool) -> None:
     first, second = (make(config_of(tmp_path)) for _ in range(2))
     run(first, 3)
     before, after = training_of(first), training_of(second)

@@ -1,4 +1,4 @@
-"""Runs with two workers that end before their time: what was done is saved, and what is said of it is so."""
+"""Runs with two workers that end early: finished steps are saved, and the message is true."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(config: Config) -> list[str]:
 
 
 def before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, do: Callable[..., None]) -> None:
-    """`do` is called with its arguments before this method."""
+    """Call `do` with the arguments before each call of this method."""
     real = getattr(owner, name)
 
     def both(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -48,13 +48,13 @@ def before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, do: Callable
 
 
 def asked_to_stop(seconds: float) -> None:
-    """And it takes so long then."""
+    """Send a signal in a phase, which then takes this long."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(seconds)
 
 
 def ends_with_an_error_and_is_saved(config: Config) -> None:
-    """It runs out of memory in its second step."""
+    """Check the end of a run that runs out of memory in its second step."""
     with pytest.raises(MemoryError) as ended:
         train(config, choose=lambda count: count - 1)
     assert "saved after step 1 in" in " ".join(ended.value.__notes__)
@@ -81,9 +81,7 @@ def test_workers_that_raise_lose_no_step(
     ends_with_an_error_and_is_saved(config)
 
 
-def test_a_signal_while_an_error_is_saved_changes_nothing_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_disturb_the_save_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, stop_within=0.1)
 
     def runs_out(rollout: ClusterRollout, *arguments: Any) -> None:
@@ -95,17 +93,15 @@ def test_a_signal_while_an_error_is_saved_changes_nothing_of_it(
     ends_with_an_error_and_is_saved(config)
 
 
-def test_a_signal_while_a_run_that_is_done_closes_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_disturb_the_end_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, stop_within=0.1)
     before(monkeypatch, ClusterRollout, "close", lambda rollout: asked_to_stop(0.3))
     train(config)
     assert (Path(config.run.folder) / "summary.json").is_file()
 
 
-def test_a_step_whose_update_is_done_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the second period too, and is saved."""
+def test_a_step_with_a_finished_update_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the second period, and is saved."""
     config = config_of(tmp_path, stop_within=0.4)
     asked: list[int] = []
 
@@ -121,8 +117,8 @@ def test_a_step_whose_update_is_done_is_not_given_up(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_who_is_told_that_a_step_is_saved_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
-    """The signal comes when it was found that nothing was to be saved."""
+def test_a_step_reported_as_saved_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    """The signal arrives after the check whether a save is due."""
     config = config_of(tmp_path)
 
     def asks(record: Record, result: Any) -> None:

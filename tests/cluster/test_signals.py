@@ -14,7 +14,7 @@ from tlt.stopping import GivenUp, stop_request
 
 
 class Ignored:
-    """Python ignores what is raised in `__del__`."""
+    """Object whose `__del__` raises. Python ignores such an error."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -22,11 +22,11 @@ class Ignored:
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("rays", [True, False])
-def test_a_signal_whose_handler_raised_in_vain_is_heard_once(
+def test_a_signal_whose_error_was_ignored_is_raised_once(
     rays: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Ray's handler, or before Ray has put its own in place; whether Ray then starts or not. Nothing is printed of
-    what Python ignored."""
+    """Ray's handler receives it, or it arrives before Ray has set one. Ray starts or fails. Python's message about the
+    ignored error is not printed."""
     printed = list[Any]()
     monkeypatch.setattr("sys.unraisablehook", printed.append)
 
@@ -48,13 +48,13 @@ def test_a_signal_whose_handler_raised_in_vain_is_heard_once(
     assert printed == []
 
 
-def test_what_fails_without_a_signal_fails() -> None:
+def test_an_error_without_a_signal_is_raised() -> None:
     with pytest.raises(ConnectionError), keep_signal_handlers():
         raise ConnectionError
 
 
 @pytest.mark.parametrize("rays", [True, False])
-def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
+def test_a_recorded_signal_is_recorded_once(rays: bool) -> None:
     noted = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
     try:
@@ -67,7 +67,7 @@ def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
     assert noted == [signal.SIGTERM]
 
 
-def test_who_notes_signals_by_a_pipe_notes_these_too() -> None:
+def test_a_wakeup_descriptor_receives_these_signals_too() -> None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

@@ -1,4 +1,5 @@
-"""Runs of episodes: one sha256 with any drafter and workers, lost workers, and runs that are killed and resumed."""
+"""Runs of episodes: the sha256 is the same with any drafter, with any number of workers, after lost workers, and after
+a resume."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
 
 
 def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, display: Display | None = None) -> Any:
-    """sha256, and what was said in each response."""
+    """Return the policy's sha256, and the text of each response."""
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
         size = config.cluster.workers
@@ -65,7 +66,7 @@ def said_in(config: Config) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """Two workers, plain decoding."""
+    """Return the result of two workers with plain decoding."""
     home = tmp_path_factory.mktemp("undisturbed")
     found = train(config_of(home, cluster={"workers": 2, "slice_seconds": 1e-9}, speculation={"drafter": "off"}))
     turns = [len(line["replies"]) for line in read_completions(home / "run")]
@@ -82,7 +83,7 @@ def test_the_tokens_are_those_of_one_worker(tmp_path: Path, undisturbed: tuple[s
 
 
 @pytest.mark.parametrize("method", ["", "decode"])
-def test_no_drafter_and_no_lost_worker_leaves_a_trace(
+def test_the_result_does_not_depend_on_drafters_and_lost_workers(
     tmp_path: Path, undisturbed: tuple[str, Any], method: str
 ) -> None:
     calls = iter(range(100))
@@ -92,7 +93,7 @@ def test_no_drafter_and_no_lost_worker_leaves_a_trace(
 
 
 class Stops(Display):
-    """Ends the run as it is about to show a step, or the given response of it."""
+    """Display that ends the run when it would show a step, or a given response of it."""
 
     def __init__(self, step: int, response: int | None = None) -> None:
         super().__init__(QUIET)
@@ -115,7 +116,7 @@ class Stops(Display):
             raise KeyboardInterrupt
 
 
-def test_a_run_that_is_killed_and_resumed_leaves_no_trace(tmp_path: Path, undisturbed: tuple[str, Any]) -> None:
+def test_a_killed_and_resumed_run_ends_the_same(tmp_path: Path, undisturbed: tuple[str, Any]) -> None:
     config = two(tmp_path, run={"save_every": 1})
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(1, response=2))
@@ -124,14 +125,14 @@ def test_a_run_that_is_killed_and_resumed_leaves_no_trace(tmp_path: Path, undist
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> list[Episodes]:
-    """Return a list that gets the episodes of each rollout. In it, `awaits` says whether a tool runs."""
+    """Return a list that gets the episodes of each rollout. Their `awaits` is True while a tool runs."""
     found: list[Episodes] = []
     begin = Episodes.begin
     monkeypatch.setattr(Episodes, "begin", lambda self, requests: (found.append(self), begin(self, requests))[1])
     return found
 
 
-def test_a_worker_that_is_lost_while_a_tool_runs_leaves_no_trace(
+def test_a_worker_lost_while_a_tool_runs_changes_nothing(
     tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
 ) -> None:
     lost: list[int] = []
@@ -146,7 +147,7 @@ def test_a_worker_that_is_lost_while_a_tool_runs_leaves_no_trace(
     assert lost
 
 
-def test_a_run_that_is_killed_while_a_tool_runs_leaves_no_trace(
+def test_a_run_killed_while_a_tool_runs_ends_the_same(
     tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
 ) -> None:
     class StopsAmidCall(Stops):
@@ -161,7 +162,7 @@ def test_a_run_that_is_killed_while_a_tool_runs_leaves_no_trace(
     assert train(config, resume=True) == undisturbed
 
 
-def test_a_resumed_run_takes_recorded_replies_and_asks_no_environment_again(tmp_path: Path) -> None:
+def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
     with pytest.raises(KeyboardInterrupt):
@@ -177,7 +178,7 @@ def test_a_resumed_run_takes_recorded_replies_and_asks_no_environment_again(tmp_
     assert not (tmp_path / "run" / "replies.jsonl").stat().st_size, "the last checkpoint has all"
 
 
-def test_what_episodes_took_is_counted(tmp_path: Path) -> None:
+def test_turns_and_seconds_of_episodes_are_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path, "Trouble", train={"steps": 1, "learning_rate": 1e-3})
     train(config)
     (line,) = read_metrics(Path(config.run.folder))
@@ -210,7 +211,7 @@ def test_tools_are_in_the_prompt_and_malformed_calls_are_counted(tmp_path: Path)
     assert line["rewards"]["malformed_calls"]["mean"] >= len(done) / len(lines) > 0
 
 
-def test_what_a_lost_worker_said_in_an_earlier_turn_is_no_draft(tmp_path: Path) -> None:
+def test_earlier_turns_of_a_lost_worker_are_no_drafts(tmp_path: Path) -> None:
     """The row already has these tokens."""
     crew: Any = SimpleNamespace(size=1, present=[0], break_off=lambda: None, pool=SimpleNamespace(put=None))
     coordinator = Coordinator(crew, two(tmp_path))

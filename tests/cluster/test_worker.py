@@ -26,7 +26,7 @@ def decoded(worker: Worker, rollout: int, *requests: Request) -> dict[int, list[
     return {response.request.seed: response.token_ids for response in found.responses}
 
 
-def test_a_sibling_that_comes_after_the_cache_was_released_is_decoded_as_on_its_own(tmp_path: Path) -> None:
+def test_a_sibling_after_a_release_of_the_cache_has_the_tokens_of_a_single_request(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
     first, late = request((7, 8, 9, 10), 10, 4), request((7, 8, 9, 10), 11, 12)
@@ -35,8 +35,8 @@ def test_a_sibling_that_comes_after_the_cache_was_released_is_decoded_as_on_its_
     assert decoded(worker, 0, late) == decoded(other, 0, late)
 
 
-def test_what_is_told_of_a_row_is_what_was_not_known_of_it(tmp_path: Path) -> None:
-    """Neither what it had when it came from another worker, nor what the slice before told of."""
+def test_a_report_has_only_new_tokens_of_a_row(tmp_path: Path) -> None:
+    """It leaves out tokens from another worker, and tokens of earlier reports."""
     folder, asked = tmp_path / "model", request((7, 8, 9, 10), 10, 12)
     worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
     answer = decoded(other, 0, asked)[10]
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def looking(folder: Path) -> Worker:
-    """One that drafts by nothing else than what it is given, where it is right."""
+    """Return a worker whose only drafts are look-ahead drafts."""
     return Worker(tiny_config(folder, speculation={"drafter": "off"}), 0, folder / "model")
 
 
@@ -71,13 +71,13 @@ def found(ahead: list[Ahead]) -> list[tuple[int, list[int], int, bool]]:
     return [(a.seed, a.tokens.tolist(), a.version, a.ended) for a in ahead]
 
 
-def test_what_it_decodes_ahead_is_what_it_will_say(folder: Path) -> None:
+def test_look_ahead_tokens_are_those_of_the_response(folder: Path) -> None:
     answers = decoded(looking(folder), 0, FIRST, SECOND)
     done = looking(folder).look_ahead(AheadWork(0, [FIRST, SECOND], []), ALL)
     assert found(done) == [(10, answers[10], 0, True), (11, answers[11], 0, True)]
 
 
-def test_what_has_not_ended_goes_on_with_the_next_call(folder: Path) -> None:
+def test_unfinished_look_ahead_continues_in_the_next_call(folder: Path) -> None:
     worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
     for length in (1, 2):
         done = worker.look_ahead(AheadWork(0, [FIRST], []), AT_ONCE)
@@ -87,7 +87,7 @@ def test_what_has_not_ended_goes_on_with_the_next_call(folder: Path) -> None:
     assert found(worker.look_ahead(AheadWork(0, [FIRST], []), ALL)) == [(10, answer, 0, True)]
 
 
-def test_what_an_older_target_said_is_not_its_own(folder: Path) -> None:
+def test_tokens_of_an_older_target_are_not_its_own(folder: Path) -> None:
     worker = looking(folder)
     old = [known(FIRST, [1, 2, 3], version=-1), known(SECOND, [1], version=-1, ended=False)]
     worker.interrupt(5)
@@ -96,7 +96,7 @@ def test_what_an_older_target_said_is_not_its_own(folder: Path) -> None:
     assert found(done) == [(11, decoded(looking(folder), 0, SECOND)[11], 0, True)]
 
 
-def test_one_that_is_wanted_is_back_with_the_end_of_its_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_worker_returns_after_its_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
     rounds, one_round = count(1), worker.engine.round
 
@@ -112,8 +112,8 @@ def test_one_that_is_wanted_is_back_with_the_end_of_its_round(folder: Path, monk
 
 
 @pytest.mark.parametrize("how", ["next rollout", "same rollout", "look-ahead"])
-def test_what_another_worker_found_since_is_not_overwritten(folder: Path, how: str) -> None:
-    """It began to decode a request ahead, and another worker ended that meanwhile."""
+def test_a_newer_draft_of_another_worker_is_not_overwritten(folder: Path, how: str) -> None:
+    """This worker decodes a request ahead, and another worker ends the same request meanwhile."""
     worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
     worker.look_ahead(AheadWork(0, [FIRST], []), AT_ONCE)
     ended = [known(FIRST, answer, 0)]
@@ -126,7 +126,7 @@ def test_what_another_worker_found_since_is_not_overwritten(folder: Path, how: s
     assert found([kept]) == found(ended)
 
 
-def test_a_worker_that_took_the_state_of_another_trains_on_what_it_decodes(tmp_path: Path) -> None:
+def test_a_worker_with_the_state_of_another_trains_on_its_own_data(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"}, cluster={"workers": 2})
     old, new = (Worker(config, 1, config.model.path) for _ in range(2))
     old.sync(1)
@@ -155,7 +155,7 @@ def share_done(worker: Worker, seconds: float, number: float) -> float:
 
 
 def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[], int]:
-    """Do something in this micro-batch. Return a function that returns the number of micro-batches so far."""
+    """Call an action in this micro-batch. Return a function that returns the number of micro-batches so far."""
     sums, done = worker.policy.passes.early, list[None]()
     add = sums.add
 
@@ -171,7 +171,7 @@ def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[]
 
 @EITHER
 def test_an_early_update_ends_with_its_micro_batch(folder: Path, epochs: int) -> None:
-    """If its seconds are over, or the worker is interrupted. It continues in the next call."""
+    """It ends if its time is over, or if the worker is interrupted. It continues in the next call."""
     worker = updating(folder, epochs)
     passes = at_pass(worker, 3, lambda: worker.interrupt(7))
     first, second = share_done(worker, AT_ONCE, 7), share_done(worker, ALL, 7)
@@ -183,7 +183,7 @@ def test_an_early_update_ends_with_its_micro_batch(folder: Path, epochs: int) ->
     assert passes() == 5
 
 
-def test_nothing_is_left_of_an_early_update_without_the_memory(folder: Path) -> None:
+def test_an_early_update_that_runs_out_of_memory_leaves_nothing(folder: Path) -> None:
     def fail() -> None:
         raise torch.OutOfMemoryError
 
@@ -196,7 +196,7 @@ def test_nothing_is_left_of_an_early_update_without_the_memory(folder: Path) -> 
 
 @EITHER
 @pytest.mark.parametrize("seconds", [AT_ONCE, ALL])
-def test_a_worker_that_takes_a_state_forgets_its_early_shards(folder: Path, seconds: float, epochs: int) -> None:
+def test_a_worker_that_loads_a_state_drops_its_early_shards(folder: Path, seconds: float, epochs: int) -> None:
     worker = updating(folder, epochs)
     worker.early_update(0, SHARD, seconds)
     assert not has_nothing_early(worker)

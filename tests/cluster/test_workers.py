@@ -1,4 +1,5 @@
-"""Real processes on a Ray of the run's own, killed amid their work: the same policy, and nothing left behind."""
+"""Real worker processes of a Ray cluster that the run starts. Some are killed. The policy is the same, and no process
+is left."""
 
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any])
 
 
 def workers_of(folder: str) -> list[int]:
-    """Processes of the actors, in no order."""
+    """Return the process ids of the actors, in any order."""
     return [pid for pid in marked(folder) if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def listeners(folder: str) -> set[str]:
-    """Addresses at which this process and those that Ray started for it listen."""
+    """Return the addresses on which this process and its Ray processes listen."""
     found: set[str] = set()
     for pid in (os.getpid(), *marked(folder)):
         with suppress(psutil.Error):
@@ -71,7 +72,7 @@ def listeners(folder: str) -> set[str]:
 
 
 class Killer(Display):
-    """Ends a worker at the beginning of some phases, or a moment later."""
+    """Display that kills a worker at the beginning of some phases, or a moment later."""
 
     def __init__(self, moments: dict[tuple[int, str], float], how: signal.Signals = signal.SIGKILL) -> None:
         super().__init__(Console(quiet=True))
@@ -93,7 +94,7 @@ class Killer(Display):
 
 
 def told(killer: Killer) -> Any:
-    """The killer is told the folder of the run's pool."""
+    """Give the folder of the run's pool to the killer."""
     real = remote.join
 
     def join(pool: Any, *rest: Any) -> Any:
@@ -105,7 +106,8 @@ def told(killer: Killer) -> Any:
 
 @pytest.fixture(scope="module")
 def shm() -> Callable[[], set[str]]:
-    """What is there since; Ray makes no `multiprocessing` semaphores, but tests that run beside these do."""
+    """Return the new files in shared memory, without `multiprocessing` semaphores. Ray makes none, but concurrent tests
+    do."""
     before = set(os.listdir("/dev/shm"))
     return lambda: {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} - before
 
@@ -141,8 +143,8 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [(1, "rollout"), (1, "update")])
-def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
-    """Its process is stopped, not dead: no call to it fails."""
+def test_a_worker_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
+    """Its process is stopped, not dead, so that no call to it fails."""
     killer = Killer({moment: 0.0}, signal.SIGSTOP)
     with told(killer):
         config = config_of(home, 2, "disturbed", cluster={"patience": 5.0}, run={"save_every": 1})
@@ -154,7 +156,7 @@ def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
+def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
     home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt.cluster.control._EVERY", 0.2)
@@ -185,7 +187,7 @@ def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
 
 
 @pytest.mark.slow
-def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
+def test_a_training_worker_can_be_interrupted(home: Path) -> None:
     sections = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
     config = config_of(home, 2, "run", **sections)
     params = SamplingParams(max_new_tokens=24)
@@ -206,7 +208,7 @@ def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpoint(home: Path) -> None:
+def test_a_run_with_a_sharded_policy_ends_at_a_loss_and_resumes_from_its_checkpoint(home: Path) -> None:
     train, run = {"steps": 3, "shard": True}, {"save_every": 1}
     expected = run_module.train(config_of(home, 2, "undisturbed", train=train, run=run), False, quiet())
     killer = Killer({(1, "update"): 0.0})
@@ -228,7 +230,7 @@ def quiet() -> Display:
 
 
 def in_this_process(config: Config) -> str:
-    """The sha256 of the same run by two workers whose sums no process border is crossed for."""
+    """Return the sha256 of the same run by two workers in this process, without sums between processes."""
     from pools import TestPool, ThreadWorker
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
@@ -241,8 +243,11 @@ def in_this_process(config: Config) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["*/ray/session_*", "run/worker_0.log"])
-def test_sigterm_while_workers_come_up_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """While Ray starts, which has a handler of its own, and while the driver waits in Ray for the first answer."""
+def test_sigterm_while_workers_start_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It arrives while Ray starts, which has a handler of its own, and while the driver waits in Ray for the first
+    answer."""
     monkeypatch.setenv("TMPDIR", folder := tempfile.mkdtemp(prefix="tlt", dir="/tmp"))
     path = recovery.write_recipe(tmp_path, cluster={"workers": 2}, train={"steps": 1000})
     command = [sys.executable, "-m", "tlt", "train", str(path), "--run.folder", f"{folder}/run", "--restarts", "3"]
@@ -292,7 +297,7 @@ def test_a_driver_that_is_killed_leaves_nothing(shm: Callable[[], set[str]]) -> 
     assert shm() == set()
 
 
-def test_what_a_worker_cannot_do_comes_back_as_its_own_sentence(home: Path) -> None:
+def test_an_error_of_a_worker_is_raised_with_its_own_message(home: Path) -> None:
     config = config_of(home, 1, "bad")
     broken = config.model_copy(update={"model": config.model.model_copy(update={"path": str(home / "no model")})})
     with pytest.raises(ModelError, match="no model"):
@@ -315,7 +320,7 @@ def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.L
     assert caplog.text == ""
 
 
-def test_a_ray_that_does_not_start_is_one_sentence(home: Path) -> None:
+def test_a_failed_start_of_ray_is_an_error_of_one_sentence(home: Path) -> None:
     import ray
 
     with (
@@ -326,7 +331,7 @@ def test_a_ray_that_does_not_start_is_one_sentence(home: Path) -> None:
 
 
 class TwoArguments(Exception):
-    """Pickled by its message alone, from which it cannot be made again."""
+    """Error that cannot be unpickled, because pickle passes its message alone."""
 
     def __init__(self, what: str, number: int) -> None:
         super().__init__(f"{what} {number}")
@@ -342,12 +347,12 @@ class HoldsALock(Exception):
     ("error", "said"),
     [(TwoArguments("disk", 3), "TwoArguments: disk 3"), (HoldsALock(), "HoldsALock: it is locked")],
 )
-def test_what_cannot_be_sent_is_told_in_words(error: Exception, said: str) -> None:
+def test_an_error_that_cannot_be_pickled_is_sent_as_text(error: Exception, said: str) -> None:
     found = pickle.loads(pickle.dumps(portable(error)))
     assert (type(found), str(found)) == (RuntimeError, said)
 
 
-def test_what_can_be_sent_is_sent() -> None:
+def test_an_error_that_can_be_pickled_is_sent() -> None:
     error = OSError(28, "No space left on device")
     assert portable(error) is error
 
@@ -373,8 +378,8 @@ print(run.train(config, False, quiet())["policy_sha256"])
 
 
 @pytest.mark.slow
-def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None:
-    """It is left as it was; one with too few CPUs is named, rather than waited for."""
+def test_an_existing_ray_cluster_is_joined_if_it_is_large_enough(home: Path) -> None:
+    """It stays as it was. If it has too few CPUs, an error names them."""
     import ray
 
     own = RayPool(config_of(home, 2, "own"), home)
@@ -415,8 +420,8 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_ray_that_asks_nobody_for_a_token_is_not_joined(home: Path) -> None:
-    """Unless that is allowed. It is one of this test's own, on loopback."""
+def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
+    """An option allows it. The cluster is one of this test's own, on loopback."""
     script = JOINS.replace(
         'cluster={"address": address}', 'cluster={"address": address, "allow_no_token": folder == "y"}'
     )
@@ -441,6 +446,6 @@ def test_a_ray_that_asks_nobody_for_a_token_is_not_joined(home: Path) -> None:
     assert allowed.returncode == 0, allowed.stderr[-2000:]
 
 
-def test_without_ray_there_is_one_sentence(home: Path) -> None:
+def test_a_missing_ray_is_an_error_of_one_sentence(home: Path) -> None:
     with patch.dict(sys.modules, {"ray": None}), pytest.raises(ConfigError, match=r"cluster\.workers.*pip install"):
         RayPool(config_of(home, 2, "none"), home)

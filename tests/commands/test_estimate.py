@@ -1,4 +1,4 @@
-"""What `tlt estimate` says of a recipe."""
+"""Results of `tlt estimate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_the_expected_times_by_hand() -> None:
-    """A step has 4 s of rollout (8 s plainly) and 2 s of the rest; saving is not part of a step."""
+    """A step has 4 s of rollout (8 s with plain decoding), and 2 s of other phases. Saving is not part of a step."""
     said = expected(SUMMARY, 600)
     assert said == [
         "measured on 2 steps, the same tokens:",
@@ -30,7 +30,7 @@ def test_the_expected_times_by_hand() -> None:
     ]
 
 
-def test_why_a_run_gains_little() -> None:
+def test_a_small_gain_is_explained() -> None:
     update_bound = expected({**SUMMARY, "seconds": {**SUMMARY["seconds"], "update": 30.0}}, 10)
     assert "decoding is less than half of a step" in update_bound[-1]
     no_gain = expected({**SUMMARY, "compared": {**SUMMARY["compared"], "plain_seconds": 8.0, "differ": 3}}, 10)
@@ -39,7 +39,7 @@ def test_why_a_run_gains_little() -> None:
 
 
 def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    """Held-out prompts are not decoded: there is not even a file of them."""
+    """Held-out prompts are not decoded. Their file does not even exist."""
     config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run")}, eval={"every": 1, "path": "missing.jsonl"})
     said = estimate(config, 2, Display(Console(quiet=True)))
     assert said[0] == "measured on 2 steps, the same tokens:"

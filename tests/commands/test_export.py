@@ -1,4 +1,4 @@
-"""`tlt export`: what it writes loads elsewhere, and says how it is served."""
+"""`tlt export`: exports can be loaded by other programs, and their cards name the command that serves them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tlt.store.checkpoint import policy_in
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of eight layers, with a chat template, more end tokens, and a cache switched off."""
+    """Return a model with eight layers, a chat template, two end tokens, and a disabled cache."""
     folder = tmp_path_factory.mktemp("model")
     made = qwen3(vocab_size=257, num_hidden_layers=8, use_cache=False, eos_token_id=256).float()
     made.generation_config = GenerationConfig(eos_token_id=[256, 7], temperature=0.6, do_sample=True, use_cache=False)
@@ -57,7 +57,7 @@ def a_drafter(model: Path, folder: Path, kind: str = "eagle1") -> EagleLayer:
     return layer
 
 
-def test_a_model_is_whole_for_those_who_load_it(model: Path, tmp_path: Path) -> None:
+def test_an_exported_model_can_be_loaded_whole(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert export(model, out, "vllm", "float32") == [f"the model is in {out}"]
     mine, its = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, out))
@@ -80,7 +80,7 @@ def test_weights_may_be_bfloat16(model: Path, tmp_path: Path) -> None:
 
 
 def began_with(run: Path, drafter: Path) -> None:
-    """Make it seem that the run began with this drafter."""
+    """Change a run so that its recipe names this drafter."""
     recipe = json.loads((run / "config.json").read_text())
     recipe["speculation"]["path"] = str(drafter)
     (run / "config.json").write_text(json.dumps(recipe))
@@ -116,7 +116,7 @@ def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
         ("speculators", "eagle3", "vllm serve {out}\n", "The config sets it as `sliding_window`"),
     ],
 )
-def test_a_drafters_card_says_how_it_is_served_and_what_it_attends_to(
+def test_a_drafters_card_names_its_command_and_its_window(
     model: Path, tmp_path: Path, to: str, kind: str, command: str, window: str
 ) -> None:
     a_drafter(model, tmp_path / "drafter", kind)
@@ -145,7 +145,7 @@ def test_a_window_as_long_as_the_context_needs_no_warning(model: Path, tmp_path:
     assert "all previous tokens, as in training" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_exported_are_refused(model: Path, tmp_path: Path) -> None:
     a_drafter(model, tmp_path / "drafter")
     with pytest.raises(DrafterError, match="give the model that it drafts for with --model"):
         export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32")
@@ -178,14 +178,14 @@ def test_the_command(
     assert done.value.code == 2
 
 
-def test_a_drafter_is_known_by_its_config(model: Path, tmp_path: Path) -> None:
+def test_a_drafter_is_recognized_by_its_config(model: Path, tmp_path: Path) -> None:
     a_drafter(model, tmp_path / "drafter")
     export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
     with pytest.raises(DrafterError, match=r"no readable drafter .*is not of a drafter; .*: train one"):
         load_drafter(tmp_path / "out", decoder_options(read_config(model)))
 
 
-def test_a_model_without_a_tokenizer_is_refused_and_no_empty_one_is_made_up(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     qwen3(vocab_size=257, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="has no tokenizer: copy"):
         export(tmp_path / "model", tmp_path / "out", "hf", "float32")
@@ -193,7 +193,7 @@ def test_a_model_without_a_tokenizer_is_refused_and_no_empty_one_is_made_up(tmp_
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_the_command_that_serves_is_one_for_a_shell(model: Path, tmp_path: Path, to: str) -> None:
+def test_the_serving_command_is_quoted_for_a_shell(model: Path, tmp_path: Path, to: str) -> None:
     mine, out = tmp_path / "my drafter", tmp_path / "what's out"
     a_drafter(model, mine)
     export(mine, out, to, "float32", model)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_the_dtype_in_a_drafters_config_is_that_of_its_tensors(model: Path, tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_a_drafter_that_is_gone_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+def test_a_missing_drafter_is_an_error(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     train(config)
     run = Path(config.run.folder)
@@ -228,7 +228,7 @@ def test_a_drafter_that_is_gone_is_not_left_out_without_a_word(tmp_path: Path) -
     assert export(run, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'out'}"]
 
 
-def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: Path) -> None:
+def test_a_published_drafter_is_preferred_to_that_of_the_recipe(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     old = a_drafter(Path(config.model.path), tmp_path / "drafter")
     train(config)
@@ -288,10 +288,10 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_distribution_that_is_apart_is_another_model(
+def test_a_different_distribution_is_another_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that is written down may be equal, and what computes be another program."""
+    """All recorded facts may be equal although the model computes something else."""
 
     def spoiled(out: Path, facts: Path) -> None:
         probs = load_file(facts / "facts.safetensors")["probs"]
@@ -304,7 +304,7 @@ def test_a_distribution_that_is_apart_is_another_model(
         export(model, tmp_path / "out", "hf", "float32")
 
 
-def test_an_export_may_go_into_the_empty_folder_in_which_one_is(
+def test_an_export_may_go_into_the_empty_working_directory(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -346,8 +346,8 @@ def spoil(source: Path, fault: str) -> None:
         ),
     ],
 )
-def test_weights_that_are_not_whole_are_not_exported(model: Path, tmp_path: Path, fault: str, said: str) -> None:
-    """transformers draws what is missing at random, and leaves out what is unknown."""
+def test_incomplete_weights_are_not_exported(model: Path, tmp_path: Path, fault: str, said: str) -> None:
+    """transformers would draw missing tensors at random, and ignore unknown ones."""
     source = shutil.copytree(model, tmp_path / "model")
     spoil(source, fault)
     with pytest.raises(ModelError, match=said):
@@ -355,9 +355,7 @@ def test_weights_that_are_not_whole_are_not_exported(model: Path, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_comparison_with_what_is_no_number_is_no_agreement(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_with_nan_is_a_difference(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_check, "_distributions", lambda *_: torch.full((3, 257), torch.nan))
     with pytest.raises(ModelError, match="distributions are nan apart"):
         export(model, tmp_path / "out", "hf", "float32")
@@ -376,7 +374,7 @@ def test_weights_in_several_files_are_one_model(model: Path, tmp_path: Path) -> 
         export(source, tmp_path / "again", "hf", "float32")
 
 
-def test_an_export_into_a_link_lies_where_it_leads(model: Path, tmp_path: Path) -> None:
+def test_an_export_into_a_link_goes_to_its_target(model: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     assert export(model, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'disk'}"]
@@ -400,7 +398,7 @@ def test_an_export_that_transformers_cannot_load_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_head_of_its_own_is_written_even_where_the_config_ties_it(tmp_path: Path) -> None:
+def test_an_untied_head_is_written_even_if_the_config_ties_it(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     source = Path(config.model.path)
     weights = load_file(source / "model.safetensors")
@@ -411,7 +409,7 @@ def test_a_head_of_its_own_is_written_even_where_the_config_ties_it(tmp_path: Pa
     assert torch.equal(read_safetensors(tmp_path / "out")["lm_head.weight"], weights["lm_head.weight"].float())
 
 
-def test_a_drafters_rope_is_its_targets(model: Path, tmp_path: Path) -> None:
+def test_a_drafter_has_the_rope_of_its_target(model: Path, tmp_path: Path) -> None:
     a_drafter(model, tmp_path / "drafter")
     export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
     target = decoder_options(read_config(model))
@@ -422,7 +420,7 @@ def test_a_drafters_rope_is_its_targets(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("law", [{"top_k": 20}, {"num_beams": 1, "early_stopping": True}, {"min_p": 0.1, "top_p": 0.9}])
-def test_generation_defaults_that_transformers_would_not_write_go_through_training_and_export(
+def test_generation_defaults_that_transformers_would_not_write_are_kept_by_training_and_export(
     tmp_path: Path, law: dict[str, Any]
 ) -> None:
     config = tiny_config(tmp_path, train={"steps": 1})

@@ -80,7 +80,7 @@ def test_a_run_ends_in_one_sha256_whoever_is_lost(started: Any, tmp_path: Path) 
     assert next(calls) > 2
 
 
-def test_a_run_that_is_killed_and_resumed_leaves_no_trace(started: Any, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_ends_the_same(started: Any, tmp_path: Path) -> None:
     ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
     config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "off"}, run={"save_every": 1}))
     with pytest.raises(KeyboardInterrupt):

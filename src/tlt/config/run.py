@@ -19,8 +19,8 @@ class RunConfig(Section):
     """Number of steps between checkpoints. One is also saved at the end, at a signal and at an error. 0 saves only
     then."""
     stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
-    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled if its update has begun. A step
-    that takes longer is abandoned. The state before it is saved, unless its update has begun."""
+    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled if its update has begun. A
+    step that takes longer is abandoned. The state before it is saved, unless its update has begun."""
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints kept, the newest ones."""
     mirror: str | None = None

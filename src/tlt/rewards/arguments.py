@@ -111,6 +111,6 @@ def _refuse_another_order(label: str, names: Collection[str]) -> None:
     single = [name.removesuffix("s") for name in names]
     if {"prompt", "answer"} & set(single) and single[:2] != ["prompt", "answer"]:
         raise RewardError(
-            f"{label} has the parameters ({', '.join(names)}): the first two must be (prompt, answer), the data row and "
-            "the model's answer; response, ground_truth and other names may follow"
+            f"{label} has the parameters ({', '.join(names)}): the first two must be (prompt, answer), the data row "
+            "and the model's answer; response, ground_truth and other names may follow"
         )
