@@ -196,7 +196,7 @@ def test_a_worker_that_never_starts_is_left_out(home: Path) -> None:
 
 
 def never_gets_past(method: str, *, step: int) -> Loses:
-    """Let worker 1 fail in every call from this step on, as if its node had too little memory."""
+    """Lose worker 1 in each call of this method from this step on, as if its node had too little memory."""
     calls = count()
     return lambda worker, called: "amid" if (worker, called) == (1, method) and next(calls) >= step else ""
 

@@ -238,7 +238,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
         return evaluate(self, *arguments)
 
     def longer(coordinator: Coordinator, seconds: float) -> float:
-        """Wait for 30 turns of the driver, so that an evaluation fits in on a busy machine too."""
+        """Let the extra time last 30 turns of the driver, so that an evaluation fits in on a busy machine too."""
         asked.append(seconds)
         turns = itertools.count()
         with patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):

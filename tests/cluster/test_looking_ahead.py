@@ -100,7 +100,7 @@ def test_ended_responses_are_not_decoded_again_and_others_continue() -> None:
     assert [(a.seed, len(a.tokens)) for a in given.drafts] == [(11, 5), (10, 5)], "its own, and those of its siblings"
 
 
-def test_a_worker_that_returned_its_rows_has_none() -> None:
+def test_requests_of_an_ended_call_are_assigned_again() -> None:
     ahead = looking()
     ahead.begin((), iter([requests(10, 11, 12)]))
     ahead.work(0, 1, 1)
@@ -111,7 +111,7 @@ def test_a_worker_that_returned_its_rows_has_none() -> None:
     assert seeds(ahead.work(0, 1, 1)) == [11, 12]
 
 
-def test_a_new_rollout_begins_without_look_ahead_rows() -> None:
+def test_a_new_rollout_frees_all_look_ahead_requests() -> None:
     ahead = looking()
     ahead.begin((), iter([requests(10, 11)]))
     ahead.work(0, 1, 1)
@@ -256,7 +256,8 @@ class Watched(TestPool):
 def crewed(
     folder: Path, choose: Choose | None = None, idle_training: bool = False
 ) -> tuple[Coordinator, Watched, list[tuple[int, str, Any]]]:
-    """Return two workers with four slots each. They take turns, unless the test sets another order."""
+    """Return a coordinator of two workers with four slots each, its pool, and a list of its calls. The workers take
+    turns, unless the test chooses another order."""
     turn = count()
     trace: list[tuple[int, str, Any]] = []
     config = tiny_config(

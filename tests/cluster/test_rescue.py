@@ -48,7 +48,7 @@ def before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, do: Callable
 
 
 def asked_to_stop(seconds: float) -> None:
-    """Send a signal in a phase, which then takes this long."""
+    """Send SIGTERM to this process, and sleep for this many seconds."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(seconds)
 

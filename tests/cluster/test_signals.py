@@ -14,7 +14,7 @@ from tlt.stopping import GivenUp, stop_request
 
 
 class Ignored:
-    """Object whose `__del__` raises. Python ignores such an error."""
+    """Object that sends a signal in `__del__`, where Python ignores errors."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Messages as people have them, and chat templates that drop them, change them, or write what time it is."""
+"""Messages in the formats of real data, and chat templates that drop them, change them, or write the time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the model is shown for a row's prompt."""
+    """Return a function that returns the text of a row's prompt as the model sees it."""
 
     def text(template: str, question: Any, parquet: bool = False, **options: Any) -> str:
         monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -108,14 +108,14 @@ LINES = QWEN_VL.replace("{{ part.text }}", "{{ part.text }}{{ '\\n' if not loop.
 @pytest.mark.parametrize(
     "template", [GEMMA3, QWEN_VL, GLM4, LINES, LINES.replace("part.text }}{{", "part.text | trim }}{{")]
 )
-def test_parts_are_joined_as_the_template_joins_them(shown: Any, tokenizer: Any, template: str) -> None:
+def test_parts_are_joined_like_the_template_joins_them(shown: Any, tokenizer: Any, template: str) -> None:
     parts = [{"type": "text", "text": text} for text in ("What is", " 6 x 7? ", "Say.")]
     messages = [said("system", parts[:2]), said("user", parts)]
     text = shown(template, messages)
     assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def test_a_template_that_passes_over_parts_or_refuses_them_is_given_lines(shown: Any) -> None:
+def test_parts_become_lines_if_the_template_ignores_or_refuses_them(shown: Any) -> None:
     parts = [{"type": "text", "text": text} for text in "ab"]
     strings = "{% if m.content is string %}{{ m.content }}{% endif %}"
     for template in (EVERY, EVERY.replace("{{ m.content }}", strings), EVERY.replace("m.content", "'' + m.content")):
@@ -134,13 +134,13 @@ def test_a_template_that_passes_over_parts_or_refuses_them_is_given_lines(shown:
         ({"role": "user", "text": "a"}, r"neither text nor messages under 'question'"),
     ],
 )
-def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dict[str, Any], fault: str) -> None:
+def test_content_that_is_not_text_is_refused_with_its_type(shown: Any, message: dict[str, Any], fault: str) -> None:
     with pytest.raises(DataError, match=fault) as error:
         shown(EVERY, [message])
     assert "\n" not in str(error.value)
 
 
-def test_half_a_character_in_messages_is_refused(shown: Any) -> None:
+def test_a_lone_surrogate_in_messages_is_refused(shown: Any) -> None:
     with pytest.raises(DataError, match=r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"):
         shown(EVERY, [said("user", "a\ud800")])
 
@@ -159,7 +159,7 @@ def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: A
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_a_system_message_is_put_before_prompts_that_have_none(shown: Any, role: str) -> None:
+def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None:
     assert shown(EVERY, [USER], system="s") == "<system>s<user>u<bot>"
     assert shown(EVERY, [said(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
 
@@ -182,7 +182,7 @@ def test_a_system_message_is_put_before_prompts_that_have_none(shown: Any, role:
         (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
     ],
 )
-def test_what_a_template_drops_is_refused(
+def test_messages_that_a_template_drops_are_refused(
     shown: Any, template: str, messages: Any, options: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(DataError, match=fault):
@@ -214,13 +214,13 @@ def test_what_a_template_drops_is_refused(
         (EVERY, [said("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
     ],
 )
-def test_what_a_template_may_do_is_taken(shown: Any, template: str, messages: Any, text: str) -> None:
+def test_allowed_changes_of_a_template_are_accepted(shown: Any, template: str, messages: Any, text: str) -> None:
     if "content.split" in template:
         template = template.replace("m.content.split", "(m.content or '').split")
     assert shown(template, messages) == text
 
 
-def test_tools_of_rows_are_not_lost_without_a_word(
+def test_unused_tools_of_rows_are_logged(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}")
@@ -234,7 +234,7 @@ def test_tools_of_rows_are_not_lost_without_a_word(
     assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
 
 
-def test_templates_are_tried_on_later_messages_with_other_keys(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", EVERY)
     encode = encoder(tokenizer, DataConfig(path="-", chat=True))
     encode([USER, said("assistant", "b"), USER])
@@ -246,7 +246,7 @@ def test_templates_are_tried_on_later_messages_with_other_keys(tokenizer: Any, m
 
 
 @pytest.mark.parametrize("begun", ["Let me", "Let me ", "So:\n\n", ""])
-def test_an_answer_goes_on_from_all_of_its_beginning(shown: Any, tokenizer: Any, begun: str) -> None:
+def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: Any, begun: str) -> None:
     messages = [USER, said("assistant", begun)]
     assert shown(TRIMS, messages) == "<user>\nu<end><assistant>\n" + begun
     assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
@@ -254,7 +254,7 @@ def test_an_answer_goes_on_from_all_of_its_beginning(shown: Any, tokenizer: Any,
     assert shown(EVERY, messages) == theirs
 
 
-def test_an_answer_goes_on_though_an_earlier_message_holds_our_mark(shown: Any) -> None:
+def test_a_response_continues_even_if_an_earlier_message_contains_our_mark(shown: Any) -> None:
     assert shown(EVERY, [said("user", "zq0qz"), said("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
 
 
@@ -263,7 +263,7 @@ def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
         shown(QWEN3, [USER, said("assistant", "<think>x</think>y")])
 
 
-def test_a_tag_is_opened_once(shown: Any) -> None:
+def test_a_tag_that_is_opened_twice_is_refused(shown: Any) -> None:
     thinks = EVERY + "{{ '<think>\n' }}"
     assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
     with pytest.raises(DataError, match=r"data\.prefill begins with <think>, but .* already ends a prompt with it"):
@@ -278,7 +278,7 @@ DATED = (  # as Llama 3.2 does
 )
 
 
-def test_templates_are_shown_one_time(shown: Any) -> None:
+def test_templates_see_one_fixed_time(shown: Any) -> None:
     assert shown(DATED, "u", now="2001-02-03") == "Today Date: 03 Feb 2001 00:00:00<user>u<bot>"
     assert shown(DATED, "u", now="2001-02-03T04:05:06").startswith("Today Date: 03 Feb 2001 04:05:06<")
     given = shown(DATED, "u", chat_arguments={"date_string": "now"})
@@ -287,7 +287,7 @@ def test_templates_are_shown_one_time(shown: Any) -> None:
     assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
 
 
-def test_the_clock_of_transformers_goes_on_after_a_prompt(shown: Any, tokenizer: Any) -> None:
+def test_the_clock_of_transformers_is_restored_after_a_prompt(shown: Any, tokenizer: Any) -> None:
     shown(DATED, "u", now="2001-02-03")
     assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
     with pytest.raises(DataError, match="refuses a prompt"):
@@ -315,12 +315,12 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
 @pytest.mark.parametrize(
     "chance", ["{{ ['hi', 'ho'] | random }}", "{{ lipsum(1) }}", "{% if [1, 0] | random %}hm{% endif %}"]
 )
-def test_a_template_that_draws_lots_is_refused(shown: Any, chance: str) -> None:
+def test_a_random_template_is_refused(shown: Any, chance: str) -> None:
     with pytest.raises(DataError, match="writes a different text each time"):
         shown(EVERY + chance, "u")
 
 
-def test_a_time_is_a_time() -> None:
+def test_a_malformed_time_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data\.now: give a time such as"):
         DataConfig(path="-", chat=True, now="yesterday")
     with pytest.raises(ValueError, match=r"data\.now need data\.chat = true"):
@@ -378,7 +378,7 @@ def replies(tokenizer: Any, template: str = "", **data: Any) -> Any:
     return reply_encoder(tokenizer, DataConfig(path="-", chat=bool(template), **data))
 
 
-def test_a_reply_is_text_whatever_special_tokens_it_names(tokenizer: Any) -> None:
+def test_special_tokens_named_in_a_reply_are_encoded_as_text(tokenizer: Any) -> None:
     encode, end = replies(tokenizer), tokenizer.eos_token_id
     for text in ("too low", "<eos>", "a<eos>b", "", "é\n"):
         for last in (None, end, 5):
@@ -387,7 +387,8 @@ def test_a_reply_is_text_whatever_special_tokens_it_names(tokenizer: Any) -> Non
 
 
 def test_in_a_chat_a_reply_is_a_users_message(tokenizer: Any) -> None:
-    """The template ends an answer with the end token, which the model wrote itself unless a stop string ended it."""
+    """The template ends a response with the end token. The model wrote it itself, unless a stop string ended the
+    response."""
     ends = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
     encode, end = replies(tokenizer, ends), tokenizer.eos_token_id
     assert tokenizer.decode(encode("no<eos>", end)) == "<user>no<eos><eos><bot>"

@@ -1,4 +1,4 @@
-"""Prompts from JSONL files and from reasoning-gym, and the cursor that hands each out once an epoch."""
+"""Prompts from files and from reasoning-gym, and the cursor that returns each prompt once per epoch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rows_become_prompts_in_order(tmp_path: Path) -> None:
     assert prompts[1].data == {"question": "two", "answer": "2", "more": [3]}
 
 
-def test_columns_and_template_are_the_configurations(tmp_path: Path) -> None:
+def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> None:
     row = '{"problem": "1 {question} 1", "solution": 2}'
     options = {"prompt_column": "problem", "answer_column": "solution", "template": "Q: {question}\nA:"}
     (prompt,) = load(tmp_path, row, **options)
@@ -67,12 +67,12 @@ def test_columns_and_template_are_the_configurations(tmp_path: Path) -> None:
     assert prompt.data["answer"] == 2
 
 
-def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
     prompts = load(tmp_path, "", '{"question": "a"}', "  ", '{"question": "b"}', "")
     assert [(p.prompt_id, p.text) for p in prompts] == [(0, "a"), (1, "b")]
 
 
-def test_text_may_hold_any_character_that_json_allows_unescaped(tmp_path: Path) -> None:
+def test_text_may_contain_any_character_that_json_allows_unescaped(tmp_path: Path) -> None:
     text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
     assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
 
@@ -93,7 +93,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str
     assert f"{tmp_path / 'rows.jsonl'}, line 3 {said}" in message
 
 
-def test_a_prompt_at_the_limit_is_taken_and_one_beyond_it_refused(tmp_path: Path) -> None:
+def test_a_prompt_at_the_limit_is_accepted_and_a_longer_one_refused(tmp_path: Path) -> None:
     rows = ('{"question": "1234567"}', '{"question": "12345678"}')
     assert len(load(tmp_path, *rows, max_prompt_tokens=8)) == 2
     assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in refusal(
@@ -128,7 +128,7 @@ def test_a_mixture_follows_its_weights() -> None:
     assert names.count("gcd") + names.count("chain_sum") == 200
 
 
-def test_the_template_is_laid_around_a_tasks_question() -> None:
+def test_the_template_is_applied_to_the_question_of_a_task() -> None:
     (prompt,) = load_prompts(tasks({"name": "gcd"}, size=1, template="<{question}>"), encode)
     assert prompt.text == f"<{prompt.data['entry']['question']}>"
 
@@ -143,7 +143,7 @@ def test_the_template_is_laid_around_a_tasks_question() -> None:
         ([{"name": "chain_sum"}, {"name": "chain_sum"}], "chain_sum"),
     ],
 )
-def test_what_reasoning_gym_refuses_is_one_sentence(specs: list[dict[str, Any]], named: str) -> None:
+def test_errors_of_reasoning_gym_become_one_sentence(specs: list[dict[str, Any]], named: str) -> None:
     with pytest.raises(DataError) as error:
         task_dataset(tasks(*specs), stage=0)
     assert named in str(error.value)
@@ -184,7 +184,7 @@ def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> No
     assert set(later[:10]) != set(range(10))
 
 
-def test_a_cursor_amid_the_stages_goes_on_where_it_was() -> None:
+def test_a_cursor_continues_within_the_stages_where_it_was() -> None:
     cursor = make_cursor(tasks(*HARDER, size=40), 40, seed=1)
     cursor.take(17)
     assert Cursor(**json.loads(json.dumps(asdict(cursor)))).take(60) == cursor.take(60)
@@ -193,7 +193,7 @@ def test_a_cursor_amid_the_stages_goes_on_where_it_was() -> None:
 # -- held out ----------------------------------------------------------------------------------------------------------
 
 
-def test_held_out_prompts_of_tasks_are_none_of_trainings() -> None:
+def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
     config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
     training = load_prompts(config, encode)
     held_out = load_held_out(config, EvalConfig(every=1, size=50), encode, training)
@@ -202,20 +202,20 @@ def test_held_out_prompts_of_tasks_are_none_of_trainings() -> None:
     assert held_out == load_held_out(config, EvalConfig(every=1, size=50), encode, training)
 
 
-def test_held_out_prompts_are_of_all_stages() -> None:
+def test_held_out_prompts_come_from_all_stages() -> None:
     config = tasks(*HARDER, size=8)
     held_out = load_held_out(config, EvalConfig(every=1, size=20), encode, load_prompts(config, encode))
     assert [[p.data["stage"] for p in held_out].count(stage) for stage in range(3)] == pytest.approx([5, 10, 5], abs=1)
 
 
-def test_held_out_prompts_of_a_file_are_spread_over_it(tmp_path: Path) -> None:
+def test_held_out_prompts_are_evenly_spaced_in_a_file(tmp_path: Path) -> None:
     config = DataConfig(path=write(tmp_path, '{"question": "seen"}'))
     (tmp_path / "held_out.jsonl").write_text("\n".join(f'{{"question": "{q}"}}' for q in ("seen", *"abcdef")))
     held_out = EvalConfig(every=1, size=3, path=str(tmp_path / "held_out.jsonl"))
     assert [p.text for p in load_held_out(config, held_out, encode, load_prompts(config, encode))] == ["a", "c", "e"]
 
 
-def test_a_held_out_file_that_holds_nothing_new_is_refused(tmp_path: Path) -> None:
+def test_a_held_out_file_with_only_training_prompts_is_refused(tmp_path: Path) -> None:
     config = DataConfig(path=write(tmp_path, '{"question": "a"}', '{"question": "b"}'))
     with pytest.raises(DataError, match="there are no held-out prompts"):
         load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
@@ -233,14 +233,14 @@ def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_pat
 
 
 def stream(path: Path, *questions: str) -> None:
-    """An Arrow file as `datasets` writes it."""
+    """Return an Arrow file as `datasets` writes it."""
     rows = pyarrow.Table.from_pylist([{"question": each, "answer": each[0]} for each in questions])
     with pyarrow.ipc.new_stream(path, rows.schema) as file:
         file.write_table(rows)
 
 
 def save_to_disk(folder: Path, *shards: Sequence[str], **state: Any) -> Path:
-    """The files that datasets.save_to_disk leaves, by name and content."""
+    """Return the files that datasets.save_to_disk writes, by name."""
     folder.mkdir()
     names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
     for name, questions in zip(names, shards, strict=True):
@@ -256,7 +256,7 @@ def texts(path: Path | str) -> list[str]:
 
 
 def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
-    """Its state names its files; others are what later work on it left there."""
+    """Its state names its files. Other files are left by later work."""
     saved = save_to_disk(tmp_path / "saved", ["one", "two"], ["three"])
     stream(saved / "cache-0123456789abcdef.arrow", "ONE", "TWO", "THREE")
     stream(saved / "notes.arrow", "four")
@@ -270,7 +270,7 @@ def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
         texts(saved)
 
 
-def test_a_data_set_that_cannot_be_read_as_it_was_saved_is_refused(tmp_path: Path) -> None:
+def test_a_data_set_that_cannot_be_read_from_disk_is_refused(tmp_path: Path) -> None:
     for split in ("train", "test"):
         save_to_disk(tmp_path / split, [split])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
@@ -305,7 +305,7 @@ def test_a_folder_with_several_splits_is_refused(
     assert texts(tmp_path / "*.jsonl") == sorted(names), "a pattern says which files are meant"
 
 
-def test_a_folder_of_one_split_is_read_without_what_other_programs_left_there(tmp_path: Path) -> None:
+def test_other_files_in_a_folder_of_one_split_are_ignored(tmp_path: Path) -> None:
     names = ["latest.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "training_test.jsonl"]
     for name in names:
         (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
@@ -327,7 +327,7 @@ LINES = b'{"question": "one"}\r\n{"question": "zwei \xe2\x80\x93"}\r\n'
         ("rows.txt", gzip.compress(LINES, mtime=0)),
     ],
 )
-def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: bytes) -> None:
+def test_files_of_other_programs_are_read(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == ["one", "zwei –"]
     if not name.endswith("txt"):
@@ -353,13 +353,15 @@ def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: 
         ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl contains no prompts"),
     ],
 )
-def test_files_that_are_no_utf8_are_one_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_files_that_are_not_utf8_are_an_error_of_one_sentence(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         texts(tmp_path / name)
 
 
-def test_a_folder_of_files_of_other_kinds_says_what_is_there(tmp_path: Path) -> None:
+def test_a_folder_without_data_files_is_an_error_that_names_its_files(tmp_path: Path) -> None:
     for name in ("rows.jsonl.zst", "a.csv"):
         (tmp_path / name).touch()
     with pytest.raises(
@@ -370,7 +372,7 @@ def test_a_folder_of_files_of_other_kinds_says_what_is_there(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("count", "counts"), [(50, True), (51, False)])
 @pytest.mark.parametrize("name", ["task", "data_source"])
-def test_tasks_that_are_free_text_are_no_metrics(
+def test_many_task_names_turn_metrics_by_task_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, counts: bool, name: str
 ) -> None:
     path = write(tmp_path, *(json.dumps({"question": "q", name: f"Tell me of {i}."}) for i in range(count)))
@@ -380,7 +382,7 @@ def test_tasks_that_are_free_text_are_no_metrics(
     assert ("has 51 different values of task or data_source: metrics by task are off" in caplog.text) == (not counts)
 
 
-def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
+def test_columns_may_be_nested_and_prompts_may_be_messages(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "what?"}]
     row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "dotted"}
     path = write(tmp_path, json.dumps(row))
@@ -394,22 +396,20 @@ def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
         load_prompts(DataConfig(path=path, prompt_column="reward_model"), encode)
 
 
-def test_an_answer_column_that_no_row_has_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+def test_a_missing_answer_column_is_an_error_that_names_the_columns(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"question": "a", "solution": "1"}), json.dumps({"question": "b", "level": 2}))
     with pytest.raises(DataError, match=r"nothing under data\.answer_column = 'gold': .* question, solution, level$"):
         load_prompts(DataConfig(path=path, answer_column="gold"), encode)
 
 
-def test_columns_with_our_names_stay_what_they_are(tmp_path: Path) -> None:
+def test_columns_with_names_of_tlt_are_kept(tmp_path: Path) -> None:
     row = {"question": "a", "solution": "1", "answer": "long", "entry": 2, "stage": 3, "prompt": "p", "response": "r"}
     config = DataConfig(path=write(tmp_path, json.dumps(row)), answer_column="solution", prefill="<think>")
     (prompt,) = load_prompts(config, encode)
     assert (prompt.data, prompt.ground_truth, prompt.prefill) == (row, "1", "<think>")
 
 
-def test_long_prompts_are_left_out_and_counted_where_that_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_prompts_may_be_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, *(json.dumps({"question": "x" * n}) for n in (3, 9, 4)))
     prompts = load_prompts(DataConfig(path=path, max_prompt_tokens=5, long_prompts="drop"), encode)
     assert [(p.prompt_id, p.text) for p in prompts] == [(0, "xxx"), (1, "xxxx")]
@@ -437,7 +437,7 @@ def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> N
     assert [(p, p.data) for p in ours] == [(p, p.data) for p in theirs]
 
 
-def test_parquet_faults_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.parquet"
     config = DataConfig(path=str(path))
     path.write_bytes(b"PAR1 no more of it")
@@ -467,7 +467,7 @@ def chat(**more: Any) -> DataConfig:
     return DataConfig(path="-", chat=True, **more)
 
 
-def test_a_chat_template_is_laid_around_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_template_is_applied_to_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     ids = encoder(tokenizer, chat())("what?")
     assert tokenizer.decode(ids) == "<user>what?<bot>"
@@ -507,7 +507,7 @@ def test_the_system_message_needs_the_chat_template() -> None:
 
 
 class BeginsWithOne:
-    """A tokenizer that puts its BOS, number 1, before every text; `<s>` in a text is one too."""
+    """Tokenizer that puts its BOS token, number 1, before every text. `<s>` in a text is one too."""
 
     eos_token_id = None
     bos_token, bos_token_id = "<s>", 1
@@ -516,7 +516,7 @@ class BeginsWithOne:
         return {"input_ids": [1, *(1 if part == "<s>" else 9 for part in re.findall("<s>|.", text))]}
 
 
-def test_a_template_that_doubles_the_bos_is_mended_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_bos_token_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     encode = encoder(BeginsWithOne(), DataConfig(path="-"))
     assert [encode(text) for text in ("ab", "<s>ab", "a<s>", "<s>")] == [[1, 9, 9], [1, 9, 9], [1, 9, 1], [1]]
     encode("<s>again")
@@ -540,7 +540,7 @@ SIZES = st.integers(1, 20)
 
 
 @given(SIZES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_each_row_comes_once_an_epoch_whatever_the_batches(
+def test_each_row_comes_once_per_epoch_with_any_batch_sizes(
     size: int, seed: int, shuffle: bool, batches: list[int]
 ) -> None:
     cursor = Cursor(size, seed, shuffle)
@@ -554,7 +554,7 @@ def test_each_row_comes_once_an_epoch_whatever_the_batches(
 
 
 @given(SIZES, st.booleans(), st.integers(0, 50), st.integers(1, 30))
-def test_a_restored_cursor_goes_on_where_it_was(size: int, shuffle: bool, before: int, after: int) -> None:
+def test_a_restored_cursor_continues_where_it_was(size: int, shuffle: bool, before: int, after: int) -> None:
     cursor = Cursor(size, 3, shuffle)
     cursor.take(before)
     restored = Cursor(**json.loads(json.dumps(asdict(cursor))))
@@ -575,5 +575,5 @@ def test_order_depends_on_seed_and_epoch() -> None:
     assert order(0, 1) == orders[1]
 
 
-def test_without_shuffling_rows_come_in_the_order_of_the_source() -> None:
+def test_without_shuffling_rows_keep_the_order_of_the_source() -> None:
     assert Cursor(3, 7, False).take(5) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]

@@ -1,4 +1,4 @@
-"""The tokenizer that trains is that of tokenizer.json, whatever transformers makes of it."""
+"""The tokenizer used in training is that of tokenizer.json, even if transformers builds another one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def a_tokenizer(prefix_space: bool = False) -> Tokenizer:
 
 
 def a_folder(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
-    """Of the family qwen2, of which transformers 5 makes Qwen2Tokenizer whatever tokenizer_config.json says."""
+    """Return a model folder of the family qwen2, for which transformers 5 builds Qwen2Tokenizer whatever
+    tokenizer_config.json has."""
     Qwen2Config(vocab_size=300).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     given = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>", **config}
@@ -42,7 +43,7 @@ def a_folder(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
 
 
 def carried(source: Path, folder: Path) -> Path:
-    """A folder as a checkpoint carries it."""
+    """Return a folder with the model files of a checkpoint."""
     folder.mkdir()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     write_files(model_files(source, load_tokenizer(source)), folder)
@@ -58,7 +59,7 @@ def no_decoding_of_bytes(words: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("change", [lower_case, no_decoding_of_bytes])
-def test_what_transformers_makes_of_the_file_is_passed_over_and_told(
+def test_a_tokenizer_that_differs_from_its_file_is_replaced_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any
 ) -> None:
     words = a_tokenizer()
@@ -84,13 +85,13 @@ def test_what_transformers_makes_of_the_file_is_passed_over_and_told(
 
 
 @pytest.mark.parametrize("prefix_space", [True, False])
-def test_a_prefix_space_is_the_files(tmp_path: Path, prefix_space: bool) -> None:
+def test_a_prefix_space_follows_the_file(tmp_path: Path, prefix_space: bool) -> None:
     words = a_tokenizer(prefix_space)
     found = load_tokenizer(a_folder(tmp_path, words))
     assert len(found("word")["input_ids"]) == len("word") + prefix_space
 
 
-def test_lengths_in_the_file_cut_and_pad_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lengths_in_the_file_neither_truncate_nor_pad(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = a_tokenizer()
     words.enable_truncation(3)
     words.enable_padding(length=8, pad_token="<eos>", pad_id=words.token_to_id("<eos>"))
@@ -99,7 +100,7 @@ def test_lengths_in_the_file_cut_and_pad_nothing(tmp_path: Path, caplog: pytest.
     assert "tokenizer.json" not in caplog.text
 
 
-def test_tokens_that_tokenizer_config_adds_are_taken(tmp_path: Path) -> None:
+def test_tokens_added_by_tokenizer_config_are_used(tmp_path: Path) -> None:
     words = a_tokenizer()
     size = words.get_vocab_size()
     added = {
@@ -114,10 +115,10 @@ def test_tokens_that_tokenizer_config_adds_are_taken(tmp_path: Path) -> None:
         assert load_tokenizer(place)("a<think>")["input_ids"][1:] == [size]
 
 
-def test_flags_that_tokenizer_config_changes_are_taken_and_told(
+def test_flags_changed_by_tokenizer_config_are_used_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Phi-3 has it, and every transformers reads it."""
+    """Phi-3 has such flags, and all versions of transformers read them."""
     words = a_tokenizer()
     flags = {
         "content": "<eos>",
@@ -148,7 +149,7 @@ def test_a_prompt_that_ends_with_the_end_token_is_refused(tmp_path: Path) -> Non
     assert len(encoder(found, DataConfig(path="p.jsonl", chat=True))("ab")) == 2, "a template has its own tokens"
 
 
-def test_fields_that_one_generation_alone_reads_are_told_and_set_right(
+def test_fields_read_by_one_version_of_transformers_are_logged_and_corrected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = a_tokenizer()
@@ -160,7 +161,7 @@ def test_fields_that_one_generation_alone_reads_are_told_and_set_right(
     assert read_json(carried(folder, tmp_path / "again") / "tokenizer_config.json")["add_bos_token"] is True
 
 
-def test_no_space_is_cleaned_away(tmp_path: Path) -> None:
+def test_spaces_are_not_cleaned_up(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"<eos>": 0, "hello": 1, ",": 2, "you": 3}, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder = a_folder(tmp_path, words, tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True)
@@ -176,8 +177,8 @@ def test_a_byte_order_mark_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["file", "config", "both"])
-def test_a_chat_template_is_where_each_generation_looks(tmp_path: Path, where: str) -> None:
-    """chat_template.jinja goes first where there are both."""
+def test_a_chat_template_is_where_each_version_of_transformers_reads_it(tmp_path: Path, where: str) -> None:
+    """chat_template.jinja is preferred if there are both."""
     folder = a_folder(tmp_path / "model", a_tokenizer())
     if where != "config":
         (folder / "chat_template.jinja").write_text("new")
@@ -189,7 +190,7 @@ def test_a_chat_template_is_where_each_generation_looks(tmp_path: Path, where: s
     assert read_json(again / "tokenizer_config.json")["chat_template"] == said
 
 
-def test_several_chat_templates_stay_several(tmp_path: Path) -> None:
+def test_several_chat_templates_are_kept(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
     folder = a_folder(tmp_path / "model", a_tokenizer(), chat_template=templates)
     again = carried(folder, tmp_path / "again")
@@ -197,7 +198,7 @@ def test_several_chat_templates_stay_several(tmp_path: Path) -> None:
     assert read_json(again / "tokenizer_config.json")["chat_template"] == templates
 
 
-def test_files_of_several_chat_templates_are_carried(tmp_path: Path) -> None:
+def test_files_of_several_chat_templates_are_copied(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "model", a_tokenizer())
     (folder / "additional_chat_templates").mkdir()
     names = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
@@ -208,7 +209,7 @@ def test_files_of_several_chat_templates_are_carried(tmp_path: Path) -> None:
     assert load_tokenizer(again).chat_template.keys() == {"default", "tool_use"}
 
 
-def test_more_special_tokens_are_under_the_name_that_both_generations_read(tmp_path: Path) -> None:
+def test_extra_special_tokens_have_the_name_that_all_versions_read(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "model", a_tokenizer(), extra_special_tokens=["<bos>"])
     again = carried(folder, tmp_path / "again")
     config = read_json(again / "tokenizer_config.json")
@@ -217,7 +218,7 @@ def test_more_special_tokens_are_under_the_name_that_both_generations_read(tmp_p
     assert load_tokenizer(again).extra_special_tokens == ["<bos>"]
 
 
-def test_files_that_are_complete_are_carried_byte_for_byte(tmp_path: Path) -> None:
+def test_complete_files_are_copied_byte_for_byte(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "model", a_tokenizer())
     (folder / "generation_config.json").write_text('{ "temperature": 0.6 }')
     (folder / "vocab.json").write_text("{}")
@@ -228,6 +229,6 @@ def test_files_that_are_complete_are_carried_byte_for_byte(tmp_path: Path) -> No
     assert all((again / name).read_bytes() == (folder / name).read_bytes() for name in names)
 
 
-def test_a_folder_of_weights_alone_has_no_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no tokenizer: copy"):
         load_tokenizer(save_weights(tmp_path))

@@ -1,4 +1,4 @@
-"""The look-ahead's books: what is kept, and where a row stands in its old response."""
+"""Store and chains of look-ahead drafts: the drafts that are kept, and a row's place in its old response."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def looking(*known: Ahead, row: Row | None = None) -> LookAhead:
 
 
 def chain(look: LookAhead, most: int = 64) -> list[int]:
-    """What is proposed now."""
+    """Return the tokens that are proposed now."""
     return look.propose([min(most, look.offers()[0])])[0]
 
 
@@ -37,8 +37,8 @@ def chain(look: LookAhead, most: int = 64) -> list[int]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)), max_size=30), st.integers(0, 40))
-def test_the_newest_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], most: int) -> None:
-    """Against a plain list of what was put."""
+def test_the_newest_drafts_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], most: int) -> None:
+    """Compare the store with a plain list of the drafts."""
     store, line = AheadStore(most), list[tuple[int, int, int]]()
     for seed, prompt, length in puts:
         seed = 10 * prompt + seed  # a seed is of one prompt
@@ -60,7 +60,7 @@ def test_the_newest_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], m
 # -- the pointer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_chain_doubles_and_a_miss_halves() -> None:
+def test_an_accepted_chain_doubles_the_length_and_a_rejection_halves_it() -> None:
     old = list(range(1, 500))
     look = looking(ahead(7, old))
     assert chain(look) == old[:64], "as long as a draft may be"
@@ -80,7 +80,7 @@ def test_a_full_chain_doubles_and_a_miss_halves() -> None:
     assert chain(look) == old[34:38]
 
 
-def test_it_is_found_again_where_tokens_were_left_out_or_put_in() -> None:
+def test_the_place_is_found_again_after_deleted_or_inserted_tokens() -> None:
     old = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
     for new in ([10, 14, 15, 16, 17], [10, 500, 501, 502, 14, 15, 16, 17], [10, 11, 12, 11, 14, 15, 16, 17]):
         look = looking(ahead(7, old))
@@ -89,7 +89,7 @@ def test_it_is_found_again_where_tokens_were_left_out_or_put_in() -> None:
         assert chain(look) == [18, 19, 20, 21]
 
 
-def test_its_own_response_goes_before_that_of_a_sibling() -> None:
+def test_a_rows_own_old_response_is_preferred_to_that_of_a_sibling() -> None:
     again = [1, 2, 3, 4]
     look = looking(ahead(7, [9, 9, *again, 50, *range(100, 300)]), ahead(8, [*range(400, 600), *again, 60, 61]))
     for token in [*range(700, 900), *again]:
@@ -101,7 +101,7 @@ def test_its_own_response_goes_before_that_of_a_sibling() -> None:
     assert chain(look) == [405, 406, 407, 408]
 
 
-def test_a_sibling_tells_what_its_own_does_not() -> None:
+def test_a_sibling_drafts_where_the_own_response_does_not() -> None:
     look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35]))
     for token in (1, 2, 30, 31, 32, 33):
         look.commit(0, [token])
@@ -112,11 +112,11 @@ def test_a_sibling_tells_what_its_own_does_not() -> None:
     assert chain(look) == [], "another prompt's is not looked at"
 
 
-def test_a_row_without_its_own_is_not_drafted_by_a_siblings() -> None:
+def test_a_row_without_an_own_response_is_not_drafted_by_a_sibling() -> None:
     assert looking(ahead(8, [1, 2, 3, 4, 5, 6]), row=Row(request(7))).offers() == [0]
 
 
-def test_what_is_left_is_of_its_own_alone() -> None:
+def test_the_remaining_tokens_are_those_of_the_own_response() -> None:
     row = Row(request(7), tokens=[1, 2, 30, 31, 32, 33])
     own, sibling = ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35])
     look = looking(own, sibling, row=row)
@@ -128,7 +128,7 @@ def test_what_is_left_is_of_its_own_alone() -> None:
     assert (found.seed, found.prompt, found.version, found.ended) == (7, (0,), 1, False)
 
 
-def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
+def test_nothing_is_proposed_at_the_end_of_the_old_response() -> None:
     look = looking(ahead(7, [1, 2, 3]))
     look.commit(0, [1, 2])
     assert chain(look) == [3]
@@ -138,12 +138,12 @@ def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     assert chain(look) == []
 
 
-def test_a_row_that_comes_back_is_taken_up_where_it_stands() -> None:
+def test_a_row_that_returns_is_drafted_from_its_present_place() -> None:
     row = Row(request(7), tokens=[1, 2, 99, 4, 5, 6, 7])
     assert chain(looking(ahead(7, [1, 2, 3, 4, 5, 6, 7, 8, 9]), row=row)) == [8, 9]
 
 
-def test_rows_that_leave_are_followed() -> None:
+def test_rows_that_leave_are_tracked() -> None:
     store = AheadStore(100)
     store.put(ahead(seed, [seed, seed + 1], prompt=seed) for seed in (1, 2, 3))
     look = LookAhead(store, vocab_size=10)
@@ -156,7 +156,7 @@ def test_rows_that_leave_are_followed() -> None:
     assert look.offers() == [1]
 
 
-def test_what_is_no_token_is_not_proposed() -> None:
+def test_invalid_tokens_are_not_proposed() -> None:
     for tokens in ([1, 2, 1000], [-1, 2]):
         look = looking(ahead(7, tokens))
         assert look.offers() == [0]

@@ -1,4 +1,4 @@
-"""Chains that are drafted whole and replayed, as a CUDA device does, are those that grow level by level."""
+"""Chains that are drafted as a whole and replayed, as on a CUDA device, equal chains that grow level by level."""
 
 from __future__ import annotations
 
@@ -106,15 +106,15 @@ def check(ours: list[tuple[int, int, DraftTree]], theirs: list[tuple[int, int, D
 @pytest.mark.parametrize("reduced", [False, True], ids=["all_tokens", "some_tokens"])
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("case", CASES)
-def test_whole_chains_are_those_of_levels(model: Model, case: str, kind: Kind, reduced: bool) -> None:
-    """The window is shorter than the rows, so the ring of the drafter's cache goes around."""
+def test_whole_chains_equal_those_grown_by_level(model: Model, case: str, kind: Kind, reduced: bool) -> None:
+    """The window is shorter than the rows, so the ring of the drafter's cache wraps around."""
     layer = layer_of(model, kind, 6, reduced)
     ours, theirs = (trees(model, layer, whole, CASES[case], "plain") for whole in (True, False))
     check(ours, theirs)
 
 
 @pytest.mark.parametrize("laws", ["tempered", "greedy", "restricted"])
-def test_whole_chains_follow_the_law_of_their_request(model: Model, laws: str) -> None:
+def test_whole_chains_follow_the_sampling_parameters_of_their_request(model: Model, laws: str) -> None:
     layer = layer_of(model, "eagle1", 6, True)
     ours, theirs = (trees(model, layer, whole, CASES["every_round"], laws) for whole in (True, False))
     check(ours, theirs)

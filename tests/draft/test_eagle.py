@@ -1,4 +1,4 @@
-"""The learned drafter's layer and folder: the forward pass against a slow twin, the tensors against the published
+"""Layer and folder of the learned drafter: the forward pass against a slow twin, the tensors against the published
 formats."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def model() -> Model:
 @pytest.mark.parametrize("start", [0, 300])
 @pytest.mark.parametrize("window", [4, 100])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_the_layer_is_the_papers(model: Model, kind: Kind, window: int, start: int) -> None:
-    """One column, in the trainer's form; test_learned.py holds the engine's form to the same twin."""
+def test_the_layer_is_that_of_the_papers(model: Model, kind: Kind, window: int, start: int) -> None:
+    """One column, in the form of the trainer. test_learned.py compares the form of the engine with the same twin."""
     layer, decoder = make_layer(model.decoder, kind, window), model.decoder
     twin = model.twin(layer)
     n, D = 9, layer.options.hidden_size
@@ -50,7 +50,7 @@ def test_the_layer_is_the_papers(model: Model, kind: Kind, window: int, start: i
         assert torch.allclose(column[i] @ decoder.head.T, twin.logits(want), rtol=0, atol=1e-10)
 
 
-def test_the_drafter_has_the_targets_own_shape(model: Model) -> None:
+def test_the_drafter_has_the_shape_of_the_target(model: Model) -> None:
     options, target = eagle_options(model.decoder.options, "eagle3", 77), model.decoder.options
     for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size"):
         assert getattr(options, name) == getattr(target, name)
@@ -71,7 +71,7 @@ def test_a_shallow_target_has_taps_too(model: Model, layers: int) -> None:
 
 @pytest.mark.parametrize("listed", [11, 5])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_what_was_saved_comes_back(
+def test_a_saved_drafter_is_loaded_unchanged(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, listed: int
 ) -> None:
     """With a drafter of the whole vocabulary, and with one that proposes five tokens."""
@@ -186,19 +186,19 @@ def test_a_bad_folder_is_refused_in_one_sentence(model: Model, tmp_path: Path, f
     assert str(tmp_path) in message
 
 
-def test_heads_that_the_targets_rotary_embedding_does_not_turn(model: Model, tmp_path: Path) -> None:
+def test_a_head_size_that_does_not_fit_the_targets_rotary_embedding_is_refused(model: Model, tmp_path: Path) -> None:
     options = replace(eagle_options(model.decoder.options, "eagle3", 8), head_dim=4)
     save_drafter(EagleLayer(options), tmp_path)
     with pytest.raises(DrafterError, match="head_dim 4"):
         load_drafter(tmp_path, model.decoder.options)
 
 
-def test_no_folder_at_all(model: Model, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(model: Model, tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="tlt draft train"):
         load_drafter(tmp_path / "nowhere", model.decoder.options)
 
 
-def test_a_layer_does_not_begin_where_another_began(model: Model) -> None:
+def test_random_layers_differ(model: Model) -> None:
     """Random weights come from torch's seed, so a recipe's seed makes the same drafter."""
     options = eagle_options(model.decoder.options, "eagle3", 8)
     torch.manual_seed(1)

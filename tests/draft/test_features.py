@@ -1,5 +1,5 @@
-"""The feature window against a plain-Python model of it; what the engine keeps in it against transformers' hidden
-states; and the harvest that comes out of it."""
+"""The feature window against a plain Python implementation, the engine's features against transformers' hidden states,
+and the training data made from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ A_ROW = Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams()))
 
 @dataclass
 class PlainRow:
-    """Everything ever written, by position, and the oldest that may be used."""
+    """All features of a row by position, and the oldest position that may be read."""
 
     entries: dict[int, tuple[float, int]] = field(default_factory=dict)
     first: int = 0
@@ -54,11 +54,12 @@ def check_row(window: FeatureWindow, row: int, plain: PlainRow) -> None:
 
 @given(st.data())
 @settings(max_examples=120, deadline=None)
-def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
-    """Rows come, copy a prefix from another row, grow by up to a round's commit, and go; the last takes their place.
+def test_the_window_equals_the_plain_implementation(data: st.DataObject) -> None:
+    """Rows arrive, copy a prefix from another row, grow by up to one round's tokens, and leave. The last row then moves
+    to the free place.
 
-    A copy has what the source still holds of it, which is never less than the last window where the source is no
-    further than the slack."""
+    A copy has the features that the source still holds. These are at least the last window, if the source is at most
+    the slack ahead."""
     size = data.draw(st.sampled_from([1, 3, 8]))
     window = FeatureWindow(FeatureLayout((0,), size), 2, torch.float64, CPU)
     rows: list[PlainRow] = []
@@ -102,7 +103,7 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("written", [5, 66, 68, 100])
 @pytest.mark.parametrize("kept", [0, 2, 5, 35, 60])
-def test_a_row_that_keeps_its_place_has_what_the_ring_still_holds(written: int, kept: int) -> None:
+def test_a_row_that_keeps_its_place_keeps_the_features_in_its_ring(written: int, kept: int) -> None:
     window = FeatureWindow(FeatureLayout((), 3), 1, torch.float64, CPU)
     window.append(A_ROW, kept=0)
     for p in range(written):
@@ -128,7 +129,7 @@ def test_rows_are_written_in_one_call() -> None:
     assert window.read(2, 0, 2)[1].tolist() == [6, 5]
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_features_are_read_as_copies() -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
     window.append(A_ROW, kept=0)
     window.write([0], [0], torch.ones(1, 2), [3])
@@ -184,7 +185,8 @@ def run(
 
 
 def by_response(items: Sequence[Harvest], responses: Sequence[Response]) -> dict[int, list[Harvest]]:
-    """seed -> its harvest, in order; found by the tokens themselves. (Windows inside a shared prompt are equal.)"""
+    """Return the training data of each response in order, by seed. It is found by its tokens. (Windows inside a shared
+    prompt are equal.)"""
     found: dict[int, list[Harvest]] = {response.request.seed: [] for response in responses}
     for item in items:
         owners = []
@@ -211,9 +213,10 @@ def check_features(model: Model, items: Sequence[Harvest], response: Response, t
 
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "random"])
 @pytest.mark.parametrize("window", [8, 16, 100])
-def test_the_harvest_is_what_transformers_computes(model: Model, window: int, drafter: str) -> None:
-    """Features at the taps and after the final norm, the token that follows, the true position; the last token of a
-    response has not been through the target, so no entry is for it. A window at a time, then the last one."""
+def test_training_data_equals_hidden_states_of_transformers(model: Model, window: int, drafter: str) -> None:
+    """The features are those at the taps and after the final norm. Each entry has the next token and the true position.
+    The last token of a response has not been through the target, so it has no entry. Entries come one window at a
+    time."""
     engine, responses, items = run(model, requests(), window, drafter)
     assert engine.layout is not None
     for seed, mine in by_response(items, responses).items():
@@ -232,7 +235,7 @@ def test_the_harvest_is_what_transformers_computes(model: Model, window: int, dr
 
 
 class Replay(NodeDrafter):
-    """Goes on as responses did that nothing stopped."""
+    """Drafter that continues as the responses would without a stop."""
 
     name = "replay"
 
@@ -244,8 +247,9 @@ class Replay(NodeDrafter):
         return Offer(torch.tensor([tokens[:1] or [-1] for tokens in behind]), torch.zeros(len(nodes), 1))
 
 
-def test_nothing_is_kept_of_a_stop_token_that_was_drafted(model: Model) -> None:
-    """The target agreed with it and has computed its features, but the response ends before it is gone on from."""
+def test_no_features_of_a_drafted_stop_token_are_kept(model: Model) -> None:
+    """The target agrees with the draft and has computed the features of the stop token, but the response ends before
+    it."""
     asked = [replace(r, sampling=SamplingParams(0.8, max_new_tokens=45)) for r in requests(4)]
     _, whole, _ = run(model, asked, 8, "plain")
     stops = {r.request.seed: r.token_ids[20] for r in whole}
@@ -264,7 +268,7 @@ def test_nothing_is_kept_of_a_stop_token_that_was_drafted(model: Model) -> None:
         assert mine[-1].start + len(mine[-1].tokens) == entries
 
 
-def test_a_preempted_response_is_harvested_too(model: Model) -> None:
+def test_a_preempted_response_is_saved_as_training_data_too(model: Model) -> None:
     engine, responses, items = run(model, requests(8, new_tokens=60), 8, bound_tokens=180, max_rows=8)
     assert engine.stats.preemptions > 0
     assert engine.layout is not None
@@ -278,7 +282,7 @@ def test_a_preempted_response_is_harvested_too(model: Model) -> None:
 
 
 @pytest.mark.parametrize("longest", [30, 150])
-def test_siblings_that_copied_their_prompt_are_harvested_as_their_own(model: Model, longest: int) -> None:
+def test_siblings_with_a_copied_prompt_have_their_own_training_data(model: Model, longest: int) -> None:
     prompt = Prompt(0, "", tuple(range(11)) * 2)
     asked = [Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)]
     engine, responses, items = run(model, asked, 8, max_rows=2)

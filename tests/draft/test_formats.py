@@ -1,5 +1,5 @@
-"""Drafters as engines read them. Engines are silent where a tensor is missing, so that names, shapes and configs are
-pinned here, from what vLLM 0.33, SGLang 0.5 and speculators 0.9 read."""
+"""Drafters in the formats of other engines. Engines ignore a missing tensor silently. So these tests fix names, shapes
+and configs, as vLLM 0.33, SGLang 0.5 and speculators 0.9 read them."""
 
 from __future__ import annotations
 
@@ -51,10 +51,8 @@ def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict
     ],
 )
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_the_rope_with_a_target_of_another_family_is_the_one_it_was_trained_with(
-    tmp_path: Path, rope: dict[str, Any], to: Any
-) -> None:
-    """In a version of transformers that reads rope_parameters, and in one that reads rope_theta."""
+def test_the_exported_rope_is_that_of_training_for_any_family(tmp_path: Path, rope: dict[str, Any], to: Any) -> None:
+    """It is read by versions of transformers that know rope_parameters, and by those that know rope_theta."""
     config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8, head_dim=E) if not rope else None
     target = config.to_dict() if config else {"model_type": "granite", **rope}
     write_drafter(a_layer("eagle3"), target, tmp_path, to)
@@ -105,7 +103,7 @@ def shapes(kind: str, prefix: str) -> dict[str, tuple[int, ...]]:
         ("eagle3", "speculators", "layers.0", {"embed_tokens.weight": (V, D)}),
     ],
 )
-def test_names_and_shapes_are_those_of_the_engine(
+def test_names_and_shapes_are_those_that_the_engine_reads(
     tmp_path: Path, kind: str, to: str, prefix: str, more: dict[str, tuple[int, ...]]
 ) -> None:
     _, tensors = written(tmp_path, kind, to)
@@ -145,7 +143,7 @@ def test_the_config_of_eagle1(tmp_path: Path, to: str, name: str) -> None:
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_the_config_of_eagle3_numbers_layers_both_ways(tmp_path: Path, to: str) -> None:
-    """hidden_states[2], [4] and [5] of eight layers: 2, 4, 5 in vLLM; SGLang adds 1 to 1, 3, 4."""
+    """hidden_states[2], [4] and [5] of eight layers are 2, 4, 5 in vLLM, and 1, 3, 4 in SGLang, which adds 1."""
     assert written(tmp_path, "eagle3", to)[0] == {
         "architectures": ["LlamaForCausalLMEagle3"],
         **COMMON,
@@ -179,19 +177,19 @@ def test_the_config_of_speculators(tmp_path: Path) -> None:
     }
 
 
-def test_without_a_head_the_engine_shares_the_targets(tmp_path: Path) -> None:
+def test_without_a_head_the_engine_uses_that_of_the_target(tmp_path: Path) -> None:
     assert "lm_head.weight" not in written(tmp_path, "eagle3", "vllm", head=False)[1]
 
 
 @pytest.mark.parametrize("layers", [1, 3, 4, 5, 6])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
-def test_layers_that_collide_are_refused(tmp_path: Path, layers: int, to: Any) -> None:
-    """vLLM would sort them and leave one out, and the drafter would read the wrong ones."""
+def test_repeated_layers_are_refused(tmp_path: Path, layers: int, to: Any) -> None:
+    """vLLM would sort them and leave one out, and the drafter would read other layers."""
     with pytest.raises(DrafterError, match="seven layers or more"):
         write_drafter(a_layer("eagle3", layers), TARGET, tmp_path, to)
     write_drafter(a_layer("eagle3", 7), TARGET, tmp_path, to)
 
 
-def test_speculators_has_no_eagle1(tmp_path: Path) -> None:
+def test_eagle1_cannot_be_exported_to_speculators(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match=r"speculation\.kind = 'eagle3'"):
         write_drafter(a_layer("eagle1"), TARGET, tmp_path, "speculators")

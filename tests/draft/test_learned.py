@@ -1,8 +1,8 @@
-"""The learned drafter's state through the rollout's life: whatever happened before, its proposals are those of a fresh
-engine with the same weights, prefix and window, and those of a twin without any cache; in float64.
+"""State of the learned drafter during a rollout. Its proposals equal those of a new engine with the same weights,
+prefix and window, and those of a twin without a cache, in float64. They do not depend on earlier rows and rounds.
 
-A proposal is the law at a node of a round's tree. The calibration is held still, so that trees depend on laws alone.
-"""
+A proposal is the distribution at a node of a round's tree. The calibration is fixed, so that trees depend on the
+distributions alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Place = tuple[int, int]  # seed of the request, tokens it had
 
 
 class Still(Calibration):
-    """Counts nothing."""
+    """Calibration that never changes."""
 
     def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None: ...
 
@@ -51,7 +51,7 @@ class Still(Calibration):
 
 @dataclass
 class Round:
-    """What was proposed for one row in one round."""
+    """Proposals for one row in one round."""
 
     row: Row
     layer: EagleLayer
@@ -63,7 +63,7 @@ class Round:
 
 
 class Recorder(EagleDrafter):
-    """Writes down the law of every living node; rows are known by the engine's own order."""
+    """Drafter that records the distribution at every active node. Rows are identified by the engine's order."""
 
     def __init__(self, layer: EagleLayer, model: Model, log: dict[Place, Round]) -> None:
         super().__init__(layer, model.decoder)
@@ -96,7 +96,7 @@ class Recorder(EagleDrafter):
 
 @dataclass
 class Life:
-    """An engine whose learned drafter is watched."""
+    """Engine whose learned drafter is recorded."""
 
     model: Model
     layer: EagleLayer
@@ -145,7 +145,7 @@ class Life:
 
 
 def fresh(model: Model, round_: Round, strategy: Strategy) -> Round:
-    """What a new engine proposes that is given the prefix, and nothing else."""
+    """Return the proposals of a new engine that knows only the prefix."""
     life = Life(model, round_.layer, Fixed(strategy))
     life.engine.start([])
     life.engine.submit([], [Row(round_.row.request, list(round_.committed))])
@@ -157,7 +157,7 @@ def fresh(model: Model, round_: Round, strategy: Strategy) -> Round:
 
 
 def some_of(log: dict[Place, Round], every: int) -> list[tuple[Place, Round]]:
-    """At most 16, from the beginning to the end: each is compared with an engine of its own."""
+    """Return at most 16 rounds from the whole range, because each is compared with an engine of its own."""
     return list(log.items())[:: max(every, len(log) // 15)]
 
 
@@ -174,7 +174,7 @@ def check_as_fresh(model: Model, log: dict[Place, Round], strategy: Strategy, ev
 
 
 def requests(count: int = 6, new_tokens: int = 40, group: int = 1, prompt: int = 5) -> list[Request]:
-    """Prompts of different lengths, responses of different lengths and laws."""
+    """Return requests with different prompts, lengths and sampling parameters."""
     laws = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0})
     return [
         Request(
@@ -200,7 +200,7 @@ shapes = pytest.mark.parametrize(("kind", "window"), [("eagle3", 8), ("eagle1", 
 
 
 def check_as_twin(model: Model, log: dict[Place, Round], every: int, listed: Tensor | None = None) -> None:
-    """With `listed`, a drafter proposes these tokens alone."""
+    """Compare all proposals with the twin's. With `listed`, the drafter proposes only these tokens."""
     twins = {id(round_.layer): model.twin(round_.layer) for round_ in log.values()}
     for where, got in some_of(log, every):
         context = [*got.row.request.prompt.token_ids, *got.committed]
@@ -225,8 +225,9 @@ def check_as_twin(model: Model, log: dict[Place, Round], every: int, listed: Ten
         *(("eagle3", 16, Strategy("eagle", 9, 1, 10)), ("eagle3", 16, Strategy("eagle", 5, 4, 20))),
     ],
 )
-def test_proposals_are_the_twins(model: Model, kind: Kind, window: int, strategy: Strategy) -> None:
-    """Through transformers' hidden states, by full attention: windows, positions, tree masks, the cache."""
+def test_proposals_equal_the_twins(model: Model, kind: Kind, window: int, strategy: Strategy) -> None:
+    """The twin uses transformers' hidden states and full attention. This checks windows, positions, tree masks and the
+    cache."""
     log = Life(model, make_layer(model.decoder, kind, window), Fixed(strategy)).run(requests(4, new_tokens=60))
     assert max(len(path) for round_ in log.values() for path in round_.laws) == strategy.depth - 1
     check_as_twin(model, log, every=17)
@@ -236,22 +237,23 @@ def test_proposals_are_the_twins(model: Model, kind: Kind, window: int, strategy
 
 
 @shapes
-def test_rows_that_come_and_go(model: Model, kind: Kind, window: int) -> None:
-    """More requests than rows, of different lengths: the last row takes the place of one that is done."""
+def test_rows_that_arrive_and_leave(model: Model, kind: Kind, window: int) -> None:
+    """There are more requests than rows, of different lengths. The last row moves to the place of a finished one."""
     log = Life(model, make_layer(model.decoder, kind, window), max_rows=3).run(requests(8))
     check_as_fresh(model, log, TREE)
 
 
 @shapes
 def test_speculation_off_and_on_again(model: Model, kind: Kind, window: int) -> None:
-    """Plain rounds and another drafter's between: the drafter catches up with what it did not see."""
+    """Rounds of plain decoding and of another drafter come between. The drafter then computes the tokens that it
+    missed."""
     tuner = InTurn([TREE, PLAIN, TREE, *[PLAIN] * 11, TREE, TREE, Strategy("suffix", 3, 2, 8), TREE])
     log = Life(model, make_layer(model.decoder, kind, window), tuner).run(requests(6, new_tokens=60))
     check_as_fresh(model, log, TREE, every=2)
 
 
 def test_off_for_longer_than_the_ring(model: Model) -> None:
-    """90 rounds of plain decoding, then on again: window 8 and its slack of 64 have gone round."""
+    """After 90 rounds of plain decoding, the window of 8 and its slack of 64 have wrapped around."""
     tuner = InTurn([TREE, TREE, *[PLAIN] * 90, *[TREE] * 3])
     log = Life(model, make_layer(model.decoder, "eagle3", 8), tuner).run(requests(4, new_tokens=150))
     late = {where: round_ for where, round_ in log.items() if where[1] > 90}
@@ -285,7 +287,7 @@ def test_preemption_and_return(model: Model, kind: Kind, window: int) -> None:
 
 
 @shapes
-def test_siblings_copy_a_prompt_that_was_prefilled_once(model: Model, kind: Kind, window: int) -> None:
+def test_siblings_copy_a_prompt_that_is_prefilled_once(model: Model, kind: Kind, window: int) -> None:
     life = Life(model, make_layer(model.decoder, kind, window))
     log = life.run(requests(6, new_tokens=30, group=3, prompt=20))
     assert life.engine.stats.prefill_tokens == 19 + 20
@@ -293,7 +295,8 @@ def test_siblings_copy_a_prompt_that_was_prefilled_once(model: Model, kind: Kind
 
 
 def late_siblings(model: Model, window: int, first: int, others: int) -> Life:
-    """Two rows: one decodes `first` tokens, while its siblings come and go beside it and copy from it."""
+    """Return an engine with two rows. One decodes `first` tokens, while its siblings arrive, copy from it, and
+    leave."""
     prompt = Prompt(0, "", tuple(range(11)) * 2)
     asked = [
         Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=first if i == 0 else 14))
@@ -306,7 +309,7 @@ def late_siblings(model: Model, window: int, first: int, others: int) -> Life:
 
 
 @shapes
-def test_a_sibling_takes_over_the_place_of_one_that_is_done(model: Model, kind: Kind, window: int) -> None:
+def test_a_sibling_reuses_the_place_of_a_finished_one(model: Model, kind: Kind, window: int) -> None:
     life = Life(model, make_layer(model.decoder, kind, window), max_rows=1)
     log = life.run(requests(4, new_tokens=30, group=2, prompt=20))
     assert life.engine.stats.prefill_tokens == 19 + 20
@@ -314,15 +317,15 @@ def test_a_sibling_takes_over_the_place_of_one_that_is_done(model: Model, kind: 
 
 
 @pytest.mark.parametrize("window", [8, 64])
-def test_a_sibling_that_comes_late_copies_from_one_that_still_decodes(model: Model, window: int) -> None:
-    """The source has gone on, but its ring still holds the prompt's last window."""
+def test_a_late_sibling_copies_from_an_active_one(model: Model, window: int) -> None:
+    """The source has continued, but its ring still holds the last window of the prompt."""
     life = late_siblings(model, window, first=60, others=4)
     check_as_fresh(model, life.log, CHAIN, every=1)
 
 
-def test_a_sibling_whose_source_has_forgotten_the_prompt(model: Model) -> None:
-    """The source is 150 tokens on, its ring holds 72: what is left of the prompt is nothing, or little. Its siblings
-    draft from what they decode themselves, as if the prompt had not been, and see no other's tokens."""
+def test_a_sibling_whose_source_no_longer_has_the_prompt(model: Model) -> None:
+    """The source is 150 tokens ahead and its ring holds 72, so nothing or little of the prompt is left. The siblings
+    draft from their own tokens as if there was no prompt. They read no tokens of other rows."""
     window = 8
     life = late_siblings(model, window, first=150, others=9)
     late = [round_ for (seed, _), round_ in life.log.items() if seed != 900]
@@ -345,7 +348,7 @@ def test_a_sibling_whose_source_has_forgotten_the_prompt(model: Model) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_new_target_version(kind: Kind) -> None:
-    """Features, embedding and head are those of the version that decodes now."""
+    """Features, embedding and head are those of the present version."""
     model, other = make_model(seed=0), make_model(seed=1)
     life = Life(model, make_layer(model.decoder, kind, 16), max_rows=3)
     life.run(requests(5))
@@ -358,7 +361,7 @@ def test_a_new_target_version(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
-    """Proposals are the twin's distributions over these tokens alone, under the head of the present version."""
+    """Proposals are the twin's distributions over these tokens alone, with the head of the present version."""
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 6)
     model, other, listed = make_model(seed=0), make_model(seed=1), torch.tensor([0, 2, 3, 6, 7, 10])
     layer = make_layer(model.decoder, kind, 16)
@@ -380,8 +383,8 @@ def test_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None
 # -- the edges ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_of_one_token_has_nothing_to_draft_from(model: Model) -> None:
-    """Its first round has no features. What the drafter says then depends on no neighbour, and on no row before."""
+def test_a_prompt_of_one_token_has_no_features(model: Model) -> None:
+    """Its first round has no features. The proposals then depend on no neighbour and no earlier row."""
     one = Request(Prompt(0, "", (4,)), 0, 0, 5, SamplingParams(max_new_tokens=20))
     layer = make_layer(model.decoder, "eagle3", 16)
     alone = Life(model, layer).run([one])
@@ -401,8 +404,8 @@ def test_a_neighbour_without_features_changes_nothing(model: Model) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_is_not_finite_is_gone_with_its_row(model: Model, place: int) -> None:
-    """The next one there, which is shorter than its neighbour, says what it says in a new drafter."""
+def test_values_that_are_not_finite_do_not_affect_the_next_row(model: Model, place: int) -> None:
+    """The next row in that place is shorter than its neighbour. Its proposals equal those of a new drafter."""
     hidden = model.decoder.options.hidden_size
     layer = make_layer(model.decoder, "eagle3", 16)
     layout = layer.options.layout
@@ -440,8 +443,9 @@ def test_what_is_not_finite_is_gone_with_its_row(model: Model, place: int) -> No
     assert torch.allclose(laws(before=True), laws(before=False), rtol=1e-10, atol=1e-10)
 
 
-def test_a_tree_beyond_the_cache_of_guesses_fails_alone(model: Model) -> None:
-    """The configuration refuses such a strategy; where one comes in by another way, decoding goes on without it."""
+def test_a_tree_too_large_for_the_cache_only_turns_the_drafter_off(model: Model) -> None:
+    """The configuration refuses such a strategy. If it is set in another way, decoding continues without the
+    drafter."""
     life = Life(model, make_layer(model.decoder, "eagle3", 16), Fixed(Strategy("eagle", 30, 8, 200)))
     plain = Engine(model.decoder, EngineConfig())
     want = {r.request.seed: r.token_ids for r in plain.generate(requests(3))}

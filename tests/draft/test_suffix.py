@@ -1,4 +1,4 @@
-"""The model-free drafter: where it finds matches, what it offers, and what it forgets."""
+"""The suffix drafter: its matches, its proposals, and the tokens that it drops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def close(drafter: SuffixDrafter, request: Request) -> None:
 
 
 def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:
-    """A response that was decoded to its end."""
+    """Add a response that was decoded to its end."""
     drafter.open(request, [])
     for token in tokens:
         commit(drafter, request, [token])
@@ -41,7 +41,7 @@ def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> 
 
 
 def offers(drafter: SuffixDrafter, request: Request, committed: Sequence[int] = ()) -> dict[int, float]:
-    """token -> q at the root, the escape left out."""
+    """Return token -> q at the root, without the escape probability."""
     out = drafter.propose([Node(request, committed, ())])
     assert out.ids is not None
     pairs = zip(out.ids[0].tolist(), out.log_q[0].exp().tolist(), strict=True)
@@ -49,7 +49,7 @@ def offers(drafter: SuffixDrafter, request: Request, committed: Sequence[int] = 
 
 
 def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
-    """The likeliest candidates, level after level."""
+    """Return the likeliest candidate of each level."""
     path: tuple[int, ...] = ()
     state = None
     for _ in range(depth):
@@ -118,7 +118,7 @@ def test_a_long_match_beats_a_short_one() -> None:
     assert set(offers(drafter, live)) == {50}
 
 
-def test_the_newest_matches_of_an_epoch_are_looked_at() -> None:
+def test_the_newest_matches_of_an_epoch_are_used() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     decoded(drafter, request(index=1), [1, 2, 30] * 20 + [1, 2, 40] * 16)
     drafter.open(live, [])
@@ -126,7 +126,7 @@ def test_the_newest_matches_of_an_epoch_are_looked_at() -> None:
     assert set(offers(drafter, live)) == {40}
 
 
-def test_no_more_than_sixteen_matches_count_over_all_epochs() -> None:
+def test_at_most_sixteen_matches_are_used_over_all_epochs() -> None:
     drafter, live = SuffixDrafter(LOTS), request(epoch=2)
     decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
     decoded(drafter, request(epoch=1), [1, 2, 40] * 10)
@@ -138,8 +138,8 @@ def test_no_more_than_sixteen_matches_count_over_all_epochs() -> None:
 # -- what is offered ---------------------------------------------------------------------------------------------------
 
 
-def test_counts_and_escape_make_the_law() -> None:
-    """After the pair (1, 2): 3 twice, 4 once, and 1.5 for all that was not seen."""
+def test_the_distribution_follows_from_counts_and_escape() -> None:
+    """After the pair (1, 2): 3 twice, 4 once, and 1.5 for all tokens that did not follow."""
     drafter, live = SuffixDrafter(LOTS), request()
     decoded(drafter, request(index=1), [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3])
     drafter.open(live, [])
@@ -153,7 +153,7 @@ def test_counts_and_escape_make_the_law() -> None:
     own=st.lists(st.integers(0, 3), max_size=12),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_offer_is_a_law_with_the_escape_and_names_only_what_followed(
+def test_every_proposal_is_a_distribution_with_escape_over_tokens_that_followed(
     texts: list[list[int]], prompt: list[int], own: list[int]
 ) -> None:
     drafter = SuffixDrafter(LOTS)
@@ -186,13 +186,13 @@ def test_every_offer_is_a_law_with_the_escape_and_names_only_what_followed(
 
 
 @pytest.mark.parametrize("committed", [[], [1], [1, 2]])
-def test_a_prompt_of_one_token_and_nothing_seen_offer_nothing(committed: list[int]) -> None:
+def test_a_prompt_of_one_token_without_history_has_no_proposal(committed: list[int]) -> None:
     drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
     drafter.open(live, committed)
     assert offers(drafter, live) == {}
 
 
-def test_a_batch_of_rows_is_each_row_alone() -> None:
+def test_a_batch_of_rows_equals_each_row_alone() -> None:
     drafter, rows = SuffixDrafter(LOTS), [request(index=i) for i in range(3)]
     for row, tokens in zip(rows, ([1, 2, 3, 1, 2], [7], [4, 5, 4, 5, 4]), strict=True):
         drafter.open(row, [])
@@ -207,7 +207,7 @@ def test_a_batch_of_rows_is_each_row_alone() -> None:
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def test_old_epochs_age_out_and_the_bound_holds() -> None:
+def test_old_epochs_are_dropped_and_the_bound_holds() -> None:
     drafter = SuffixDrafter(history_tokens=100)
     for epoch in range(10):
         decoded(drafter, request(epoch=epoch), [epoch + 10, 2, 3, epoch] * 7)
@@ -219,7 +219,7 @@ def test_old_epochs_age_out_and_the_bound_holds() -> None:
     assert set(offers(drafter, live)) == {9, 8, 7}
 
 
-def test_a_forgotten_prompt_leaves_nothing_behind() -> None:
+def test_a_dropped_prompt_leaves_nothing() -> None:
     drafter = SuffixDrafter(history_tokens=50)
     for prompt_id in range(200):
         decoded(drafter, request(prompt_id=prompt_id), [1, 2, 3] * 10)
@@ -228,7 +228,7 @@ def test_a_forgotten_prompt_leaves_nothing_behind() -> None:
     assert len(drafter.epochs) <= 3
 
 
-def test_open_requests_are_never_forgotten() -> None:
+def test_active_requests_are_never_dropped() -> None:
     drafter = SuffixDrafter(history_tokens=10)
     rows = [request(prompt_id=i) for i in range(5)]
     for row in rows:
@@ -244,7 +244,7 @@ def test_open_requests_are_never_forgotten() -> None:
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_a_request_comes_back_after_a_preemption(forgotten: bool) -> None:
+def test_a_request_returns_after_a_preemption(forgotten: bool) -> None:
     drafter, live, other = SuffixDrafter(history_tokens=30), request(), request(prompt_id=1)
     drafter.open(live, [])
     commit(drafter, live, [1, 2, 3, 4])
@@ -258,8 +258,9 @@ def test_a_request_comes_back_after_a_preemption(forgotten: bool) -> None:
     assert chain(drafter, live, 4) == [3, 4, 8, 1]
 
 
-def test_a_request_decoded_anew_starts_from_what_it_has_now() -> None:
-    """A rollout that was given up, or the same requests under a new target version: same prompt, epoch and index."""
+def test_a_repeated_request_starts_from_its_present_tokens() -> None:
+    """A rollout was abandoned, or the same requests are decoded with another target version. Prompt, epoch and index
+    are the same."""
     drafter, live = SuffixDrafter(LOTS), request(prompt=(5, 6))
     decoded(drafter, live, [1, 2, 3, 4])
     decoded(drafter, request(prompt=(5, 6), index=1), [7, 8])

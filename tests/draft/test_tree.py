@@ -1,4 +1,4 @@
-"""Draft trees: what grows, what is kept, and what a target pass is told to see."""
+"""Draft trees: growth, selection of nodes, and the nodes that each node attends to."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def request(new_tokens: int = 50) -> Request:
 
 
 def noise_at(row: int, depth: int) -> list[float]:
-    """A number for each token."""
+    """Return a number for each token."""
     return [3 * math.sin((31 * row + 17 * depth) * 1.7 + token * 2.3) for token in range(VOCAB)]
 
 
 def noise_of(rows: int) -> NoiseOf:
-    """As the engine's: finite for any id."""
+    """Return noise like the engine's, which is finite for any id."""
 
     def noise(depth: int, ids: Tensor | None) -> Tensor:
         table = torch.tensor([noise_at(row, depth) for row in range(rows)])[:, None]
@@ -48,7 +48,8 @@ def noise_of(rows: int) -> NoiseOf:
 
 
 class TableDrafter(NodeDrafter):
-    """log q of a node is a function of its row's path; `states` carry the path, to check that they reach the child."""
+    """Drafter whose log q at a node is a function of the path in its row. `states` carry the path, to check that they
+    reach the child."""
 
     name = "table"
 
@@ -56,7 +57,7 @@ class TableDrafter(NodeDrafter):
         self.seed, self.listed, self.garbage = seed, listed, garbage
 
     def row(self, node: Node) -> tuple[list[int], list[float]]:
-        """ids and log q offered at a node."""
+        """Return ids and log q of a node."""
         generator = torch.Generator().manual_seed(hash((self.seed, node.path)) % 2**31)
         ids = torch.randperm(VOCAB, generator=generator)[:5].tolist() if self.listed else list(range(VOCAB))
         scores = torch.randn(len(ids), generator=generator).tolist()
@@ -120,7 +121,7 @@ def check_sound(tree: DraftTree, strategy: Strategy) -> None:
 
 @given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_a_grown_tree_is_sound_whatever_the_drafter_offers(
+def test_a_tree_is_valid_whatever_the_drafter_proposes(
     strategy: Strategy, seed: int, listed: bool, garbage: bool
 ) -> None:
     rows = [(request(), [4]), (request(), []), (request(), [2, 6])]
@@ -132,7 +133,7 @@ def test_a_grown_tree_is_sound_whatever_the_drafter_offers(
 
 @given(seed=st.integers(0, 10**6), listed=st.booleans(), branching=st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
-def test_children_are_the_noisy_top_k(seed: int, listed: bool, branching: int) -> None:
+def test_children_are_the_top_k_under_the_noise(seed: int, listed: bool, branching: int) -> None:
     drafter, everything = TableDrafter(seed, listed), Strategy("table", 3, branching, 1000)
     committed = [5]
     (tree,) = trees_of(drafter, [(request(), committed)], everything)
@@ -158,7 +159,7 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
 
 @given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: bool, garbage: bool) -> None:
+def test_a_chain_equals_a_tree_with_one_branch(strategy: Strategy, seed: int, listed: bool, garbage: bool) -> None:
 
     class Eager(TableDrafter):
         def predict(self, level: Level) -> Candidates:
@@ -173,7 +174,7 @@ def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: b
 
 
 @pytest.mark.parametrize(("new_tokens", "deepest"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
-def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepest: int) -> None:
+def test_tokens_that_cannot_be_committed_are_not_drafted(new_tokens: int, deepest: int) -> None:
     (tree,) = trees_of(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy("table", 5, 2, 50))
     assert max(tree.depths) == deepest
 
@@ -193,7 +194,7 @@ def test_nothing_follows_a_stop_token(branching: int) -> None:
 
 @pytest.mark.parametrize("branching", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float, branching: int) -> None:
+def test_invalid_candidates_leave_only_the_root(bad: float, branching: int) -> None:
     class Garbage(TableDrafter):
         def propose(self, nodes: Sequence[Node]) -> Offer:
             return Offer(None, torch.full((len(nodes), VOCAB), bad))
@@ -206,21 +207,21 @@ def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float, branc
 
 
 def cells(scores: Sequence[float], depth: int = 0, kind: int = 0) -> list[int]:
-    """Where children with these noisy scores, best first, and one sibling behind them are counted."""
+    """Return the calibration cells of children with these noisy scores, best first, if one sibling follows them."""
     classes = np.array([[kind]]) if kind else None
     return Calibration().cells(classes, depth, np.array([[[*scores]]]), len(scores) - 1)[0, 0].tolist()
 
 
 @given(scores=st.lists(st.floats(-50, 50), min_size=2, max_size=6))
 @settings(deadline=None)
-def test_before_anything_is_counted_a_chance_falls_with_the_place(scores: list[float]) -> None:
+def test_without_counts_the_probability_falls_with_the_rank(scores: list[float]) -> None:
     scores = sorted(scores, reverse=True)
     chances = Calibration().table[cells([*scores, -math.inf])].tolist()
     assert all(0 < chance < 1 for chance in chances)
     assert chances == sorted(chances, reverse=True)
 
 
-def test_kinds_of_guess_are_counted_apart() -> None:
+def test_classes_of_draft_tokens_are_counted_separately() -> None:
     known, scores = Calibration(), np.array([[[2.0, 1.0]], [[2.0, 1.0]]])
     one, other = known.cells(np.array([[1], [2]]), 0, scores, 1).ravel().tolist()
     for _ in range(200):
@@ -231,8 +232,8 @@ def test_kinds_of_guess_are_counted_apart() -> None:
     assert known.table[other] < 0.1
 
 
-def test_a_chance_becomes_what_was_counted_of_the_nodes_whose_parent_was_reached() -> None:
-    """A root with two children, and a child of the second, which is reached half of the time and never taken."""
+def test_a_probability_is_estimated_from_nodes_whose_parent_was_reached() -> None:
+    """A root with two children, and a child of the second one, which is reached half of the time and never accepted."""
     known = Calibration()
     first, second = cells([1.0, 0.0, -1.0])
     (below,) = cells([1.0, 0.0], depth=1)
@@ -247,7 +248,7 @@ def test_a_chance_becomes_what_was_counted_of_the_nodes_whose_parent_was_reached
     assert known.acceptance_rates(2, 2) == pytest.approx([0.75, 0.0])
 
 
-def test_what_was_counted_long_ago_fades() -> None:
+def test_old_counts_decay() -> None:
     known, where = Calibration(), cells([1.0, 0.0], kind=3)[0]
     for taken in (0, 1):
         for _ in range(3000):
@@ -256,8 +257,8 @@ def test_what_was_counted_long_ago_fades() -> None:
     assert known.table[where] > 0.9
 
 
-def test_a_rate_that_stays_is_known_however_long_it_lasts() -> None:
-    """One guess in four is right, through many half-lives."""
+def test_a_constant_rate_is_estimated_over_any_time() -> None:
+    """One draft token in four is accepted, for many half-lives."""
     known, where = Calibration(), cells([1.0, 0.0])[0]
     for turn in range(4000):
         known.observe([-1, where], [0, 0], [0, 1] if turn % 4 == 0 else [0])
@@ -265,13 +266,13 @@ def test_a_rate_that_stays_is_known_however_long_it_lasts() -> None:
     assert known.table[where] == pytest.approx(0.25, abs=0.02)
 
 
-def test_no_kind_shares_a_cell_with_a_depth_of_another() -> None:
+def test_classes_and_depths_do_not_share_cells() -> None:
     known, scores = Calibration(), np.array([[[4.0, 3.0, 2.0, 1.0, 0.0]]])
     seen = {tuple(known.cells(np.array([[kind]]), depth, scores, 4).ravel()) for kind in range(4) for depth in range(8)}
     assert len({cell for cells in seen for cell in cells}) == 4 * 8 * 4
 
 
-def test_a_draft_that_was_never_taken_is_no_longer_verified() -> None:
+def test_draft_tokens_that_are_never_accepted_are_no_longer_verified() -> None:
     drafter, strategy = TableDrafter(1, listed=False), Strategy("table", 3, 2, 8, min_chance=0.2)
     known, row = Calibration(), (request(), [5])
     assert len(trees_of(drafter, [row], strategy, known)[0].tokens) > 1
@@ -284,8 +285,8 @@ def test_a_draft_that_was_never_taken_is_no_longer_verified() -> None:
     assert len(trees_of(drafter, [row], strategy, known)[0].tokens) > 1
 
 
-def test_what_was_seen_of_a_drafter_counts_as_two_nodes_for_its_successor() -> None:
-    """By hand: of 100 nodes 25 were taken, so of two half a one."""
+def test_counts_of_a_drafter_weigh_two_nodes_for_its_successor() -> None:
+    """By hand: of 100 nodes 25 were accepted, so of two nodes half a node."""
     known, (where, rare) = Calibration(), cells([1.0, 0.0, -1.0])
     for turn in range(100):
         known.observe([-1, where], [0, 0], [0, 1] if turn % 4 == 0 else [0])
@@ -299,7 +300,8 @@ def test_what_was_seen_of_a_drafter_counts_as_two_nodes_for_its_successor() -> N
 
 @st.composite
 def random_trees(draw: st.DrawFn) -> DraftTree:
-    """Tokens are the node numbers. A chance is below the parent's, as the calibration has it, but siblings may tie."""
+    """Return random trees whose tokens are the node numbers. A probability is below the parent's, as in the
+    calibration, but siblings may be equal."""
     tree = DraftTree([0])
     for node in range(1, draw(st.integers(1, 14))):
         parent = draw(st.integers(0, node - 1))
@@ -313,7 +315,7 @@ def random_trees(draw: st.DrawFn) -> DraftTree:
 
 
 def levels(trees: Sequence[DraftTree]) -> list[_Grown]:
-    """What `grow` has before the cut: level by level, the rows padded to the widest with what is no node."""
+    """Return the levels of `grow` before the cut. Rows are padded to the widest one."""
     found = []
     number = [{0: 0} for _ in trees]  # node -> its number over all levels
     count = 0
@@ -335,7 +337,7 @@ def levels(trees: Sequence[DraftTree]) -> list[_Grown]:
 
 @given(trees=st.lists(random_trees(), min_size=1, max_size=3), most=st.integers(1, 15))
 @settings(max_examples=300, deadline=None)
-def test_what_is_kept_is_the_likeliest_and_still_a_tree(trees: list[DraftTree], most: int) -> None:
+def test_the_likeliest_nodes_are_kept_and_form_a_tree(trees: list[DraftTree], most: int) -> None:
     for tree, kept in zip(trees, _cut(levels(trees), most), strict=True):
         assert len(kept.tokens) == min(most, len(tree.tokens))
         assert sorted(kept.chance, reverse=True) == sorted(tree.chance, reverse=True)[: len(kept.tokens)]
@@ -352,13 +354,13 @@ def test_what_is_kept_is_the_likeliest_and_still_a_tree(trees: list[DraftTree], 
 
 
 def sees(tree: DraftTree, node: int) -> set[int]:
-    """The node and its ancestors, the slow way."""
+    """Return the node and its ancestors, computed slowly."""
     return {0} if node == 0 else {node} | sees(tree, tree.parents[node])
 
 
 @given(trees=st.lists(random_trees(), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_a_node_sees_its_ancestors_and_itself_and_padding_is_a_chain(trees: list[DraftTree]) -> None:
+def test_a_node_attends_to_its_ancestors_and_itself_and_padding_is_a_chain(trees: list[DraftTree]) -> None:
     batch = stack(trees, CPU)
     width = max(len(tree.tokens) for tree in trees)
     assert batch.tokens.shape == batch.depths.shape == (len(trees), width)

@@ -46,7 +46,7 @@ def options(model: Model) -> Any:
     return make_layer(model.decoder, "eagle3", 8).options
 
 
-def test_what_was_saved_comes_back(model: Model, tmp_path: Path) -> None:
+def test_a_saved_drafter_is_loaded_unchanged(model: Model, tmp_path: Path) -> None:
     saver, states = DrafterSaver(tmp_path, options(model)), [state(model, seed) for seed in range(2)]
     saver.save(7, states[0], acceptance_rate=0.75)
     saver.wait()
