@@ -1,8 +1,7 @@
 """A GPU without a GPU: tensors of a made-up device that have shapes and no numbers (torch's FakeTensorMode).
 
-Whatever mixes devices raises, and so does every copy to the host (`.item()`, `.tolist()`, `bool()`, `.numpy()`), except
-through `tlt.host.to_host`, which is counted and answers with numbers made up here.
-"""
+An operation on two devices raises. A copy to the host (`.item()`, `.tolist()`, `bool()`, `.numpy()`) raises too, except
+through `tlt.host.to_host`, which is counted and returns made-up numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ NAME = "fakegpu"
 
 @cache
 def device() -> torch.device:
-    """Of a type that torch knows by name alone."""
+    """Return a device of a type that torch knows only by name."""
     register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if register is None:
         pytest.skip("this torch has no devices in Python")
@@ -40,7 +39,7 @@ def device() -> torch.device:
 
 
 class _FromLists(TorchFunctionMode):
-    """torch.tensor does not know made-up devices; of what it makes, shape and type are enough here."""
+    """Mode in which torch.tensor accepts made-up devices. Only shape and type of the result are used."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -54,13 +53,13 @@ class _FromLists(TorchFunctionMode):
 
 @dataclass
 class Trips:
-    """Copies to the host."""
+    """Counter of copies to the host."""
 
     count: int = 0
 
 
 def _made_up(tensor: Tensor) -> np.ndarray:
-    """Token 1 everywhere, finite scores that fall."""
+    """Return token 1 everywhere, and finite falling scores."""
     shape = tuple(tensor.shape)
     if tensor.dtype == torch.int64:
         return np.ones(shape, dtype=np.int64)
@@ -68,7 +67,7 @@ def _made_up(tensor: Tensor) -> np.ndarray:
 
 
 class HostSuffix(SuffixDrafter):
-    """It works on the host, with real numbers; what it hands out is as without numbers as the rest."""
+    """Suffix drafter that works on the host with real numbers, and returns tensors without numbers."""
 
     def predict(self, level: Level) -> Candidates:
         with unset_fake_temporarily():
@@ -95,7 +94,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[Trips]:
 
 
 def bytes_of(*things: Any) -> int:
-    """Of all distinct tensors below these objects."""
+    """Return the bytes of all distinct tensors in these objects."""
     seen: dict[int, int] = {}
     stack = list(things)
     visited: set[int] = set()

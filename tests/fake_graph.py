@@ -1,9 +1,8 @@
 """CUDA graphs without a GPU: a graph is the list of the operations of its capture, on the same tensors.
 
-What a replay cannot know, it does not read: numbers of the host at the capture stay what they were. An operation that
-waits for the device raises in a capture, and so does one that copies numbers from the host. A replay overwrites the
-results of graphs that were captured later, because these may lie where it has intermediate results.
-"""
+A replay does not run host code, so numbers of the host stay as they were at the capture. An operation that waits for
+the device, or that copies numbers from the host, raises in a capture. A replay overwrites the results of graphs that
+were captured later, because these may use the memory of its intermediate results."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ class FakeStream:
 
 
 class _OnTheHost(TorchFunctionMode):
-    """Tensors of the device are in host memory."""
+    """Mode in which tensors of the device are in host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,9 +1,8 @@
-"""vLLM's two model runners as far as our noise sees them, and its engine as far as ours does, by their documented
-interfaces, over a model of our own.
+"""vLLM's two model runners as our noise uses them, and its engine as ours uses it, by their documented interfaces, over
+our own model.
 
-The runners decode greedily and verify drafts greedily, as vLLM does: they know nothing of noise. Requests come and go,
-slots are used again, rows of one request lie together and requests in any order, and drafts are made up.
-"""
+The runners decode greedily and verify drafts greedily, as vLLM does. They know nothing of noise. Requests arrive and
+leave, slots are reused, requests are in any order, the rows of a request are together, and drafts are made up."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class LogitsProcessor:
-    """Of vllm.v1.worker.gpu.sample.logits_processor, as documented there."""
+    """vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor, as documented there."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None: ...
 
@@ -61,7 +60,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 
 
 def modules() -> dict[str, ModuleType]:
-    """For sys.modules, whether vLLM is installed or not."""
+    """Return entries for sys.modules, whether vLLM is installed or not."""
     found: dict[str, ModuleType] = {}
     for leaf, contents in _CONTENTS.items():
         parts = leaf.split(".")
@@ -73,7 +72,8 @@ def modules() -> dict[str, ModuleType]:
 
 
 class Runner:
-    """A request is decoded in a slot; `draft` makes up what may follow it. Subclasses put the noise on the logits."""
+    """Model runner that decodes each request in a slot. `draft` makes up tokens that may follow. Subclasses put the
+    noise on the logits."""
 
     def __init__(self, target: Decoder, slots: int, seed: int = 0) -> None:
         self.target, self.slots, self.rng = target, slots, random.Random(seed)
@@ -93,7 +93,8 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, guesses: dict[str, Sequence[int]]) -> None:
-        """One pass over all; a draft is kept as far as it is what greedy decoding says, and one token more."""
+        """Compute one pass over all requests. Keep the draft tokens that greedy decoding confirms, and one more
+        token."""
         names = list(self.live)
         self.rng.shuffle(names)
         rows = [self.live[name] for name in names]
@@ -140,7 +141,8 @@ class RunnerV2(Runner):
 
 
 class RunnerV1(Runner):
-    """`positions` and `query_start_loc` are of all tokens of a pass, as there: here each context is fed whole."""
+    """Runner in which `positions` and `query_start_loc` cover all tokens of a pass, as in vLLM. Here each context is
+    computed whole."""
 
     def __init__(self, target: Decoder, slots: int, seed: int = 0) -> None:
         super().__init__(target, slots, seed)
@@ -150,7 +152,7 @@ class RunnerV1(Runner):
         self.drafter: Any = None
 
     def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As on a CPU: a head that the weights leave out stays what it was, though it is tied."""
+        """Load weights as on a CPU: a head that the weights leave out keeps its values, even if it is tied."""
         given, before = dict(weights_iterator), getattr(self.target, "to_logits", None)
         self.target.load(given, self.target.version + 1)
         if before is not None and "lm_head.weight" not in given:
@@ -182,8 +184,8 @@ class RunnerV1(Runner):
 
 
 class EagleProposer:
-    """A learned drafter that has learned all there is: its logits are the target's. Step by step as
-    vllm.v1.spec_decode.llm_base_proposer, whose entry p, with the token behind it, predicts token p + 2."""
+    """Perfect learned drafter, whose logits are the target's. It works step by step like
+    vllm.v1.spec_decode.llm_base_proposer. Its entry p, with the token after it, predicts token p + 2."""
 
     def __init__(self, target: Decoder, depth: int) -> None:
         self.target, self.depth, self.vllm_config = target, depth, None
@@ -209,8 +211,8 @@ class EagleProposer:
 
 
 class LLM:
-    """vllm.v1.engine.llm_engine.LLMEngine in this process, with one worker and its model runner V1. `_start` of
-    `tlt.vllm.target` is given it (see `install`)."""
+    """vllm.v1.engine.llm_engine.LLMEngine in this process, with one worker and its model runner V1. It is passed to
+    `_start` of `tlt.vllm.target` (see `install`)."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         options = decoder_options(read_config(arguments["model"]))
@@ -239,7 +241,8 @@ class LLM:
         return [getattr(self.worker, method)(*args)]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """As there: with live rows nothing is reset, unless they make way and are prefilled again."""
+        """Reset the cache as vLLM does: with active rows nothing is reset, unless they are preempted and prefilled
+        again."""
         if self.runner.live and not reset_running_requests:
             return
         self.cached_by = self.runner.target.version
@@ -274,7 +277,8 @@ class LLM:
         return bool(self.runner.live)
 
     def step(self) -> list[Any]:
-        """A pass over all; what each got, and whether it has ended, at a stop token or at its most tokens."""
+        """Compute a pass over all requests. Return the tokens of each, and whether it has ended: at a stop token, or at
+        its limit."""
         assert not self.asleep
         self.scheduler_has_heard = True  # of those that ended before this pass
         if not self.runner.live:
@@ -320,7 +324,7 @@ def by_vllm(config: Config) -> Config:
 
 
 def install(monkeypatch: Any) -> list[LLM]:
-    """From now on `engine.backend = "vllm"` starts such engines; those that were started."""
+    """Let `engine.backend = "vllm"` start such engines from now on. Return the list of started ones."""
     started: list[LLM] = []
 
     def start(arguments: dict[str, Any]) -> LLM:

@@ -21,7 +21,7 @@ def files_in(folder: Path) -> Files:
 
 
 class Hub:
-    """Repositories by kind and name, such as `models/org/tiny`: their commits, and the newest one."""
+    """Repositories by kind and name, such as `models/org/tiny`, with their commits and the newest one."""
 
     def __init__(self) -> None:
         self.commits: dict[str, dict[str, Files]] = {}
@@ -59,7 +59,7 @@ class Hub:
         return sha
 
     def downloaded(self) -> list[str]:
-        """Return the names of the files that were asked for, in order."""
+        """Return the names of the requested files, in order."""
         found = [_FILE.fullmatch(path) for method, path in self.requests if method == "GET"]
         return [match[4] for match in found if match]
 

@@ -1,4 +1,4 @@
-"""Requests that come one by one get the tokens that they get together; whoever waits is always told how it ended."""
+"""Requests that arrive one by one get the same tokens as in a batch. Every caller learns how its request ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def requests(samples: int = 2, **law: Any) -> list[Request]:
     return make_requests(PROMPTS, samples, SamplingParams(**vars(LAW) | law), seed=7)
 
 
-def test_whoever_comes_one_by_one_gets_what_all_get_together(engine: Engine) -> None:
+def test_requests_that_arrive_one_by_one_get_the_tokens_of_a_batch(engine: Engine) -> None:
     together = {response.request.seed: response for response in engine.plain_beside().generate(requests())}
     served = AsyncEngine(engine)
 
@@ -70,7 +70,7 @@ def test_whoever_comes_one_by_one_gets_what_all_get_together(engine: Engine) -> 
     served.close()
 
 
-def test_what_is_interrupted_ends_with_the_beginning_of_its_tokens(engine: Engine) -> None:
+def test_an_interrupted_request_ends_with_its_first_tokens(engine: Engine) -> None:
     asked = requests(max_new_tokens=400, stop_token_ids=(), top_k=3)
     full = {response.request.seed: response for response in engine.plain_beside().generate(asked)}
     whole = {seed: response.token_ids for seed, response in full.items()}
@@ -97,7 +97,7 @@ def test_what_is_interrupted_ends_with_the_beginning_of_its_tokens(engine: Engin
     served.close()
 
 
-def test_a_request_that_can_never_run_and_one_that_is_there_twice_are_refused(served: AsyncEngine) -> None:
+def test_requests_that_are_too_large_or_repeated_are_refused(served: AsyncEngine) -> None:
     async def ask() -> None:
         with pytest.raises(ValueError, match="may reach"):
             await served.generate(requests(max_new_tokens=10_000)[0])
@@ -111,7 +111,7 @@ def test_a_request_that_can_never_run_and_one_that_is_there_twice_are_refused(se
     asyncio.run(ask())
 
 
-def test_a_round_that_fails_is_told_to_all_who_wait_and_the_next_request_runs(engine: Engine) -> None:
+def test_a_failed_round_is_raised_to_all_callers_and_the_next_request_runs(engine: Engine) -> None:
     expected = next(iter(engine.plain_beside().generate(requests()[:1]))).token_ids
     served, real = AsyncEngine(engine), engine.round
 
@@ -130,7 +130,7 @@ def test_a_round_that_fails_is_told_to_all_who_wait_and_the_next_request_runs(en
     served.close()
 
 
-def test_an_engine_that_cannot_begin_anew_says_so_to_each_and_hangs_nobody(engine: Engine) -> None:
+def test_an_engine_that_cannot_restart_raises_to_each_caller(engine: Engine) -> None:
     served, start, real = AsyncEngine(engine), engine.start, engine.round
 
     def broken(*_: Any) -> Any:
@@ -149,7 +149,7 @@ def test_an_engine_that_cannot_begin_anew_says_so_to_each_and_hangs_nobody(engin
     served.close()
 
 
-def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
+def test_idle_time_is_used_until_a_request_arrives(engine: Engine) -> None:
     seen: list[bool] = []
 
     def when_idle(given: Any, is_over: Callable[[], bool]) -> None:
@@ -173,7 +173,7 @@ def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
     assert all(seen), "it came back as soon as there was an order"
 
 
-def test_idle_time_that_fails_costs_nobody_an_answer(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_idle_time_affects_no_request(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     def when_idle(given: Any, is_over: Callable[[], bool]) -> None:
         raise AttributeError("no drafter")
 
@@ -188,7 +188,7 @@ def test_idle_time_that_fails_costs_nobody_an_answer(engine: Engine, caplog: pyt
     assert "no drafter" in caplog.text
 
 
-def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: AsyncEngine) -> None:
+def test_callers_learn_that_the_engine_was_restarted(served: AsyncEngine) -> None:
 
     async def ask() -> None:
         asked = [asyncio.create_task(served.generate(r)) for r in requests(max_new_tokens=300, stop_token_ids=())]
@@ -202,7 +202,7 @@ def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: Async
     asyncio.run(ask())
 
 
-def test_an_engine_that_is_closed_leaves_nobody_waiting(engine: Engine) -> None:
+def test_a_closed_engine_leaves_no_caller_waiting(engine: Engine) -> None:
     served = AsyncEngine(engine)
 
     async def ask() -> None:
@@ -219,7 +219,7 @@ def test_an_engine_that_is_closed_leaves_nobody_waiting(engine: Engine) -> None:
     served.close()
 
 
-def test_what_a_caller_gave_up_is_decoded_no_further(served: AsyncEngine) -> None:
+def test_a_cancelled_request_is_not_decoded_further(served: AsyncEngine) -> None:
 
     async def ask() -> None:
         one, other, *_ = requests(max_new_tokens=400, stop_token_ids=())

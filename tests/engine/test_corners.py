@@ -1,4 +1,4 @@
-"""Corners: what is not finite beside what is, drafters that are built wrong or reach too far, rounds that fail."""
+"""Special cases: values that are not finite next to finite ones, invalid drafters, and rounds that fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG = SamplingParams(max_new_tokens=12)
 
 
 def poisoned() -> Target:
-    """Nothing behind token 4 is finite."""
+    """Return a target whose values after token 4 are not finite."""
     target = Target()
     with torch.no_grad():
         target.model.model.embed_tokens.weight[4] = math.nan
@@ -43,7 +43,7 @@ def alone(target: Target, request: Request) -> Response:
 
 
 def clean(target: Target, prompt: tuple[int, ...], length: int, seed: int) -> Request:
-    """One whose response has no token 4."""
+    """Return a request whose response does not have token 4."""
     while True:
         request = Request(Prompt(seed, "", prompt), 0, 0, seed, SamplingParams(max_new_tokens=length))
         if 4 not in alone(target, request).token_ids:
@@ -61,13 +61,13 @@ def check(target: Target, got: Iterable[Response], requests: Sequence[Request]) 
         assert found[request.seed] == alone(target, request).token_ids
 
 
-def test_a_row_that_is_not_finite_leaves_nothing_where_it_moved_away_from() -> None:
+def test_a_row_that_moves_leaves_no_values_that_are_not_finite() -> None:
     target = poisoned()
     first, later = clean(target, (1, 2, 3), 3, 100), clean(target, (2, 2), 6, 200)
     check(target, build(target, max_rows=2).generate([first, bad(5), later]), [first, later])
 
 
-def test_a_rollout_that_is_dropped_leaves_nothing_that_is_not_finite() -> None:
+def test_an_abandoned_rollout_leaves_no_values_that_are_not_finite() -> None:
     target = poisoned()
     some = [clean(target, (2, 2), 4, 200), clean(target, (1, 2, 3) * 8, 4, 300)]
     engine = build(target, max_rows=2, prefill_tokens=4)
@@ -78,7 +78,7 @@ def test_a_rollout_that_is_dropped_leaves_nothing_that_is_not_finite() -> None:
 
 
 class Idle:
-    """All tokens are alike to it."""
+    """Drafter that gives all tokens the same probability."""
 
     acceptance_rate = None
     name = "h"
@@ -97,7 +97,7 @@ class Idle:
 
 
 class Wide(Idle):
-    """Three nodes at the root's level, where there is one."""
+    """Drafter that returns three nodes at the root's level instead of one."""
 
     def predict(self, level: Level) -> Candidates:
         B, W = level.tokens.shape
@@ -108,7 +108,7 @@ class Wide(Idle):
         return Candidates(ids, log_q)
 
 
-def test_a_level_that_is_too_wide_costs_the_drafter_alone() -> None:
+def test_a_level_that_is_too_wide_only_turns_the_drafter_off() -> None:
     target, requests = Target(), make_requests(PROMPTS, [LONG], 3)
     engine = build(target, Wide(), Strategy("h", 3, 2, 7))
     responses = decode(engine, requests)
@@ -133,8 +133,9 @@ def test_the_window_cannot_be_written_through_its_view() -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_rollout_in_which_a_round_failed_does_not_go_on(call: int) -> None:
-    """Call 1 is the first prefill, call 2 another part of it: the rows are live, and their places hold nothing."""
+def test_a_rollout_does_not_continue_after_a_failed_round(call: int) -> None:
+    """Call 1 is the first prefill, and call 2 another part of it. The rows are active then, and their places are
+    empty."""
     target, requests = Target(), make_requests(PROMPTS, [LONG], 3)
     want = {q.seed: r.token_ids for q, r in zip(requests, reference(target, requests), strict=True)}
     engine, forward, calls = build(target, max_rows=4, prefill_tokens=4), target.decoder.forward, [0]
@@ -154,7 +155,7 @@ def test_a_rollout_in_which_a_round_failed_does_not_go_on(call: int) -> None:
     assert {r.request.seed: r.token_ids for r in engine.generate(requests)} == want
 
 
-def test_a_response_of_no_tokens_is_refused() -> None:
+def test_a_response_limit_of_zero_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="token"):
         build(Target(), None, PLAIN).submit([Request(PROMPTS[0], 0, 0, 7, SamplingParams(max_new_tokens=0))])
 
@@ -177,8 +178,8 @@ def test_a_response_of_no_tokens_is_refused() -> None:
 def test_the_profile_fits_into_a_small_cache_and_a_short_model(
     bound: int, changes: dict[str, Any], settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows grow from round to round; a pass laid out beyond the cache would be an IndexError of the ledger's, and
-    a position beyond the model's one of the rotary table's."""
+    """Its rows grow from round to round. A pass beyond the cache would be an IndexError of the ledger, and a position
+    beyond the model's limit an IndexError of the rotary table."""
     monkeypatch.setattr("tlt.engine.profile.Engine", partial(Engine, kv_tokens=bound))
     model = qwen3(**{"vocab_size": 99} | changes)
     target = Decoder(decoder_options(model.config), torch.float64, torch.device("cpu"))

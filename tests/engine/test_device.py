@@ -1,4 +1,5 @@
-"""Rounds on a device that this machine lacks: nothing mixes devices, and the host waits no more than it must."""
+"""Rounds on a device that this machine lacks: tensors of two devices are never mixed, and the host waits no more than
+necessary."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def engine_for(target: Decoder, strategy: Strategy, kind: Kind = "eagle3", **con
 
 
 def requests(count: int, tokens: int) -> list[Request]:
-    """Two of a group each; the suffix drafter finds its matches in the prompts."""
+    """Return groups of two. The suffix drafter finds its matches in the prompts."""
     laws = [replace(law, max_new_tokens=tokens) for law in LAWS]
     prompts = [Prompt(i, "", (1, 2, 3, 1, 1, 1, 1, 1, 1)[: 5 + i]) for i in range((count + 1) // 2)]
     return [Request(prompts[n // 2], n % 2, 0, n, laws[n % len(laws)]) for n in range(count)]
@@ -72,10 +73,10 @@ def requests(count: int, tokens: int) -> list[Request]:
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle1", marks=pytest.mark.slow), "eagle3"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target(
+def test_a_round_mixes_no_devices_and_waits_once_per_level_and_once_for_the_target(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: Kind
 ) -> None:
-    """Through admission of siblings, rows that leave and come back, growth, and a swap."""
+    """Siblings are admitted, rows leave and return, the cache grows, and the drafter is swapped."""
     strategy = STRATEGIES[name]
     tokens = 8 * (strategy.depth + 1)  # eight rounds, if every draft token is accepted
     with fake_gpu(monkeypatch) as trips:

@@ -1,5 +1,5 @@
-"""Drafters behind their wall. One whose guesses went wrong changes no token, so only its acceptance rate shows it; one
-that fails, or writes where it should not, costs speed alone."""
+"""Isolation of drafters. Wrong draft tokens change no token, so only the acceptance rate shows them. A drafter that
+fails, or writes into tensors that it receives, only costs speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Nothing(NodeDrafter):
 
 
 def fed(published: float | None, *parts: tuple[int, float]) -> list[AcceptanceRate]:
-    """After each part: so many guesses, right with that chance."""
+    """Return the monitor's alarms after each part: a number of draft tokens, and their acceptance rate."""
     seen, rng, states = AcceptanceRate(published), random.Random(0), []
     history: list[bool] = []
     for count, chance in parts:
@@ -49,31 +49,31 @@ def fed(published: float | None, *parts: tuple[int, float]) -> list[AcceptanceRa
     return states
 
 
-def test_agreement_is_of_the_last_thousand() -> None:
+def test_the_acceptance_rate_covers_the_last_thousand_tokens() -> None:
     early, late = fed(0.8, (1500, 0.8), (1000, 0.3))
     assert early.now == pytest.approx(0.8, abs=0.05)
     assert late.now == pytest.approx(0.3, abs=0.05)
 
 
 @pytest.mark.parametrize(("now", "alarm"), [(0.8, False), (0.5, False), (0.3, True), (0.0, True)])
-def test_less_than_half_of_what_was_published_alarms(now: float, alarm: bool) -> None:
+def test_less_than_half_of_the_published_rate_is_an_alarm(now: float, alarm: bool) -> None:
     assert fed(0.8, (2000, now))[-1].alarming is alarm
 
 
-def test_nothing_is_said_before_a_thousand_guesses() -> None:
+def test_there_is_no_alarm_before_a_thousand_draft_tokens() -> None:
     few, enough = fed(0.8, (999, 0.0), (1, 0.0))
     assert not few.alarming
     assert enough.alarming
 
 
-def test_without_a_published_figure_the_first_thousand_are_the_measure() -> None:
+def test_without_a_published_rate_the_first_thousand_tokens_are_the_reference() -> None:
     first, later = fed(None, (1000, 0.6), (1000, 0.1))
     assert first.published == pytest.approx(0.6, abs=0.05)
     assert not first.alarming
     assert later.alarming
 
 
-def test_a_swap_starts_the_count_anew() -> None:
+def test_a_swap_restarts_the_count() -> None:
     drafters = Drafters([Nothing(0.9)])
     for _ in range(1000):
         drafters.acceptance_rates["nothing"].add(False)
@@ -83,7 +83,7 @@ def test_a_swap_starts_the_count_anew() -> None:
     assert not drafters.acceptance_rates["nothing"].alarming
 
 
-def test_each_drafter_is_calibrated_by_its_own_guesses_and_a_swap_renews_its_own_alone() -> None:
+def test_each_drafter_has_its_own_calibration_and_a_swap_resets_only_that() -> None:
     first, second = Nothing(0.9), Nothing(0.9)
     second.name = "other"
     drafters = Drafters([first, second])
@@ -99,8 +99,8 @@ def test_each_drafter_is_calibrated_by_its_own_guesses_and_a_swap_renews_its_own
 
 
 @pytest.mark.parametrize("corrupt", [False, True])
-def test_the_engine_raises_the_alarm_and_only_then(corrupt: bool) -> None:
-    """A random drafter that is said to be right nine times in ten."""
+def test_the_engine_raises_an_alarm_only_below_the_bound(corrupt: bool) -> None:
+    """The drafter is random, with a published acceptance rate of 0.9."""
     target = Target()
     drafter = learned(target)
     drafter.acceptance_rate = 0.9 if corrupt else 0.0
@@ -112,8 +112,8 @@ def test_the_engine_raises_the_alarm_and_only_then(corrupt: bool) -> None:
     assert set(engine.stats.alarms) == ({"eagle"} if corrupt else set())
 
 
-def test_a_drafter_is_judged_by_its_own_guesses() -> None:
-    """Rounds of plain decoding and rows without a tree count for nobody."""
+def test_the_acceptance_rate_counts_only_the_drafters_own_tokens() -> None:
+    """Rounds of plain decoding and rows without a tree do not count."""
     target = Target()
     engine = build(target, learned(target), Strategy("", 2, 1, 1))
     for _ in engine.generate(make_requests([Prompt(0, "", (1, 2))], [SamplingParams(max_new_tokens=9)])):
@@ -125,7 +125,7 @@ def test_a_drafter_is_judged_by_its_own_guesses() -> None:
 
 
 class Grabbing(NodeDrafter):
-    """Keeps all that it is given, and writes into it when it is asked to draft."""
+    """Drafter that keeps all tensors that it receives, and writes into them when it drafts."""
 
     name = "grabbing"
 
@@ -160,7 +160,7 @@ class Grabbing(NodeDrafter):
 
 
 @pytest.mark.parametrize("strategy", [Strategy("", 3, 1, 4), Strategy("", 2, 2, 6)], ids=["chain", "tree"])
-def test_a_drafter_that_writes_wherever_it_can_changes_nothing(strategy: Strategy) -> None:
+def test_a_drafter_that_writes_into_its_inputs_changes_nothing(strategy: Strategy) -> None:
     target, drafter = Target(), Grabbing()
     laws = [SamplingParams(0.7, max_new_tokens=20), SamplingParams(0.9, top_k=3, max_new_tokens=20)]
     prompts = [Prompt(i, "", (1, 2, i), {"answer": "right"}) for i in range(3)]
@@ -175,7 +175,7 @@ def test_a_drafter_that_writes_wherever_it_can_changes_nothing(strategy: Strateg
     assert len(drafter.given) > 50
 
 
-def test_a_drafter_sees_the_window_and_cannot_change_its_books() -> None:
+def test_a_drafter_can_read_the_feature_window_but_not_change_it() -> None:
     target, seen = Target(), []
 
     class Looking(EagleDrafter):

@@ -1,4 +1,4 @@
-"""The engine as a caller sees it: what it returns, where responses end, what it counts, and what may go wrong."""
+"""The engine for its callers: results, ends of responses, counters, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
 
 @cache
 def trained_model() -> nn.Module:
-    """transformers' own, in float64, with laws that are neither flat nor sharp."""
+    """Return transformers' own model in float64, whose distributions are neither flat nor sharp."""
     model = qwen3(5, vocab_size=VOCAB, num_hidden_layers=3, head_dim=16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def target() -> Decoder:
 
 
 def engine(drafter: Any = None, shape: Strategy = PLAIN, detokenize: Any = None, **config: int) -> Engine:
-    """Always drafts with this drafter, where there is one."""
+    """Return an engine that always drafts with this drafter, if there is one."""
     drafters, strategy = ([drafter], shape._replace(drafter=drafter.name)) if drafter else ([], PLAIN)
     return Engine(target(), EngineConfig(**config), drafters, Fixed(strategy), detokenize)
 
@@ -62,7 +62,7 @@ def request(prompt: Sequence[int] = (7, 8, 9), index: int = 0, prompt_id: int = 
 
 
 def some_requests(count: int, **params: Any) -> list[Request]:
-    """Prompts of 1 to 6 tokens, responses of 3 to 20, two of a group each."""
+    """Return requests with prompts of 1 to 6 tokens and responses of 3 to 20, in groups of two."""
     return [
         request([5 + n // 2] * (1 + n // 2 % 6), n % 2, n // 2, **({"max_new_tokens": 3 + 7 * n % 18} | params))
         for n in range(count)
@@ -70,7 +70,7 @@ def some_requests(count: int, **params: Any) -> list[Request]:
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> list[Response]:
-    """Responses in the order of their requests."""
+    """Return the responses in the order of their requests."""
     by_request = {id(response.request): response for response in engine.generate(requests)}
     assert len(by_request) == len(requests)
     return [by_request[id(request)] for request in requests]
@@ -81,7 +81,7 @@ def tokens(responses: Sequence[Response]) -> list[list[int]]:
 
 
 class Replay(NodeDrafter):
-    """Offers what the target is known to say, so that every draft is accepted."""
+    """Drafter that proposes the target's known responses, so that every draft token is accepted."""
 
     name = "replay"
 
@@ -96,7 +96,7 @@ class Replay(NodeDrafter):
 # -- what is sampled ---------------------------------------------------------------------------------------------------
 
 
-def test_temperature_0_is_transformers_greedy_generate() -> None:
+def test_temperature_0_equals_greedy_generation_of_transformers() -> None:
     prompts = [(7, 8, 9), (11,), (3, 1, 4, 1, 5, 9, 2, 6)]
     requests = [request(prompt, prompt_id=i, temperature=0.0, max_new_tokens=24) for i, prompt in enumerate(prompts)]
     model: Any = trained_model()
@@ -125,7 +125,7 @@ def test_max_new_tokens_is_exact(strategy: Strategy) -> None:
 
 
 def first_time(token_ids: Sequence[int], at_least: int) -> int:
-    """An index from which on the text has a token that it had not before."""
+    """Return an index at which the text has a token for the first time."""
     return next(i for i in range(at_least, len(token_ids)) if token_ids[i] not in token_ids[:i])
 
 
@@ -142,7 +142,7 @@ def test_a_stop_token_ends_the_response_and_is_its_last(strategy: Strategy) -> N
 
 
 class Ideographs(Detokenizer):
-    """One for each token."""
+    """Detokenizer that returns one character for each token."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -154,8 +154,8 @@ class Ideographs(Detokenizer):
         return chr(0x4E00 + token_id).encode()
 
 
-def test_a_stop_inside_an_accepted_run_drops_what_was_accepted_behind_it() -> None:
-    """A drafter that does not know of the stop token's meaning goes on, and the target agrees with it all the way."""
+def test_tokens_accepted_after_a_stop_token_are_dropped() -> None:
+    """The drafter continues after the stop token, and the target agrees with all its tokens."""
     (whole,) = decode(engine(), [request(max_new_tokens=20)])
     end = first_time(whole.token_ids, 2)
     stops = (Ideographs().spell(whole.token_ids[end]).decode(),)
@@ -168,7 +168,7 @@ def test_a_stop_inside_an_accepted_run_drops_what_was_accepted_behind_it() -> No
     assert stats.accepted == end + 1, "all of them were drafted: there was no bonus token"
 
 
-def test_a_stop_token_at_the_last_place_counts_as_a_stop() -> None:
+def test_a_stop_token_as_the_last_token_counts_as_a_stop() -> None:
     (whole,) = decode(engine(), [request(max_new_tokens=20)])
     end = first_time(whole.token_ids, 5)
     stops = (whole.token_ids[end],)
@@ -179,7 +179,7 @@ def test_a_stop_token_at_the_last_place_counts_as_a_stop() -> None:
 # -- stop strings ------------------------------------------------------------------------------------------------------
 
 
-def test_the_text_begins_with_the_prefill_which_is_no_token_of_the_response() -> None:
+def test_the_text_begins_with_the_prefill_but_the_tokens_do_not() -> None:
     asked = request((3, 4, 5), max_new_tokens=4)
     with_prefill = replace(asked, prompt=replace(asked.prompt, prefill="<think>."))
     (plain,), (told,) = (decode(engine(detokenize=Ideographs()), [one]) for one in (asked, with_prefill))
@@ -190,7 +190,7 @@ def test_the_text_begins_with_the_prefill_which_is_no_token_of_the_response() ->
 # -- batching, prefill and memory --------------------------------------------------------------------------------------
 
 
-def test_more_requests_than_rows_decode_as_each_does_alone() -> None:
+def test_requests_beyond_the_number_of_rows_get_their_usual_tokens() -> None:
     requests = some_requests(14)
     alone = [decode(engine(), [request])[0] for request in requests]
     batched = engine(max_rows=3)
@@ -203,7 +203,7 @@ def test_more_requests_than_rows_decode_as_each_does_alone() -> None:
     assert stats.rounds <= sum(len(t) for t in tokens(alone)) / 3 + longest, "a row that is free is filled at once"
 
 
-def test_responses_come_as_they_finish_and_every_request_gets_one() -> None:
+def test_each_request_gets_its_response_as_soon_as_it_ends() -> None:
     requests = [request(index=i, max_new_tokens=length) for i, length in enumerate((9, 2, 5))]
     order = [response.request.index for response in engine().generate(requests)]
     assert order == [1, 2, 0]
@@ -216,7 +216,7 @@ def test_no_requests_give_no_responses() -> None:
 
 
 def test_a_group_is_prefilled_once() -> None:
-    """All of the prompt but its last token, which is the root of the first round."""
+    """The prefill leaves out the last token of the prompt, which is the root of the first round."""
     group = [request(tuple(range(20)), index=i) for i in range(5)]
     other = [request(tuple(range(7)), index=i, prompt_id=1) for i in range(3)]
     one = engine()
@@ -228,7 +228,7 @@ def test_a_group_is_prefilled_once() -> None:
     assert one.stats.prefill_tokens == 19 + 6
 
 
-def test_a_sibling_admitted_later_copies_the_prompt_of_one_that_still_decodes() -> None:
+def test_a_later_sibling_copies_the_prompt_of_an_active_one() -> None:
     group = [request(tuple(range(20)), index=i, max_new_tokens=length) for i, length in enumerate((30, 4, 9, 4, 6))]
     wide, narrow = engine(), engine(max_rows=2)
     assert tokens(decode(narrow, group)) == tokens(decode(wide, group))
@@ -252,7 +252,7 @@ def test_prefill_passes_stay_within_their_bound() -> None:
         assert max(counting.sizes) <= max(prefill_tokens, len(requests))  # a decode pass has one token a row
 
 
-def test_an_engine_that_was_left_in_the_middle_starts_afresh() -> None:
+def test_an_engine_left_in_the_middle_of_a_rollout_starts_a_new_one() -> None:
     requests = some_requests(6)
     want = tokens(decode(engine(), requests))
     drafter = SuffixDrafter(10_000)
@@ -265,7 +265,7 @@ def test_an_engine_that_was_left_in_the_middle_starts_afresh() -> None:
 # -- counters ----------------------------------------------------------------------------------------------------------
 
 
-def test_plain_decoding_counts_one_token_a_pass() -> None:
+def test_plain_decoding_counts_one_token_per_pass() -> None:
     plain = engine()
     responses = decode(plain, some_requests(6))
     stats, total = plain.stats, sum(len(r.token_ids) for r in responses)
@@ -299,7 +299,7 @@ def test_counters_of_trees_add_up() -> None:
 
 
 class Failing(SuffixDrafter):
-    """Raises at the nth call of one of its methods, or gives what no tree can be made of."""
+    """Drafter that raises at the nth call of one of its methods, or returns invalid candidates."""
 
     def __init__(self, method: str, call: int, result: Any = None) -> None:
         super().__init__(10_000)
@@ -358,7 +358,7 @@ def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: st
         "empty",
     ],
 )
-def test_garbage_from_a_batched_drafter_changes_no_token(result: Any) -> None:
+def test_invalid_output_of_a_batched_drafter_changes_no_token(result: Any) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
     assert tokens(decode(engine(Failing("predict", 2, result), TREE), requests)) == want

@@ -1,4 +1,4 @@
-"""Passes with padded shapes are the same passes, also if they are captured and replayed."""
+"""Padded passes compute the same values, also if they are captured and replayed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def target() -> Decoder:
 
 
 def requests(count: int) -> list[Request]:
-    """Rows of many lengths: the padded shapes change as they finish."""
+    """Return requests of many lengths, so that the padded shapes change as rows end."""
     params = [SamplingParams(max_new_tokens=3 + 9 * n, stop_token_ids=(7,)) for n in range(count)]
     prompts = [Prompt(n, "", tuple((5 * n + j * j) % VOCAB for j in range(3 + 30 * n))) for n in range(count)]
     return [Request(prompts[n], 0, 0, 1000 + n, params[n]) for n in range(count)]
 
 
 def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[Request]) -> tuple[Any, set[Any]]:
-    """Return the tokens, the harvested features and the shapes of all passes."""
+    """Return the tokens, the saved features, and the shapes of all passes."""
     harvested: list[Any] = []
     drafters = [] if strategy == PLAIN else [RandomDrafter(VOCAB)]
     layout = FeatureLayout((0, 2), 16)
@@ -78,8 +78,8 @@ def test_padding_changes_no_token_and_no_feature(target: Decoder, strategy: Stra
     assert {shape.branches for shape in shapes} == ({False, True} if strategy.branching > 1 else {False})
 
 
-def test_a_pass_is_told_which_tensors_hold_the_cache(target: Decoder) -> None:
-    """A captured pass has addresses: after a resize there is none."""
+def test_a_pass_is_captured_again_if_the_cache_tensors_change(target: Decoder) -> None:
+    """A captured pass has addresses. They are not valid after a resize."""
     engine = Engine(target, EngineConfig())
     engine.start(requests(3))
     graphs = engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
@@ -136,8 +136,8 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
         assert not torch.equal(old[:, 2, :, 2:4], new[:, 2, :, 2:4])
 
 
-def test_graphs_end_with_their_rollout(target: Decoder) -> None:
-    """The collector does not have to find them: it would come late, or amid a capture, which then fails."""
+def test_graphs_are_freed_when_their_rollout_ends(target: Decoder) -> None:
+    """They are freed without the garbage collector, because a collection during a capture would make it fail."""
     engine = Engine(target, EngineConfig())
     engine.start(requests(3))
     engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)

@@ -1,4 +1,4 @@
-"""The cache against a plain dict: what was written is there after any resize, copy and move, and the bound holds."""
+"""The cache against a plain dict: values survive any resize, copy and move, and the bound holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_of(bound_tokens: int) -> KVCache:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`model` maps (slot, place) to the number written there; places that no test wrote may hold anything."""
+    """`model` maps (slot, place) to the number written there. Other places may hold anything."""
 
     @initialize(bound=st.integers(20, 900))
     def start(self, bound: int) -> None:
@@ -82,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
-        """All at once: a source may be another move's target."""
+        """Apply all moves at once, because a source may be the target of another move."""
         a_move = st.tuples(st.sampled_from(sorted(self.model)), st.integers(0, self.cache.store.tokens - 1))
         moves = data.draw(st.lists(a_move, min_size=1, max_size=6, unique_by=lambda move: (move[0][0], move[1])))
         rows, sources, targets = (torch.tensor(x) for x in zip(*((s, p, t) for (s, p), t in moves), strict=True))
@@ -117,7 +117,7 @@ def test_the_bound_in_bytes_is_kept_to_the_last_token(dtype: torch.dtype) -> Non
     assert 2**20 - 2 * one_token < in_use <= 2**20
 
 
-def test_growth_is_ahead_of_need_so_that_few_tokens_cost_no_copy() -> None:
+def test_the_cache_grows_in_advance_so_that_few_tokens_cost_no_copy() -> None:
     cache = cache_of(100_000)
     sizes = []
     for tokens in range(1, 1000):

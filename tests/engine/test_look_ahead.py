@@ -1,5 +1,5 @@
-"""Look-ahead in the engine: the same tokens whatever is in the store, all of it accepted where it is right, and rows
-that are decoded for coming steps beside those of this one."""
+"""Look-ahead in the engine: the tokens do not depend on the store, right tokens are all accepted, and rows of coming
+steps are decoded next to those of the present step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ahead(request: Request, tokens: Sequence[int], ended: bool = True) -> Ahead:
 
 
 def filled(spoil: random.Random | None = None) -> AheadStore:
-    """With what the reference says; spoiled in every way, if at all."""
+    """Return a store with the reference's tokens, all of them corrupted if asked for."""
     store = AheadStore(10**6)
     answers = [list(known.token_ids) for known in expected()]
     for place, (request, tokens) in enumerate(zip(requests(), answers, strict=True)):
@@ -86,8 +86,8 @@ def run(engine: Engine, given: Sequence[Request]) -> list[Response]:
     return [done[request.seed] for request in given]
 
 
-def test_what_the_same_target_said_is_accepted_to_the_last_token() -> None:
-    """The oracle: with no update in between, nothing is ever wrong."""
+def test_all_look_ahead_tokens_of_the_same_target_are_accepted() -> None:
+    """Without an update in between, no token is wrong."""
     looking = engine(filled())
     check_tokens(run(looking, requests()), expected())
     stats = looking.stats
@@ -97,7 +97,7 @@ def test_what_the_same_target_said_is_accepted_to_the_last_token() -> None:
     assert stats.tokens == sum(len(known.token_ids) for known in expected())
 
 
-def test_the_tuner_hears_of_no_miss_where_a_response_ends() -> None:
+def test_the_end_of_a_response_is_no_rejection_for_the_tuner() -> None:
     looking, told = engine(filled()), list[tuple[int, int]]()
     looking.tuner.record = lambda result: told.extend(  # type: ignore[method-assign]
         zip(result.tokens, result.ahead, strict=True)
@@ -109,14 +109,14 @@ def test_the_tuner_hears_of_no_miss_where_a_response_ends() -> None:
 
 @pytest.mark.parametrize("strategy", [AHEAD, CHAIN, CHAIN._replace(branching=2, verify_tokens=8)], ids=lambda s: s.name)
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_in_the_store_reaches_a_token(strategy: Strategy, seed: int) -> None:
+def test_tokens_do_not_depend_on_the_store(strategy: Strategy, seed: int) -> None:
     rng = random.Random(seed)
     looking = engine(filled(rng), strategy, max_rows=rng.choice([1, 3, 64]), kv_tokens=rng.choice([None, 400]))
     check_tokens(run(looking, requests()), expected())
     assert 0 < looking.stats.seen_ahead < looking.stats.tokens
 
 
-def test_rows_without_a_look_ahead_are_drafted_by_the_drafter() -> None:
+def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
     store = filled()
     store.forget(request.seed for request in requests()[::2])
     looking = engine(store, CHAIN)
@@ -144,14 +144,14 @@ def test_a_chain_ends_where_the_response_must(strategy: Strategy, monkeypatch: p
     assert looking.stats.seen_ahead > 0
 
 
-def test_a_row_that_comes_back_is_drafted_from_where_it_stands() -> None:
+def test_a_row_that_returns_is_drafted_from_its_present_place() -> None:
     looking = engine(filled(), kv_tokens=200)
     check_tokens(run(looking, requests()), expected())
     assert looking.stats.preemptions > 0
     assert looking.stats.seen_ahead == looking.stats.drafted > 0
 
 
-def test_noise_that_is_kept_for_few_positions_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_noise_window_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "_WINDOW_BYTES", 10_000)
     looking = engine(filled())
     assert looking.rollout.noise.width < AHEAD.ahead
@@ -161,7 +161,7 @@ def test_noise_that_is_kept_for_few_positions_is_enough(monkeypatch: pytest.Monk
 # -- decoding ahead ----------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_coming_steps_end_in_the_store_and_nowhere_else() -> None:
+def test_rows_of_coming_steps_end_only_in_the_store() -> None:
     now, coming = requests()[:6], requests()[6:]
     store = AheadStore(10**6)
     looking = engine(store, max_rows=4)
@@ -186,7 +186,8 @@ def test_rows_of_coming_steps_end_in_the_store_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_decoding_ahead_in_any_order_of_events(seed: int) -> None:
-    """Requests come and go, caches are small, the look-ahead is called off and taken up: the tokens stay."""
+    """Requests arrive and leave, caches are small, and look-ahead is stopped and continued. The tokens do not
+    change."""
     rng = random.Random(seed)
     store = AheadStore(rng.choice([100, 10**6]))
     looking = engine(
@@ -213,7 +214,7 @@ def test_decoding_ahead_in_any_order_of_events(seed: int) -> None:
     check_tokens([done[request.seed] for request in requests()], expected())
 
 
-def test_what_is_left_of_an_old_response_is_kept_behind_what_is_new() -> None:
+def test_the_rest_of_an_old_response_is_kept_after_the_new_tokens() -> None:
     request, known = max(zip(requests(), expected(), strict=True), key=lambda pair: len(pair[1].token_ids))
     store = filled()
     looking = engine(store, PLAIN)
@@ -228,7 +229,7 @@ def test_what_is_left_of_an_old_response_is_kept_behind_what_is_new() -> None:
     assert not looking.looks_ahead
 
 
-def test_a_full_bench_gives_way_to_what_is_submitted() -> None:
+def test_look_ahead_rows_are_preempted_by_submitted_requests() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN, max_rows=3)
     looking.look_ahead(requests()[:5])
@@ -256,7 +257,7 @@ def assert_decoded(store: AheadStore, places: Sequence[int]) -> None:
         assert (found.tokens.tolist(), found.ended) == (list(expected()[place].token_ids), True)
 
 
-def test_those_that_are_asked_for_again_go_on_and_the_others_leave() -> None:
+def test_repeated_look_ahead_requests_continue_and_others_leave() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN)
     looking.look_ahead(requests()[:4])
@@ -278,13 +279,13 @@ def test_those_that_are_asked_for_again_go_on_and_the_others_leave() -> None:
 
 
 class Brief(Fixed):
-    """A round of coming steps has three rows."""
+    """Tuner with room for three look-ahead rows per round."""
 
     def brief_rows(self) -> int:
         return 3
 
 
-def test_what_is_most_urgent_takes_the_place_of_what_is_less() -> None:
+def test_urgent_look_ahead_requests_replace_less_urgent_ones() -> None:
     store = AheadStore(10**6)
     looking = Engine(target().decoder, EngineConfig(max_rows=8), (), Brief(PLAIN), store=store)
     places = [i for i, known in enumerate(expected()) if len(known.token_ids) > 7][:6]
@@ -303,7 +304,7 @@ def test_what_is_most_urgent_takes_the_place_of_what_is_less() -> None:
     assert looking.stats.ahead_tokens == tokens, "the third goes on from where it stood"
 
 
-def test_a_small_cache_makes_none_of_them_a_request_of_this_step() -> None:
+def test_a_preempted_look_ahead_row_does_not_become_a_request_of_this_step() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN, kv_tokens=140)
     looking.look_ahead(requests())
@@ -314,7 +315,7 @@ def test_a_small_cache_makes_none_of_them_a_request_of_this_step() -> None:
     assert_decoded(store, range(len(requests())))
 
 
-def test_a_new_rollout_keeps_what_was_decoded_ahead_even_if_it_left_a_full_cache() -> None:
+def test_a_new_rollout_keeps_look_ahead_tokens_even_after_a_full_cache() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN, kv_tokens=140)
     looking.look_ahead([request for request in requests() if request.sampling.max_new_tokens > 7])
@@ -332,7 +333,7 @@ def test_a_new_rollout_keeps_what_was_decoded_ahead_even_if_it_left_a_full_cache
         assert found.tokens.tolist() == row.tokens
 
 
-def test_a_request_whose_step_has_come_is_not_lost_with_its_look_ahead() -> None:
+def test_a_request_is_not_lost_when_its_look_ahead_row_is_dropped() -> None:
     request, known = requests()[2], expected()[2]
     looking = engine(AheadStore(10**6), PLAIN)
     looking.look_ahead([request])
@@ -346,7 +347,7 @@ def test_a_request_whose_step_has_come_is_not_lost_with_its_look_ahead() -> None
 
 
 class Free(Fixed):
-    """A device on which `most` rows take as long as one."""
+    """Tuner on a device on which `most` rows take as long as one."""
 
     def __init__(self, most: int) -> None:
         super().__init__(AHEAD)
@@ -357,7 +358,7 @@ class Free(Fixed):
 
 
 @pytest.mark.parametrize("most", [1, 3, 64])
-def test_slots_that_are_free_are_filled_in_the_tail(most: int) -> None:
+def test_free_slots_are_filled_at_the_end_of_a_rollout(most: int) -> None:
     store, now, coming = AheadStore(10**6), requests()[:3], requests()[3:]
     looking = Engine(target().decoder, EngineConfig(max_rows=8), (), Free(most), store=store)
     looking.start(now)
@@ -372,8 +373,8 @@ def test_slots_that_are_free_are_filled_in_the_tail(most: int) -> None:
     check_tokens([done[request.seed] for request in now], expected()[:3])
 
 
-def test_prompts_of_coming_steps_are_not_counted_as_prefilled_for_this_one() -> None:
-    """The cluster's forecast divides the one by the other."""
+def test_prefills_for_coming_steps_are_not_counted_for_this_step() -> None:
+    """The cluster's forecast divides the prefill time by the prefilled tokens."""
     looking = engine(AheadStore(10**6), PLAIN)
     looking.start(())
     looking.look_ahead(requests()[6:])
@@ -383,7 +384,7 @@ def test_prompts_of_coming_steps_are_not_counted_as_prefilled_for_this_one() -> 
     assert looking.stats.prefill_tokens == 0
 
 
-def test_what_is_decoded_ahead_is_harvested_when_it_is_due() -> None:
+def test_look_ahead_tokens_become_training_data_when_their_step_comes() -> None:
     model, found = make_model(seed=1), list[Harvest]()
     layout = eagle_options(model.decoder.options, "eagle3", 32).layout
     store = AheadStore(10_000)

@@ -1,17 +1,18 @@
-"""A response is a function of (target, prompt, seed), and its law is the target's: through the real `Engine.generate`.
+"""A response is a function of (target, prompt, seed), and its distribution is the target's, through the real
+`Engine.generate`.
 
-Two kinds of proof that need each other:
+There are two kinds of tests, which complement each other:
 
-- *Law.* Joint sequences of 4 tokens (625 cells; of 3, 2 and 1 as well), and of two responses, against the law that is
-  enumerated from transformers' own model, by chi-square at alpha 1e-6. Found with 95 % power, as a total variation
-  spread evenly over all cells (joint law / one token / a pair of responses; what sits in few cells shows earlier):
-  the rule itself, 600,000 responses, 1.5 % / 0.7 % / 2.1 %; a tree in the engine, 50,000, 5.1 % / 2.3 % / 7.2 %;
-  other speculations, 16,000 each, 9.0 % / 4.0 % / 12.7 %. (float32 and learned, 8,000; suffix, 6,000.)
+- *Distribution.* Joint sequences of 4 tokens (625 cells; also of 3, 2 and 1), and of two responses, are compared with
+  the distribution that is enumerated from transformers' own model, by chi-square at alpha 1e-6. The smallest total
+  variation found with 95 % power, if it is spread evenly over all cells (joint distribution / one token / a pair of
+  responses; differences in few cells show earlier): the sampling rule itself, 600,000 responses, 1.5 % / 0.7 % / 2.1 %;
+  a tree in the engine, 50,000, 5.1 % / 2.3 % / 7.2 %; other speculation, 16,000 each, 9.0 % / 4.0 % / 12.7 %. (float32
+  and learned, 8,000; suffix, 6,000.)
 - *Token identity* with a reference that has no engine, no cache and no tree. It makes the weaker figures as good as the
-  first: an engine that gave 16,000 responses of the rule and no other departs from its law by less than 0.02 % (95 %).
+  first. An engine whose 16,000 responses all equal the rule's differs from the distribution by less than 0.02 % (95 %).
 
-An oracle drafter adds what neither can show: drafts that are wrong for no reason cost speed alone.
-"""
+An oracle drafter shows what neither test can: draft tokens that are rejected without a reason only cost speed."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def target(dtype: torch.dtype = torch.float64) -> Target:
 
 @pytest.fixture
 def narrow_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise of 4 positions at a time, all that these responses need; the ring wraps as it does in a long one."""
+    """Keep noise of 4 positions, all that these responses need. The ring wraps around as it does in a long response."""
     monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
 
 
@@ -73,8 +74,8 @@ def check_all(draws: np.ndarray, params: SamplingParams, of: Target) -> None:
 
 
 @pytest.mark.parametrize("law", [pytest.param("plain", marks=pytest.mark.slow), "all"])
-def test_the_rule_has_the_law(law: str) -> None:
-    """argmax of log p + g, of 600,000 requests: shows a bias of the noise, or of seeds that resemble each other."""
+def test_the_sampling_rule_has_the_distribution(law: str) -> None:
+    """argmax of log p + g for 600,000 requests. This shows a bias of the noise, or related seeds."""
     draws = small.reference_draw(target(), LAWS[law], epochs=150_000)
     check_all(draws, LAWS[law], target())
 
@@ -108,8 +109,9 @@ SHORT = {"float32_tree", "learned_tree", "suffix_tree"}
 
 @pytest.mark.usefixtures("narrow_ring")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in SPECULATIONS])
-def test_law_of_responses(name: str) -> None:
-    """Shows what makes a drafter, a tree or a batch change the law: over positions, within a group, across requests."""
+def test_distribution_of_responses(name: str) -> None:
+    """This shows a drafter, a tree or a batch that changes the distribution: over positions, within a group, or across
+    requests."""
     s = SPECULATIONS[name]
     of, params, run_seed = target(s.dtype), LAWS[s.law], list(SPECULATIONS).index(name) + 1
     engine = build(of, s.drafter(of), s.strategy, max_rows=64 if "suffix" in name else 512)
@@ -144,13 +146,13 @@ MIXED_PROMPTS = (*PROMPTS, Prompt(2, "", (3,)), Prompt(3, "", (2,) * 9))
 
 @cache
 def mixed_requests() -> tuple[list[Request], list[small.Reference]]:
-    """12 requests of all kinds in one batch, and what they must come out as."""
+    """Return 12 requests of all kinds for one batch, and their expected results."""
     requests = make_requests(MIXED_PROMPTS, MIX, group=3)
     return requests, small.reference(target(), requests)
 
 
 class Says(NodeDrafter):
-    """Proposes whatever it was built with, cut or repeated to the nodes asked about."""
+    """Drafter that always proposes the given candidates, cut or repeated to the number of nodes."""
 
     def __init__(self, ids: Sequence[int] | None, log_q: Sequence[float]) -> None:
         self.ids, self.log_q = ids, log_q
@@ -204,7 +206,7 @@ def check_cache(engine: Engine) -> None:
 
 
 def run_mixed(drafter: Drafter | None, strategy: Strategy, schedule: Schedule, **others: Any) -> Engine:
-    """Decode the mixed requests, checking the cache on the way; every token and log-prob must be the reference's."""
+    """Decode the mixed requests, and check the cache meanwhile. Every token and log-prob must be the reference's."""
     engine = build(
         target(), drafter, strategy, schedule.max_rows, schedule.bound_tokens, schedule.prefill_tokens, **others
     )
@@ -290,13 +292,13 @@ def test_tokens_with_a_learned_drafter(kind: Kind, shape: Strategy, schedule: st
 
 
 def everything(seed: int = 0) -> tuple[list[Drafter], Drafter]:
-    """A suffix drafter, and a learned one."""
+    """Return a suffix drafter and a learned one."""
     return [SuffixDrafter(history_tokens=200)], small.learned(target(), seed)
 
 
 @pytest.mark.parametrize("schedule", ["three_rows_shuffled", "preempted_shuffled"])
 def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
-    """Another drafter, another shape or none, round by round."""
+    """Each round has another drafter, another shape, or none."""
     beside, learned = everything()
     chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", 3, 2, 8)
     tuner = InTurn([PLAIN, chain, tree, PLAIN, PLAIN, Strategy("suffix", 2, 3, 9), chain])
@@ -317,7 +319,7 @@ def test_tokens_with_a_learned_drafter_swapped_before_every_draft(schedule: str)
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e300])
-def test_weights_that_are_no_numbers_cost_no_token(value: float) -> None:
+def test_drafter_weights_that_are_nan_change_no_token(value: float) -> None:
     layer = EagleLayer(small.learned(target()).options).double()
     with torch.no_grad():
         layer.fc.weight.fill_(value)
@@ -327,7 +329,7 @@ def test_weights_that_are_no_numbers_cost_no_token(value: float) -> None:
     assert value == 1e300 or engine.stats.drafted == 0
 
 
-def test_tokens_with_the_bandit() -> None:
+def test_tokens_with_the_adaptive_tuner() -> None:
     beside, learned = everything()
     arms = strategies(["eagle", "suffix"], trees=True)
     rng = np.random.default_rng(0)
@@ -343,8 +345,8 @@ def test_tokens_with_the_bandit() -> None:
     assert len(engine.stats.strategies) >= 3
 
 
-def test_an_engine_starts_every_rollout_afresh() -> None:
-    """Cache, noise and drafter history of one rollout leave no trace in the next; then with new weights."""
+def test_a_rollout_does_not_depend_on_earlier_ones() -> None:
+    """Cache, noise and drafter history of one rollout have no effect on the next. New weights follow."""
     of, other = Target(seed=0), Target(seed=1)
     requests, expected = mixed_requests()
     engine = build(of, SuffixDrafter(history_tokens=1_000), TREE)
@@ -367,11 +369,12 @@ ORACLE_LAWS = {
 @pytest.mark.parametrize("memory", ["roomy", "preempted"])
 @pytest.mark.parametrize("strategy", [Strategy("", 4, 1, 5), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(("temperature", "cut"), [(0.6, "off"), (1.0, "top_k"), (0.6, "top_p"), (1.0, "both")])
-def test_an_oracle_is_always_right(temperature: float, cut: str, strategy: Strategy, memory: str) -> None:
-    """Every draft of the target itself is accepted at every depth.
+def test_all_draft_tokens_of_an_oracle_are_accepted(
+    temperature: float, cut: str, strategy: Strategy, memory: str
+) -> None:
+    """Every draft token of the target itself is accepted at every depth.
 
-    Shows drafts made under another noise, position, law or context than the target's, which cost speed alone.
-    """
+    This shows drafts with another noise, position, distribution or context than the target's, which only cost speed."""
     params = SamplingParams(temperature, **ORACLE_LAWS[cut], max_new_tokens=40)
     requests = make_requests(MIXED_PROMPTS, [params], group=2)
     engine = build(target(), small.oracle(target()), strategy, bound_tokens=85 if memory == "preempted" else None)

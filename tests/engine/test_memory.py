@@ -24,7 +24,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A host with 800 MiB available."""
+    """Set up a host with 800 MiB of available memory."""
     found = SimpleNamespace(available=800 * MIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: found)
     return found
@@ -54,14 +54,14 @@ def test_a_container_without_a_limit_changes_nothing(tmp_path: Path, limit: str)
     assert free_bytes(CPU, group(tmp_path, limit, 120 * MIB, "inactive_file 0")) == 800 * MIB
 
 
-def test_a_cuda_device_has_what_is_free_and_what_pytorch_keeps_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_cuda_memory_includes_unused_memory_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90)
     assert free_bytes(CUDA) == 300 + 250 - 90
 
 
-def test_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = HeadShape(2, 4, 2, 8, torch.float32, CPU)  # 2 x 2 layers x 2 heads x 8 numbers x 4 bytes
     assert cache_tokens(1, shape) == MIB // 256
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000)
@@ -70,7 +70,7 @@ def test_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache_tokens("auto", shape) == 1
 
 
-def test_a_rollout_has_what_is_free_when_it_begins(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_limit_is_set_when_a_rollout_begins(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_left_in_groups", lambda folder: [])
     engine = Engine(make_model().decoder, EngineConfig())
     first = engine.cache.bound_tokens

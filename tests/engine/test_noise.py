@@ -1,4 +1,4 @@
-"""The window of noise against the function it is a window of."""
+"""The noise window against the noise function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 5
 
 @pytest.fixture(autouse=True, scope="module")
 def narrow_ring() -> Iterator[None]:
-    """No wider than a round needs, so that every round goes around."""
+    """Keep no more positions than a round needs, so that every round wraps around."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tlt.engine.noise, "_MAX_WINDOW", 2)
     yield
@@ -42,8 +42,9 @@ def truth(row: Row, position: int) -> Tensor:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_every_row_has_its_own_noise_whoever_came_and_went(data: st.DataObject) -> None:
-    """Rows come, begun or not, greedy or not, and go; what a round may ask for is there before it is committed."""
+def test_every_row_has_its_own_noise_after_any_arrivals_and_departures(data: st.DataObject) -> None:
+    """Rows arrive, new or resumed, greedy or not, and leave. The noise of a round is there before the round is
+    committed."""
     deepest = data.draw(st.integers(0, 5))
     window, rows, seeds = NoiseWindow(4, VOCAB, deepest, CPU), [], itertools.count(7)
     for _ in range(data.draw(st.integers(1, 20))):

@@ -1,7 +1,6 @@
-"""A test of the checks in small.py: each of them fails for a bug that it is there for.
+"""Tests of the checks in small.py: each check fails for a bug that it must find.
 
-`tests/mutants/table.py` plants the other bugs.
-"""
+`tests/mutants/table.py` plants the other bugs."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 
 def _noise_is(patch: Patch, key: Callable[[NoiseWindow, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-    """The noise of (row, position) is that of the (seed, counter) which `key` gives, all shaped alike."""
+    """Replace the noise of (row, position) by that of the (seed, counter) which `key` returns, all in one shape."""
 
     def at(self: NoiseWindow, rows: Tensor, positions: Tensor) -> Tensor:
         seeds, counters = key(self, *torch.broadcast_tensors(rows, positions))
@@ -69,7 +68,7 @@ def noise_shared_by_two_prompts(patch: Patch) -> None:
 
 
 def noise_keyed_by_node(patch: Patch) -> None:
-    """The target draws node n under the number of the root + n, siblings under different ones."""
+    """Let the target draw node n with the position of the root + n, so that siblings have different noise."""
 
     def key(window: NoiseWindow, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         in_target = positions.dim() == 2
@@ -79,7 +78,7 @@ def noise_keyed_by_node(patch: Patch) -> None:
 
 
 def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
-    """Costs speed alone: the law and the tokens stay right."""
+    """Let drafts use the noise of the next position. Tokens and distributions stay right, so this only costs speed."""
     noise_of = DraftNoise.__call__
     patch.setattr(DraftNoise, "__call__", lambda self, depth, ids: noise_of(self, depth + 1, ids))
 
@@ -102,7 +101,7 @@ def top_p_at_the_root_only(patch: Patch) -> None:
 
 
 def bonus_token_from_the_drafter(patch: Patch) -> None:
-    """The last level of the tree is not verified: where the walk comes to it, its first token is committed."""
+    """Do not verify the last level of the tree. If the walk reaches it, commit its first token."""
     real = tlt.engine.engine.walk
 
     def walk(tree: DraftTree, sampled: list[int]) -> list[int]:
@@ -117,7 +116,7 @@ def bonus_token_from_the_drafter(patch: Patch) -> None:
 
 
 def near_misses_accepted(patch: Patch) -> None:
-    """A drafted token whose noisy score is within 0.5 of the best is as good as the best."""
+    """Accept a draft token whose noisy score is within 0.5 of the best one."""
     scores: list[Tensor] = []
     gumbel_topk, commit = tlt.engine.runner.gumbel_topk, Engine._commit
 
@@ -138,7 +137,7 @@ def near_misses_accepted(patch: Patch) -> None:
 
 
 def kv_of_a_freed_slot_kept(patch: Patch) -> None:
-    """The last row takes the place of a finished one, but leaves its keys and values behind."""
+    """Move the last row to the place of a finished one, but leave its keys and values behind."""
     copy = SlotAttention.copy
     patch.setattr(
         SlotAttention,
@@ -148,12 +147,12 @@ def kv_of_a_freed_slot_kept(patch: Patch) -> None:
 
 
 def kv_not_rebuilt_after_preemption(patch: Patch) -> None:
-    """Only the prompt is prefilled when a row comes back."""
+    """Prefill only the prompt when a row returns."""
     patch.setattr(Row, "context", property(lambda row: row.request.prompt.token_ids))
 
 
 def logprob_of_the_wrong_node(patch: Patch) -> None:
-    """Each node reports the log-probs of the node before it."""
+    """Let each node report the log-probs of the previous node."""
     verify = Runner.verify
 
     def shifted(self: Runner, *arguments: Any) -> Sampled:
@@ -164,7 +163,7 @@ def logprob_of_the_wrong_node(patch: Patch) -> None:
 
 
 def weights_of_the_target_before(patch: Patch) -> None:
-    """An update changes the version and nothing else."""
+    """Let an update change the version and nothing else."""
     load = Decoder.load
 
     def skip(self: Decoder, state: Any, version: int) -> None:
@@ -290,19 +289,19 @@ BUGS = (
 
 @pytest.fixture(autouse=True)
 def narrow_ring(monkeypatch: Patch) -> None:
-    """Less noise to compute ahead than responses of four tokens will use; and no ledger, which would see most of the
-    bugs before the checks do."""
+    """Compute less noise ahead than responses of four tokens use. Turn off the ledger, which would find most bugs
+    before the checks do."""
     monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
     monkeypatch.delenv("TLT_AUDIT")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_passes_without_a_bug(check: Callable[[], None]) -> None:
+def test_checks_pass_without_a_bug(check: Callable[[], None]) -> None:
     check()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.plant.__name__)
-def test_caught(bug: Bug, monkeypatch: Patch) -> None:
+def test_each_bug_is_found(bug: Bug, monkeypatch: Patch) -> None:
     target(), _long()  # before the bug is there
     bug.plant(monkeypatch)
     for check in bug.caught_by:

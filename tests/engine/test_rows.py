@@ -1,4 +1,4 @@
-"""Who stands where, what a free place still holds, and the ledger that checks it."""
+"""Places of rows, prompts in free slots, and the ledger that checks them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def row(prompt: Sequence[int], seed: int, tokens: Sequence[int] = ()) -> Row:
 
 
 class Follower:
-    """A store that does what it is told, and nothing of its own."""
+    """Store that follows the row table and does nothing else."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int]] = []
@@ -59,7 +59,7 @@ class Follower:
 
 @given(st.lists(st.integers(-1, 6), max_size=40))
 def test_every_store_follows_the_table(actions: list[int]) -> None:
-    """-1: a row comes; n: the one at place n leaves, if there is one."""
+    """-1: a row is added. n: the row at place n leaves, if there is one."""
     stores = [Follower(), Follower()]
     table, alive = RowTable(stores), set()
     for number, action in enumerate(actions):
@@ -77,7 +77,7 @@ def test_every_store_follows_the_table(actions: list[int]) -> None:
 
 
 def filled(slots: int, *prompts: Sequence[int]) -> tuple[KVCache, RowTable]:
-    """A cache of so many slots that rows with these prompts went through; none of them is live."""
+    """Return a cache with this many slots, through which rows with these prompts went. None of them is active."""
     cache = cache_for(TARGET.decoder, 10_000)
     table = RowTable([cache])
     cache.reserve(slots, 50)
@@ -88,7 +88,7 @@ def filled(slots: int, *prompts: Sequence[int]) -> tuple[KVCache, RowTable]:
     return cache, table
 
 
-def test_a_free_slot_says_whose_prompt_it_holds_until_something_is_done_to_it() -> None:
+def test_a_free_slot_keeps_its_prompt_until_it_changes() -> None:
     a, b = (1, 2, 3), (4, 0)
     cache, _ = filled(3, a, b)
     assert [cache.held(slot) for slot in range(4)] == [a, b, (), ()]
@@ -108,7 +108,7 @@ def test_a_free_slot_says_whose_prompt_it_holds_until_something_is_done_to_it() 
         assert [cache.held(slot) for slot in range(3)] == [(), (), ()]
 
 
-def test_rows_find_their_prompt_in_the_free_places_or_at_a_sibling() -> None:
+def test_rows_find_their_prompt_in_free_slots_or_at_a_sibling() -> None:
     a, b, c = (1, 2, 3), (4, 0), (2, 2)
     cache, table = filled(3, a, b)
     new = [row(c, 30), row(b, 20), row(a, 11, tokens=[3]), row(a, 10), row(c, 31), row(b, 21)]
@@ -122,8 +122,8 @@ def test_rows_find_their_prompt_in_the_free_places_or_at_a_sibling() -> None:
 
 
 @pytest.mark.parametrize("leaves", [1, 2])
-def test_siblings_that_come_after_theirs_left_need_no_prefill(leaves: int) -> None:
-    """So many that ended left as many slots behind; a row before them goes on."""
+def test_siblings_of_rows_that_left_need_no_prefill(leaves: int) -> None:
+    """As many free slots are left as rows have ended. An earlier row continues."""
     engine = small.build(TARGET)
     group = [request((4, 0, 2, 2, 1), 10 + i, 3) for i in range(leaves)]
     engine.start([request((1, 2, 3), 0, 30), *group])
@@ -138,7 +138,8 @@ def test_siblings_that_come_after_theirs_left_need_no_prefill(leaves: int) -> No
 
 
 def test_a_slot_holds_the_prompt_of_the_row_that_moved_there() -> None:
-    """The first of two ends, the other goes on in its place and ends there; then a sibling of the first comes."""
+    """The first of two rows ends. The other one continues in its place and ends there. Then a sibling of the first row
+    arrives."""
     engine = small.build(TARGET)
     first, mover = request((1, 2, 3), 0, 3), request((4, 0, 2, 2, 1), 10, 20)
     engine.start([first, mover])
@@ -153,7 +154,7 @@ def test_a_slot_holds_the_prompt_of_the_row_that_moved_there() -> None:
     }
 
 
-def test_a_new_rollout_trusts_no_slot_of_the_one_before() -> None:
+def test_a_new_rollout_uses_no_slot_of_the_previous_one() -> None:
     engine = small.build(Target(seed=0))
     first, second = request((1, 2, 3), 0, 3), request((1, 2, 3), 1, 3)
     list(engine.generate([first]))
@@ -163,7 +164,7 @@ def test_a_new_rollout_trusts_no_slot_of_the_one_before() -> None:
     assert found.token_ids == reference(other, [second])[0].token_ids
 
 
-def test_a_target_that_changes_amid_a_rollout_is_a_bug_that_shows() -> None:
+def test_a_target_that_changes_during_a_rollout_is_an_error() -> None:
     target = Target(seed=0)
     engine = small.build(target)
     engine.start([request((1, 2, 3), 0, 30)])
@@ -189,7 +190,7 @@ def run(engine: Engine) -> None:
         pass
 
 
-def test_the_ledger_is_on_in_tests_and_passes_what_is_right() -> None:
+def test_the_ledger_is_on_in_tests_and_accepts_a_correct_cache() -> None:
     engine = speculating()
     assert engine.cache.ledger is not None
     run(engine)
@@ -197,7 +198,7 @@ def test_the_ledger_is_on_in_tests_and_passes_what_is_right() -> None:
 
 
 @pytest.mark.parametrize("fault", ["moves", "copies", "a slot that lost its tokens", "walk", "weights"])
-def test_the_ledger_sees_what_a_slot_should_not_hold(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_the_ledger_finds_wrong_content_of_a_slot(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     engine = speculating()
     if fault == "moves":
         monkeypatch.setattr(KVCache, "move", lambda self, *moves: None)
@@ -226,7 +227,8 @@ def test_the_ledger_sees_what_a_slot_should_not_hold(monkeypatch: pytest.MonkeyP
 
 
 class Poisoned(small.Decoder):
-    """Hidden states, keys and values of one token are not finite, and of whatever attends to it."""
+    """Target in which one token has hidden states, keys and values that are not finite, and so have all tokens that
+    attend to it."""
 
     token = -1
 
@@ -249,8 +251,8 @@ def poisoned(token: int) -> Poisoned:
 
 @pytest.mark.parametrize("where", ["prompt", "response"])
 @pytest.mark.parametrize("max_rows", [1, 2, 3])
-def test_a_row_that_is_not_finite_poisons_nobody(max_rows: int, where: str) -> None:
-    """Those who share its slot before, beside and after it get their own tokens."""
+def test_a_row_that_is_not_finite_affects_no_other_row(max_rows: int, where: str) -> None:
+    """Rows that use its slot before, during or after it get their own tokens."""
     good = [r for n in range(40) if 4 not in reference(TARGET, [r := request((1, 2, 3), n, 6)])[0].token_ids]
     bad = request((1, 4, 3), 400, 6)
     if where == "response":
@@ -264,8 +266,8 @@ def test_a_row_that_is_not_finite_poisons_nobody(max_rows: int, where: str) -> N
 
 
 @pytest.mark.parametrize("leaves", ["its slot for another", "its slot at its end"])
-def test_what_is_not_finite_does_not_wait_for_the_next_row(leaves: str) -> None:
-    """A longer row beside it, so that what lies behind the next one's own tokens is read too."""
+def test_values_that_are_not_finite_do_not_reach_the_next_row(leaves: str) -> None:
+    """A longer row is in the same batch, so that the memory after the next row's own tokens is read too."""
 
     def some(prompt: Sequence[int], begin: int, new_tokens: int, bad: bool = False) -> Request:
         asked = (request(prompt, n, new_tokens) for n in range(begin, begin + 1000))
@@ -287,7 +289,7 @@ def test_what_is_not_finite_does_not_wait_for_the_next_row(leaves: str) -> None:
         assert tokens[right.seed] == reference(TARGET, [right])[0].token_ids
 
 
-def test_what_is_not_finite_is_not_harvested() -> None:
+def test_values_that_are_not_finite_are_no_training_data() -> None:
     asked = [request((1, 2, 3), n, 30) for n in range(20)]
     bad = {r.seed for r in asked if 4 in reference(TARGET, [r])[0].token_ids[:-1]}
     assert 0 < len(bad) < len(asked)
@@ -303,7 +305,7 @@ def test_what_is_not_finite_is_not_harvested() -> None:
 
 
 class Sure(small.NodeDrafter):
-    """Always proposes the same token."""
+    """Drafter that always proposes the same token."""
 
     name = "sure"
 
@@ -312,7 +314,7 @@ class Sure(small.NodeDrafter):
 
 
 @pytest.mark.parametrize("strategy", [Strategy("sure", 3, 1, 4), Strategy("sure", 2, 2, 6)], ids=["chain", "tree"])
-def test_a_draft_that_leads_to_what_is_not_finite_changes_no_token(strategy: Strategy) -> None:
+def test_a_draft_with_values_that_are_not_finite_changes_no_token(strategy: Strategy) -> None:
     asked = (request((1, 2, 3) * (1 + 2 * (n % 2)), n, 9) for n in range(120))  # the shorter ones are read beyond
     good = [r for r in asked if 4 not in reference(TARGET, [r])[0].token_ids][:6]
     engine = Engine(poisoned(4), EngineConfig(max_rows=3), [Sure()], Fixed(strategy))

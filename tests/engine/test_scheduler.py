@@ -1,4 +1,5 @@
-"""Admission, growth, preemption and finishing in any order: the bound holds, no request is lost, doubled, overtaken."""
+"""Admission, growth, preemption and finishing in any order: the bound holds, and no request is lost, doubled or
+overtaken."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def scheduler_of(bound_tokens: int, max_rows: int, verify_tokens: int, max_posit
 
 
 def admit(scheduler: Scheduler) -> list[Row]:
-    """As the engine does, without what it computes for them."""
+    """Admit rows as the engine does, without its computation for them."""
     admitted = scheduler.admit(0)
     for row in admitted:
         scheduler.rows.append(row)
@@ -38,7 +39,8 @@ def request(number: int, prompt_tokens: int, new_tokens: int) -> Request:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Plays the engine: every token gets a number of its own in the cache, so that a mixed-up slot is seen."""
+    """State machine in the place of the engine. Every token has a number of its own in the cache, so that a mixed-up
+    slot is found."""
 
     @initialize(bound=st.integers(60, 500), max_rows=st.integers(1, 6), verify_tokens=st.integers(1, 12))
     def start(self, bound: int, max_rows: int, verify_tokens: int) -> None:
@@ -163,7 +165,7 @@ def test_the_largest_request_that_fits_runs_to_its_end() -> None:
 
 @pytest.mark.parametrize(("most", "begun"), [(16, [0, 0, 0, 4]), (8, [0, 2, 0, 2]), (3, [1, 1, 1, 1])])
 def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) -> None:
-    """A prefill of one takes as long as one of four. A row ends before each round."""
+    """A prefill of one row takes as long as one of four. A row ends before each round."""
     scheduler = scheduler_of(bound_tokens=4096, max_rows=32, verify_tokens=1)
     scheduler.look_ahead({number: request(number, 2, 8) for number in range(40)}, most)
     while len(scheduler.rows) < most:
@@ -179,7 +181,7 @@ def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) 
     assert found == begun
 
 
-def test_a_withdrawn_request_leaves_and_a_look_ahead_row_of_its_seed_stays() -> None:
+def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> None:
     scheduler = scheduler_of(4096, max_rows=8, verify_tokens=1)
     scheduler.look_ahead({1: request(1, 2, 8)}, most=8)
     for row in scheduler.admit(8):

@@ -48,7 +48,8 @@ def byte_level() -> Any:
 
 
 def byte_fallback(more: str = "") -> Any:
-    """As in Llama 2: the decoder strips the space that a text begins with, and joins bytes only if all are valid."""
+    """Return a tokenizer like Llama 2's. Its decoder strips the first space of a text, and joins bytes only if all are
+    valid."""
     merges = [("▁", "a"), ("a", "b"), ("é", "▁")]
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefé\n", *more, *map("".join, merges)]
     words = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, byte_fallback=True))
@@ -65,7 +66,7 @@ def with_specials(words: Tokenizer) -> Any:
 
 
 def first_stop(stops: Stops, tokens: list[int], strings: tuple[str, ...]) -> int | None:
-    """How many tokens a response has when it stops."""
+    """Return the number of tokens of a response when it stops."""
     row = Row(Request(Prompt(0, "", (0,)), 0, 0, 0, SamplingParams(max_new_tokens=10**9, stop_strings=strings)))
     for token in tokens:
         row.tokens.append(token)
@@ -115,7 +116,7 @@ def test_random_tokens_stop_where_transformers_stops(make: Any) -> None:
 
 
 def test_a_token_may_be_the_replacement_character_itself() -> None:
-    """As in Llama 2's vocabulary, where it is no sign of half a character."""
+    """Llama 2's vocabulary has such a token. It is then no sign of an incomplete character."""
     tokenizer = byte_fallback("\N{REPLACEMENT CHARACTER}")
     spell = Detokenizer(tokenizer).spell
     assert spell(tokenizer.get_vocab()["\N{REPLACEMENT CHARACTER}"]) == b"\xef\xbf\xbd"
@@ -139,7 +140,7 @@ def test_an_empty_stop_string_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-def test_the_text_keeps_a_stop_string_and_no_special_token(make: Any, text: str, stop: str, seen: str) -> None:
+def test_the_text_keeps_stop_strings_but_no_special_tokens(make: Any, text: str, stop: str, seen: str) -> None:
     tokenizer = make()
     tokens = [token for piece in text for token in tokenizer(piece)["input_ids"]] if "<" not in text else None
     tokens = tokens or tokenizer(text)["input_ids"]

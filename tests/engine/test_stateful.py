@@ -1,8 +1,8 @@
-"""Everything that can happen to one or several engines, in any order: each response is the slow twin's, to the token.
+"""All events of one or several engines, in any order: each response equals the slow twin's, to the token.
 
-Requests of a few prompts come at any time, siblings apart; rows are given up and go on elsewhere; caches preempt, grow,
-shrink and are released; drafters are swapped, raise, or write where they should not; the target gets other weights.
-"""
+Requests of a few prompts arrive at any time, siblings separately. Rows are released and continue in another engine.
+Caches preempt, grow, shrink and are released. Drafters are swapped, raise, or write into their inputs. The target gets
+new weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def expected(weights: int, request: Request) -> small.Reference:
 
 
 class InTurn(Fixed):
-    """All arms whose drafter still works, one after the other."""
+    """Tuner that cycles through all strategies whose drafter still works."""
 
     def __init__(self) -> None:
         self.strategies = ARMS
@@ -70,7 +70,7 @@ class InTurn(Fixed):
 
 
 class Vandal(EagleDrafter):
-    """Writes into whatever it is given, and then raises."""
+    """Drafter that writes into its inputs, and then raises."""
 
     def predict(self, level: Level) -> Candidates:
         for array in (level.tokens, level.parents, level.alive):
@@ -96,7 +96,7 @@ class Engines(RuleBasedStateMachine):
         )
     )
     def start_engines(self, sizes: list[tuple[int, int, int]]) -> None:
-        """max_rows, bound of the cache, prefill_tokens of each."""
+        """Start engines. Each has max_rows, a bound of the cache, and prefill_tokens."""
         self.weights = self.versions = 0
         self.engines: list[Engine] = []
         for max_rows, bound, prefill in sizes:
@@ -159,7 +159,8 @@ class Engines(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 2), other=st.integers(0, 2), data=st.data(), anew=st.booleans())
     def release_requests(self, number: int, other: int, data: st.DataObject, anew: bool) -> None:
-        """They go on elsewhere, or here later; some are decoded anew, as after the loss of a worker."""
+        """Release requests. They continue in another engine, or here later. Some are decoded from the start, as after
+        the loss of a worker."""
         seeds = data.draw(st.sets(st.sampled_from(sorted(self.open)), min_size=1, max_size=3))
         rows = self.engine(number).release_requests(seeds)
         assert {row.request.seed for row in rows} <= seeds
@@ -183,7 +184,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2), rows=st.integers(1, 3), tokens=st.integers(1, 100))
     def reserve(self, number: int, rows: int, tokens: int) -> None:
-        """As a larger batch would; and a shrink, where the free slots are given up for it."""
+        """Reserve capacity as a larger batch would. If the cache shrinks, free slots are dropped."""
         cache = self.engine(number).cache
         rows = max(rows, len(self.engine(number).rows))
         if cache.fits(rows, max(tokens, cache.store.tokens)):
@@ -226,7 +227,7 @@ TestEngines.settings = settings(
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Any:
-    """Capacity, headroom and noise in small steps, so that short responses run into all of their borders."""
+    """Set capacity, headroom and noise to small steps, so that short responses reach all their limits."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tlt.engine.kv_cache, "_GRAIN", 8)
     patch.setattr(tlt.engine.scheduler, "_HEADROOM", 4)

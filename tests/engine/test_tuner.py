@@ -1,5 +1,5 @@
-"""The tuner against a simulated world, without torch: what a round takes by live rows and strategy, and how often a
-drafter is right. Regret is against the best fixed strategy, which the simulation knows."""
+"""The tuner against a simulation without torch: the time of a round by active rows and strategy, and the acceptance
+rate of each drafter. Regret is measured against the best fixed strategy, which the simulation knows."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ ROWS = (1, 4, 16, 64)
 
 @dataclass
 class World:
-    """Seconds of a round: a pass of rows x tokens, and a draft a level. Tokens: a chain of guesses, each right with a
-    chance; a second branch makes up for some of what the first one misses."""
+    """Simulation. A round has a pass of rows x tokens, and a draft per level, in seconds. A chain of draft tokens is
+    accepted with a given probability each. A second branch is accepted in part of the cases in which the first one is
+    rejected."""
 
     right: dict[str, float] = field(default_factory=lambda: {"eagle": 0.8, "suffix": 0.4})
     per_token: float = 0.02
@@ -59,7 +60,7 @@ class World:
         return max(self.speed(arm, rows) for arm in arms)
 
     def play(self, arm: Strategy, rows: int) -> list[int]:
-        """Tokens that one round commits, by row."""
+        """Return the tokens that one round commits, by row."""
         tokens = [1] * rows
         for row in range(rows):
             while tokens[row] <= arm.depth and self.rng.random() < self.chance(arm):
@@ -107,7 +108,7 @@ def play(
     return played
 
 
-def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
+def test_the_time_of_a_plain_round_depends_on_its_rows() -> None:
     world = World(right={"eagle": 0.3, "suffix": 0.7}, noise=0.0)
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.3})
     play(bandit, world, 4, 600)
@@ -120,14 +121,14 @@ def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize(("rows", "seed"), [(1, 0), (1, 1), (4, 0), (16, 1), (64, 2)])
-def test_it_is_soon_near_the_best(rows: int, seed: int) -> None:
+def test_it_is_soon_near_the_best_strategy(rows: int, seed: int) -> None:
     world, bandit = World(rng=random.Random(seed)), Bandit(ARMS, World().profile)
     assert play(bandit, world, rows, 600).regret < (0.1 if rows == 1 else 0.05)
     assert play(bandit, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)
 
 
 def any_world(seed: int) -> tuple[World, Bandit]:
-    """A world drawn at random, and a tuner whose profile is wrong in it by about 10 %."""
+    """Return a random simulation, and a tuner whose profile of it is wrong by about 10 %."""
     rng = random.Random(seed)
     world = World(
         right={"eagle": rng.choice([0, 0.2, 0.4, 0.6, 0.8, 0.95]), "suffix": rng.choice([0, 0.1, 0.3, 0.6])},
@@ -142,8 +143,8 @@ def any_world(seed: int) -> tuple[World, Bandit]:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_no_world_makes_it_slower_than_plain_decoding(rows: int) -> None:
-    """Neither in a first rollout of 300 rounds, in which the rows end one by one, nor in the three after it."""
+def test_it_is_never_slower_than_plain_decoding(rows: int) -> None:
+    """Neither in a first rollout of 300 rounds, in which the rows end one by one, nor in the next three rollouts."""
     for seed in range(rows % 3, 20, 3):
         world, bandit = any_world(seed)
         for rounds in (300, 900):
@@ -152,8 +153,8 @@ def test_no_world_makes_it_slower_than_plain_decoding(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_where_a_drafter_is_much_better_little_of_it_is_missed(rows: int) -> None:
-    """Over 2,000 rounds from the first one on, those included in which it is not known."""
+def test_a_much_better_drafter_is_found_soon(rows: int) -> None:
+    """Over 2,000 rounds, including the first ones, in which the drafter is not known."""
     shares = []
     for seed in range(12):
         world, bandit = any_world(seed)
@@ -177,8 +178,8 @@ def test_it_follows_a_drafter_that_gets_worse(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
-    """Trained meanwhile: what looked bad long ago is tried again."""
+def test_it_finds_a_drafter_that_became_better(rows: int) -> None:
+    """The drafter was trained meanwhile. A strategy that was slow long ago is tried again."""
     world = World({"eagle": 0.1, "suffix": 0.1})
     bandit = Bandit(ARMS, world.profile)
     play(bandit, world, rows, 500)
@@ -194,8 +195,8 @@ def test_a_drafter_that_is_worse_than_its_evaluation_costs_little() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
-    """A drafter that was never trained is not tried. One that was judged is used at once."""
+def test_a_drafter_published_in_a_rollout_is_used_at_once(rows: int) -> None:
+    """A drafter that was never trained is not tried. An evaluated drafter is used at once."""
     world = World(right={"eagle": 0.0, "suffix": 0.4})
     tuner = Bandit(ARMS, world.profile, {"eagle": 0.0})
     cold = play(tuner, world, rows, 400)
@@ -208,9 +209,9 @@ def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
     assert ("eagle", 1) not in tuner.seen.seen, "nothing is known of it"
 
 
-def test_one_that_gets_better_little_by_little_is_used_in_every_bucket() -> None:
-    """Seen in training: where rounds have one row, the drafter of before was of no use, and plain rounds told nothing
-    of those that came after it, each a little better. Elsewhere it is in use all the time."""
+def test_a_slowly_improving_drafter_is_used_in_every_bucket() -> None:
+    """This happened in training. In rounds with one row the first drafter was useless, and plain rounds gave no
+    information about its successors, each a little better. In other rounds the drafter was used all the time."""
     world = World(right={"eagle": 0.8, "suffix": 0.0}, per_level={"eagle": 0.3, "suffix": 0.3})
     arms = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4))]
     tuner = Bandit(
@@ -233,8 +234,8 @@ def switches(arms: list[Strategy]) -> int:
     return sum(a != b for a, b in itertools.pairwise(arms))
 
 
-def test_a_batch_size_that_flickers_at_a_border_does_not_thrash() -> None:
-    """4 and 5 rows are of two buckets."""
+def test_a_batch_size_that_alternates_at_a_border_does_not_switch_strategies() -> None:
+    """4 and 5 rows are in two buckets."""
     assert bucket_of(4, 300) != bucket_of(5, 300)
     world, bandit = World(), Bandit(ARMS, World().profile)
     play(bandit, world, lambda turn: 4 + turn % 2, 600)
@@ -243,9 +244,9 @@ def test_a_batch_size_that_flickers_at_a_border_does_not_thrash() -> None:
     assert played.regret < 0.05
 
 
-def test_a_switch_that_costs_much_is_not_made_for_little() -> None:
-    """Two drafters, of which one is best below the border and the other above, by a few per cent; the other's state
-    must be rebuilt for two rounds' time."""
+def test_an_expensive_switch_is_not_made_for_a_small_gain() -> None:
+    """One of two drafters is best below the border, and the other above, by a few per cent. A switch costs the time of
+    two rounds to rebuild the drafter's state."""
     rows: Callable[[int], int] = lambda turn: 4 + turn % 2  # noqa: E731
     free, dear = (World({"eagle": 0.62, "suffix": 0.45}, catch_up=cost) for cost in (0.0, 3.0))
     found = []
@@ -261,7 +262,7 @@ def test_a_switch_that_costs_much_is_not_made_for_little() -> None:
 # -- what it must not do -----------------------------------------------------------------------------------------------
 
 
-def test_arms_of_a_drafter_that_failed_are_not_chosen() -> None:
+def test_strategies_of_a_failed_drafter_are_not_chosen() -> None:
     world, bandit = World(), Bandit(ARMS, World().profile)
     play(bandit, world, 1, 200)
     after = play(bandit, world, 1, 300, usable={"suffix"})
@@ -271,7 +272,7 @@ def test_arms_of_a_drafter_that_failed_are_not_chosen() -> None:
     assert after.regret < 0.1
 
 
-def test_rounds_that_are_not_scored_teach_nothing_of_seconds() -> None:
+def test_the_time_of_unscored_rounds_is_ignored() -> None:
     bandit = Bandit(ARMS, World().profile)
     for _ in range(50):
         bandit.choose(4, 300.0, BOTH)
@@ -280,7 +281,7 @@ def test_rounds_that_are_not_scored_teach_nothing_of_seconds() -> None:
     assert bandit.state()["seen"], "how right the guesses were is seen all the same"
 
 
-def test_one_slow_round_does_not_put_off_a_width_for_good() -> None:
+def test_one_slow_round_does_not_exclude_a_width_forever() -> None:
     arms = with_ahead([PLAIN])
     bandit = Bandit(arms, lambda: {1: {arm: 1.0 + 0.03 * arm.nodes for arm in arms}})
     for _ in range(4):
@@ -302,8 +303,8 @@ def test_more_rows_than_were_profiled_and_fewer() -> None:
         assert play(bandit, world, rows, 400).regret < 0.1
 
 
-def test_the_catch_up_is_not_held_against_the_arm() -> None:
-    """A drafter that is worth it stays, though each of its first rounds takes four times as long."""
+def test_the_catch_up_of_a_drafter_does_not_count_against_its_strategy() -> None:
+    """A useful drafter stays in use, although each of its first rounds takes four times as long."""
     world = World(catch_up=5.0)
     bandit = Bandit(ARMS, world.profile, world.right)
     play(bandit, world, 4, 400)
@@ -324,26 +325,26 @@ def looking(world: World, arms: Sequence[Strategy] = WITH_AHEAD) -> Bandit:
 
 
 def widths(arm: Strategy, offers: Sequence[int]) -> list[int]:
-    """Tokens of each row's look-ahead that are verified."""
+    """Return the number of look-ahead tokens that are verified for each row."""
     return [min(offer, arm.ahead) for offer in offers]
 
 
 def expected_speed(world: World, arm: Strategy, offers: Sequence[int], right: float) -> float:
-    """Where each token of a look-ahead is right with this chance."""
+    """Return the expected speed if each look-ahead token is accepted with this probability."""
     by_ahead = [sum(right**k for k in range(width + 1)) for width in widths(arm, offers) if width]
     others = (len(offers) - len(by_ahead)) * world.tokens(arm)
     return (sum(by_ahead) + others) / seconds_of(world, arm, offers)
 
 
 def seconds_of(world: World, arm: Strategy, offers: Sequence[int]) -> float:
-    """A pass is as wide as its longest chain, whatever the arm allows."""
+    """Return the seconds of a pass, which is as wide as its longest chain, whatever the strategy allows."""
     return world.seconds(arm._replace(ahead=max(widths(arm, offers), default=0)), len(offers))
 
 
 def play_ahead(
     bandit: Bandit, world: World, offers: Callable[[int], Sequence[int]], right: float, rounds: int
 ) -> list[tuple[Strategy, Strategy]]:
-    """What it chose in each round, and what it would have chosen had nothing been offered."""
+    """Return the tuner's choice in each round, and its choice without look-ahead drafts."""
     played = []
     for turn in range(rounds):
         offered = offers(turn)
@@ -361,9 +362,9 @@ def play_ahead(
 
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("rows", "per_token"), [(1, 0.001), (4, 0.05), (16, 0.001), (16, 0.5), (64, 0.05)])
-def test_a_look_ahead_is_used_where_that_is_faster(rows: int, per_token: float, right: float) -> None:
-    """Where a look-ahead is, and how far it goes, differs from round to round. Against none, and against the best of
-    all widths."""
+def test_look_ahead_is_used_if_it_is_faster(rows: int, per_token: float, right: float) -> None:
+    """The rows with look-ahead drafts, and the lengths of the drafts, differ from round to round. The speed is compared
+    with none, and with the best of all widths."""
     world = World(per_token=per_token, noise=0.0)
 
     def offers(turn: int) -> list[int]:
@@ -380,7 +381,7 @@ def test_a_look_ahead_is_used_where_that_is_faster(rows: int, per_token: float, 
     assert statistics.fmean(speed(arm, t) / most for (t, (arm, _)), most in zip(played, best, strict=True)) > 0.93
 
 
-def test_with_nothing_offered_it_does_as_before() -> None:
+def test_without_look_ahead_drafts_the_choice_is_the_same() -> None:
     world, other = World(), World()
     known, unknown = looking(world), Bandit(ARMS, other.profile, other.right)
     chosen = [arm for arm, _ in play_ahead(known, world, lambda turn: [0] * 4, 0.9, 300)]
@@ -391,7 +392,7 @@ def test_with_nothing_offered_it_does_as_before() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_a_look_ahead_that_is_always_wrong_is_soon_left_alone(rows: int) -> None:
+def test_look_ahead_that_is_always_rejected_is_soon_turned_off(rows: int) -> None:
     world = World()
     bandit = looking(world)
     arms = [arm for arm, _ in play_ahead(bandit, world, lambda turn: [63] * rows, 0.0, 500)]
@@ -401,7 +402,7 @@ def test_a_look_ahead_that_is_always_wrong_is_soon_left_alone(rows: int) -> None
     assert statistics.fmean(arm.drafter in BOTH for arm in arms[40:]) > 0.5, "the drafters have its rows again"
 
 
-def test_rows_with_a_look_ahead_teach_nothing_of_the_drafter() -> None:
+def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
     world = World()
     eagle = next(arm for arm in ARMS if arm.drafter == "eagle" and arm.depth == 4 and arm.branching == 1)
     mixed, alone = looking(world), looking(world)
@@ -421,7 +422,7 @@ def test_rows_with_a_look_ahead_teach_nothing_of_the_drafter() -> None:
 # -- its state ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_arms_begin_with_plain_and_are_all_different() -> None:
+def test_the_strategies_begin_with_plain_decoding_and_differ() -> None:
     chains, arms = strategies(DRAFTERS), strategies(DRAFTERS, trees=True)
     assert arms[0] == PLAIN
     assert len(set(arms)) == len({arm.name for arm in arms}) == len(arms)
@@ -446,7 +447,7 @@ def test_its_state_survives_json() -> None:
     assert one == pytest.approx(other, rel=0.05)
 
 
-def test_a_state_with_arms_that_are_no_more_is_read() -> None:
+def test_a_state_with_removed_strategies_is_read() -> None:
     bandit = Bandit(ARMS, World().profile)
     play(bandit, World(), 2, 200)
     arms = [arm for arm in ARMS if arm.drafter != "eagle"]
@@ -456,7 +457,7 @@ def test_a_state_with_arms_that_are_no_more_is_read() -> None:
     assert set(play(fewer, World(), 2, 200).arms) <= set(arms)
 
 
-def test_a_fixed_strategy_is_always_that_one() -> None:
+def test_a_fixed_strategy_is_always_chosen() -> None:
     arm = ARMS[3]
     fixed = Fixed(arm)
     assert fixed.choose(1, 10.0, BOTH) == fixed.choose(64, 10.0, {arm.drafter}) == arm
@@ -484,11 +485,11 @@ def test_the_tuner_needs_no_torch() -> None:
     ],
     ids=["rows are free", "a row that was timed", "in between", "the first ones were timed cold", "rows are dear"],
 )
-def test_a_brief_round_takes_up_to_1_8_times_that_of_one_row(seconds: dict[int, float], most: int) -> None:
+def test_a_brief_round_takes_at_most_1_8_times_a_round_of_one_row(seconds: dict[int, float], most: int) -> None:
     assert Bandit([PLAIN], lambda: {rows: {PLAIN: spent} for rows, spent in seconds.items()}).brief_rows() == most
 
 
-def test_free_rows_take_no_longer_than_those_there_are() -> None:
-    """At 1 % a row, three more are within 3 % of one."""
+def test_free_rows_hardly_add_time_to_a_round() -> None:
+    """At 1 % per row, three more rows are within 3 % of one."""
     bandit = Bandit([PLAIN], lambda: {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
     assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]

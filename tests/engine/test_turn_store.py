@@ -1,4 +1,4 @@
-"""What is kept of a row between two turns of its episode, and when it is used."""
+"""Keys and values kept between two turns of an episode, and their use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 
 
 class Cache:
-    """Saves a size instead of keys and values."""
+    """Cache that saves a size instead of keys and values."""
 
     def save(self, place: int, length: int) -> Any:
         values = type("Values", (), {"nbytes": length})()
@@ -24,7 +24,7 @@ def row(*tokens: int, seed: int = 1, **changes: Any) -> Row:
 
 
 def left(*rows: Row) -> TurnStore:
-    """A store after these rows have left their engine."""
+    """Return a store after these rows have left their engine."""
     cache: Any = Cache()
     store = TurnStore(cache, None)
     for one in rows:
@@ -33,8 +33,9 @@ def left(*rows: Row) -> TurnStore:
     return store
 
 
-def test_keys_and_values_are_used_by_the_row_that_goes_on() -> None:
-    """The last token's are computed when the next one is decoded: of 7 8 1 2 3 four are kept."""
+def test_keys_and_values_are_used_by_the_row_that_continues() -> None:
+    """The last token has none yet, because they are computed when the next one is decoded. Of 7 8 1 2 3 four are
+    kept."""
     assert left(row(1, 2, 3)).known(row(1, 2, 3, 4, 5)) == 4
 
 
@@ -44,7 +45,7 @@ def test_a_row_with_other_tokens_uses_none(other: Row) -> None:
 
 
 @pytest.mark.parametrize("gone", [row(1, 2, continues=False), row(1, 2, finite=False), row(1, 2, ahead=True), row()])
-def test_a_row_that_does_not_go_on_leaves_nothing(gone: Row) -> None:
+def test_a_row_that_does_not_continue_leaves_nothing(gone: Row) -> None:
     assert left(gone).bytes == 0
 
 

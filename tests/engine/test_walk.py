@@ -15,7 +15,7 @@ VOCAB = 3  # small, so that walks go deep and the same token stands under many n
 
 
 def tree_of(parents: Sequence[int], tokens: Sequence[int]) -> DraftTree:
-    """Siblings stay distinct: a repeated one is left out."""
+    """Return a tree. Siblings stay distinct: a repeated one is left out."""
     tree = DraftTree([0])
     for parent, token in zip(parents, tokens, strict=True):
         parent %= len(tree.tokens)
@@ -39,7 +39,7 @@ def slow_walk(tree: DraftTree, sampled: Sequence[int], node: int = 0) -> list[in
 
 @given(tree=trees(), data=st.data())
 @settings(max_examples=400, deadline=None)
-def test_the_walk_is_its_recursive_twin(tree: DraftTree, data: st.DataObject) -> None:
+def test_the_walk_equals_its_recursive_twin(tree: DraftTree, data: st.DataObject) -> None:
     count = len(tree.tokens)
     sampled = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count))
     path = walk(tree, sampled)

@@ -1,4 +1,5 @@
-"""On a CUDA device: the noise has the CPU's bits, the decoder agrees with transformers, speculation changes nothing."""
+"""Tests on a CUDA device: the noise has the CPU's bits, the decoder agrees with transformers, and speculation changes
+no token."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_speculation_changes_no_token_in_float64(model: Any, drafter: Any) -> No
 
 @pytest.mark.parametrize("strategy", [PLAIN, Strategy("random", 4, 1, 5), Strategy("random", 4, 2, 8)], ids=str)
 def test_captured_passes_change_no_token(model: Any, strategy: Strategy) -> None:
-    """A cache that grows and rows that end: graphs are dropped and captured again."""
+    """The cache grows and rows end, so that graphs are dropped and captured again."""
     target, asked = decoder(model, torch.float64), requests(300)
     found, captured = [], 0
     for captures in (False, True):
@@ -119,7 +120,8 @@ def test_a_small_cache_preempts_and_changes_nothing(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_a_learned_drafter_trains_and_drafts_and_changes_no_token(model: Any, kind: Kind) -> None:
-    """Harvest, a few steps, then chains and trees in float32: those tokens are plain decoding's, but for rounding."""
+    """Training data, a few steps, then chains and trees in float32. The tokens are those of plain decoding, except for
+    rounding."""
     target, asked, config = decoder(model, torch.float32), requests(80), EngineConfig(max_rows=16)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(target.options, kind, 64))
@@ -138,8 +140,8 @@ def test_a_learned_drafter_trains_and_drafts_and_changes_no_token(model: Any, ki
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-def test_captured_chains_are_those_of_levels(model: Any, kind: Kind) -> None:
-    """Tokens and chances of all drafts, over rounds in which rows end and others take their places."""
+def test_captured_chains_equal_those_grown_by_level(model: Any, kind: Kind) -> None:
+    """Tokens and probabilities of all drafts, over rounds in which rows end and others take their places."""
     target, asked = decoder(model, torch.float64), requests(120)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(target.options, kind, 32))
@@ -164,8 +166,8 @@ def test_captured_chains_are_those_of_levels(model: Any, kind: Kind) -> None:
     assert any(chain.replayed.graph for chain in drafter.chains.values())
 
 
-def test_graphs_of_rollouts_that_are_over_do_not_spoil_the_next_ones(model: Any) -> None:
-    """Also if references keep them until the collector runs."""
+def test_graphs_of_ended_rollouts_do_not_disturb_later_ones(model: Any) -> None:
+    """Also if references keep them until the garbage collector runs."""
     target, asked = decoder(model, torch.float32), requests(40)
     engine = Engine(target, EngineConfig(), [RandomDrafter(VOCAB)], Fixed(Strategy("random", 3, 1, 4)))
     first = tokens(engine, asked)
