@@ -1,4 +1,4 @@
-"""A store of objects that speaks S3, on loopback: moto's, behind a door that a test may shut or slam."""
+"""An S3 object store on loopback: moto's, behind a server that a test may stop, or that may cut connections."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BUCKET = "bucket"
 
 
 class Cut(Exception):
-    """The connection ends here, without an answer."""
+    """Error that closes the connection without an answer."""
 
 
 class Forbidden(Exception):
-    """Whoever asks may not."""
+    """Error of a client without access."""
 
 
 class ObjectStore:
-    """It has one bucket, and takes any keys."""
+    """Store with one bucket. It accepts any keys."""
 
     def __init__(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app  # an extra
@@ -60,7 +60,7 @@ class ObjectStore:
         return self._server.server_port
 
     def go_away(self) -> None:
-        """Nobody listens any more; what is stored stays."""
+        """Stop listening. Stored objects are kept."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -70,7 +70,7 @@ class ObjectStore:
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
-    """With the bucket in it, and fsspec told where it is."""
+    """Return a store with the bucket, whose address fsspec knows."""
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()  # one of before would go where it went then

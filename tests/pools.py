@@ -1,4 +1,4 @@
-"""Workers in this process, in whatever order a test wants, and lost whenever it wants."""
+"""Workers in this process. A test chooses their order, and when they are lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Loses = Callable[[int, str], str]
 
 
 class Table:
-    """Where threads meet as a group: sums in order of rank. One who leaves breaks it for all."""
+    """Meeting point of threads that form a group. It sums in the order of ranks. A member that leaves breaks it for
+    all."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(1)
@@ -35,7 +36,7 @@ class Table:
         self._left = False
 
     def lay(self, size: int) -> None:
-        """For so many, before any of them exchanges."""
+        """Create so many members, before any of them exchanges."""
         with self._lock:
             if len(self.given) != size:
                 self.barrier, self.given = threading.Barrier(size), [None] * size
@@ -62,7 +63,7 @@ class Table:
 
 
 class Thread:
-    """A member of a group; dies after so many exchanges more as its worker's `dies_at` says."""
+    """Member of a group. It fails after the number of exchanges in its worker's `dies_at`."""
 
     def __init__(self, table: Table, rank: int, size: int, worker: ThreadWorker, shards: int = 0) -> None:
         table.lay(size)
@@ -89,11 +90,11 @@ class Thread:
 
 
 class Killed(BaseException):
-    """The worker ends here."""
+    """End of a worker."""
 
 
 class ThreadWorker(Worker):
-    """A worker whose group is made of threads."""
+    """Worker whose group is made of threads."""
 
     dies_at = -1
 
@@ -108,7 +109,7 @@ class ThreadWorker(Worker):
 
 
 class StandIn:
-    """What every pool can do. A test says how calls are answered."""
+    """Functions that all pools of tests share. The test sets how calls are answered."""
 
     size = 2
 
@@ -151,7 +152,7 @@ class Call:
 
 @dataclass
 class TestPool:
-    """Arguments and results are copied, as between processes."""
+    """Pool that copies arguments and results, as between processes."""
 
     __test__ = False
 
@@ -172,7 +173,7 @@ class TestPool:
         self._settle()
 
     def _settle(self) -> None:
-        """Those that wait for a place get one, as long as there is one."""
+        """Start pending workers, as long as there is room."""
         for index in range(self.size):
             if self.waits[index] and sum(self.alive) < self.room():
                 self.workers[index] = self.build(index)
@@ -218,7 +219,7 @@ class TestPool:
         return done
 
     def _turn(self) -> bool:
-        """Whether there was something to do."""
+        """Do the next thing. Return whether there was one."""
         heads = [next((c for c in self.calls.values() if c.worker == i and not c.done), None) for i in range(self.size)]
         heads = [call for call in heads if call and not self.waits[call.worker]]
         ready = [call for call in heads if all(self.calls[a].done for a in call.arguments if is_handle(a))]
@@ -279,7 +280,7 @@ class TestPool:
 
 
 class Handle_(int):
-    """A number of its own kind."""
+    """Number of a type of its own."""
 
 
 def is_handle(value: Any) -> bool:

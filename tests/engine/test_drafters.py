@@ -34,7 +34,8 @@ class Nothing(NodeDrafter):
 
 
 def fed(published: float | None, *parts: tuple[int, float]) -> list[AcceptanceRate]:
-    """Return the monitor's alarms after each part: a number of draft tokens, and their acceptance rate."""
+    """Return the counter after each part. A part is a number of draft tokens and the probability that they are
+    accepted."""
     seen, rng, states = AcceptanceRate(published), random.Random(0), []
     history: list[bool] = []
     for count, chance in parts:

@@ -279,7 +279,7 @@ def test_repeated_look_ahead_requests_continue_and_others_leave() -> None:
 
 
 class Brief(Fixed):
-    """Tuner with room for three look-ahead rows per round."""
+    """Tuner whose brief rounds have three rows."""
 
     def brief_rows(self) -> int:
         return 3

@@ -1,4 +1,4 @@
-"""A GRPOTrainer of the installed TRL on the tiny model, and what it ends with."""
+"""A GRPOTrainer of the installed TRL on the tiny model, and its results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make(
     given: dict[str, Any] | None = None,
     **changes: Any,
 ) -> GRPOTrainer:
-    """`given` are further arguments of the trainer, such as tools. `changes` are of its settings."""
+    """Return a trainer. `given` are further arguments of the trainer, such as tools. `changes` are settings."""
     if not (folder / "model").is_dir():
         tiny_model(folder / "model")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""An exported drafter in `speculators` itself, where that is installed: the same logits as ours."""
+"""An exported drafter in `speculators`, if it is installed: its logits equal ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tlt inside the installed TRL: `make test-trl`. Whatever drafts, TRL ends with the same completions and weights."""
+"""tlt inside the installed TRL: `make test-trl`. With any drafter, TRL ends with the same completions and weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and a drafter for it."""
+    """Return a folder with a model and a drafter for it."""
     folder = tmp_path_factory.mktemp("trl")
     make(folder)
     config = AutoModelForCausalLM.from_pretrained(folder / "model").config
@@ -68,7 +68,7 @@ def modes(folder: Path) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def watched_requests() -> Iterator[list[Request]]:
-    """Those of the generation that is made meanwhile."""
+    """Return the requests of the generation in the block."""
     seen: list[Request] = []
     generate = LocalRollout.generate
 
@@ -87,8 +87,8 @@ def plain(home: Path) -> Result:
 
 
 @pytest.mark.parametrize("mode", ["suffix", "learned", "adaptive", "trained"])
-def test_completions_and_final_weights_are_the_same_whatever_drafts(home: Path, plain: Result, mode: str) -> None:
-    """With accumulation, several generations in a global step, two iterations over each, and evaluation between."""
+def test_completions_and_final_weights_do_not_depend_on_the_drafter(home: Path, plain: Result, mode: str) -> None:
+    """With accumulation, several generations per global step, two iterations over each, and evaluations in between."""
     turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
     clock = SimpleNamespace(perf_counter=lambda: next(turns) * 1e-3)
     with patch("tlt.spot.schedule.Schedule.rests", False), patch("tlt.cluster.local.time", clock):
@@ -101,7 +101,7 @@ def test_completions_and_final_weights_are_the_same_whatever_drafts(home: Path, 
         assert sum(log.get("tlt/drafter_tokens", 0) for log in found.logs) > 0
 
 
-def test_the_run_did_train_and_did_evaluate(plain: Result, home: Path) -> None:
+def test_the_run_trained_and_evaluated(plain: Result, home: Path) -> None:
     untrained = make(home, Rollout(speculation={"drafter": "off"}))
     before = dict(untrained.model.named_parameters())
     assert all(not torch.equal(p, before[name]) for name, p in plain.trainer.model.named_parameters())
@@ -110,8 +110,9 @@ def test_the_run_did_train_and_did_evaluate(plain: Result, home: Path) -> None:
     assert any("eval_tlt/accept_length" in log for log in plain.logs)
 
 
-def test_every_completion_is_by_the_weights_of_its_moment(home: Path) -> None:
-    """Fused AdamW leaves version counters of parameters as they were: an engine that trusted them would be stale."""
+def test_every_completion_is_decoded_with_the_present_weights(home: Path) -> None:
+    """Fused AdamW does not change version counters of parameters. An engine that relied on them would have old
+    weights."""
     mine, checked = Rollout(speculation={"drafter": "suffix"}), []
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _by_the_model(model: Any, found: dict[str, Any], temperature: float) -> list
 
 
 def test_no_two_completions_of_a_run_share_their_noise(home: Path) -> None:
-    """Several generations are made in one global step, and one prompt comes in several."""
+    """Several generations are made in one global step, and one prompt is in several of them."""
     mine, seeds = Rollout(speculation={"drafter": "off"}), []
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
@@ -168,8 +169,8 @@ def test_prompts_are_tokenized_as_trl_does(home: Path, messages: bool) -> None:
     trainer.train()
 
 
-def test_an_evaluation_is_drafted_by_the_one_before(home: Path) -> None:
-    """The seeds of evaluations are the same, and with a learning rate of 0 so are the answers."""
+def test_an_evaluation_is_the_draft_of_the_next(home: Path) -> None:
+    """The seeds of evaluations are the same. With a learning rate of 0 the responses are too."""
     mine = Rollout(speculation={"drafter": "adaptive"})
     trainer = make(home, mine, learning_rate=0.0)
     trainer.train()
@@ -202,7 +203,7 @@ def test_lora_adapters_are_merged_and_the_base_stays_as_it_is(home: Path) -> Non
 
 
 def test_a_model_that_the_decoder_does_not_know_is_refused(tmp_path: Path) -> None:
-    """Its attention has soft caps, which transformers computes by itself."""
+    """Its attention has soft caps, which transformers computes itself."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = Gemma2Config(**sizes, vocab_size=EOS + 1, num_key_value_heads=2, head_dim=8, eos_token_id=EOS)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
@@ -212,7 +213,7 @@ def test_a_model_that_the_decoder_does_not_know_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("with_tlt", [True, False])
-def test_the_example_is_a_trl_script_but_for_two_lines(home: Path, tmp_path: Path, with_tlt: bool) -> None:
+def test_the_example_is_a_trl_script_except_for_two_lines(home: Path, tmp_path: Path, with_tlt: bool) -> None:
     lines = (Path(__file__).parents[2] / "examples" / "trl_grpo.py").read_text(encoding="utf-8").splitlines()
     without = [line for line in lines if "Rollout" not in line]
     assert len(without) == len(lines) - 2
@@ -228,7 +229,7 @@ def test_the_example_is_a_trl_script_but_for_two_lines(home: Path, tmp_path: Pat
 
 
 def two_processes(folder: Path, what: str) -> list[dict[str, Any]]:
-    """`two_trl.py` in two processes of one group, as torchrun starts them; what each one says at its end."""
+    """Run `two_trl.py` in two processes of one group, as torchrun starts them. Return the results of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -249,8 +250,8 @@ def two_processes(folder: Path, what: str) -> list[dict[str, Any]]:
     return [json.loads(said.splitlines()[-1]) for said, _ in outputs]
 
 
-def test_two_processes_end_alike_whatever_drafts(home: Path) -> None:
-    """Groups of four, two of which are in each process."""
+def test_two_processes_end_the_same_with_any_drafter(home: Path) -> None:
+    """Groups of four, of which each process has two."""
     first, second = two_processes(home, "modes")
     assert len({first[mode]["sha256"] for mode in first} | {second[mode]["sha256"] for mode in second}) == 1
     for rank in (first, second):
@@ -258,14 +259,14 @@ def test_two_processes_end_alike_whatever_drafts(home: Path) -> None:
     assert first["adaptive"]["drafter_tokens"] + second["adaptive"]["drafter_tokens"] > 0, "idle time was trained in"
 
 
-def test_two_processes_decode_what_one_does(home: Path) -> None:
+def test_two_processes_decode_the_tokens_of_one(home: Path) -> None:
     alone = run(home, Rollout(speculation={"drafter": "off"}), learning_rate=0.0)
     first, second = (rank["off"]["completions"] for rank in two_processes(home, "still"))
     together = [rows for i in range(0, len(first), 2) for rows in (*first[i : i + 2], *second[i : i + 2])]
     assert together == alone.completions
 
 
-def test_a_run_in_shards_of_fsdp2_ends_as_one_of_ddp(home: Path) -> None:
+def test_a_run_with_fsdp2_ends_like_one_with_ddp(home: Path) -> None:
     for said in two_processes(home, "sharded"):
         assert said["plain"] == said["adaptive"], "whatever drafts"
         assert said["plain"]["completions"] == said["ddp"]["completions"]

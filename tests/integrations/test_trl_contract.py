@@ -1,4 +1,4 @@
-"""What TRL documents of a rollout_func and of what it hands to it, in a fake of TRL; `test_trl.py` has the real one."""
+"""TRL's documented interface of a rollout_func and its arguments, in a fake of TRL. `test_trl.py` uses the real one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeAccelerator:
 
 
 class FakeTrainer:
-    """What a GRPOTrainer of TRL 1.16 has, of which tlt makes use."""
+    """The parts of a GRPOTrainer of TRL 1.16 that tlt uses."""
 
     tools: tuple[Any, ...] = ()
     environment_factories = chat_template = None
@@ -109,7 +109,7 @@ def off() -> Rollout:
 # -- what is given back ------------------------------------------------------------------------------------------------
 
 
-def test_it_gives_back_what_trl_asks_for(folder: Path) -> None:
+def test_it_returns_what_trl_requires(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     found = Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
     assert found.keys() == {"prompt_ids", "completion_ids", "logprobs"}
@@ -122,7 +122,7 @@ def test_it_gives_back_what_trl_asks_for(folder: Path) -> None:
     assert len({tuple(ids) for ids in found["completion_ids"]}) == len(PROMPTS), "each has a seed of its own"
 
 
-def test_it_logs_what_it_did(folder: Path) -> None:
+def test_it_logs_its_metrics(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
     names = {"accept_length", "tokens_per_second", "seen_ahead"}
@@ -131,7 +131,7 @@ def test_it_logs_what_it_did(folder: Path) -> None:
     assert trainer.logged["tlt/seconds/rollout"][0] > 0
 
 
-def test_logprobs_are_those_that_trl_computes_whatever_the_law_leaves_out(folder: Path) -> None:
+def test_logprobs_are_those_of_trl_with_any_top_k_and_top_p(folder: Path) -> None:
     trainer = FakeTrainer(folder, top_k=3)
     found = off()(PROMPTS[:1], trainer)
     prompt, tokens = found["prompt_ids"][0], torch.tensor(found["completion_ids"][0])
@@ -141,7 +141,7 @@ def test_logprobs_are_those_that_trl_computes_whatever_the_law_leaves_out(folder
     assert found["logprobs"][0] == pytest.approx(own.tolist(), abs=1e-4)
 
 
-def test_the_engine_is_the_one_that_was_asked_for_in_the_dtype_that_trl_computes_in(folder: Path) -> None:
+def test_the_engine_has_the_given_options_and_trls_dtype(folder: Path) -> None:
     for bf16, dtype in ((True, torch.bfloat16), (False, torch.float64)):
         mine = Rollout(speculation={"drafter": "off"}, engine={"max_rows": 2})
         mine(PROMPTS, FakeTrainer(folder, bf16=bf16))
@@ -150,22 +150,22 @@ def test_the_engine_is_the_one_that_was_asked_for_in_the_dtype_that_trl_computes
         assert mine._process.target.dtype == dtype
 
 
-def test_between_generations_the_cache_has_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is wanted for the update."""
+def test_the_cache_is_freed_between_generations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update needs the memory."""
     released: list[bool] = []
     monkeypatch.setattr(Engine, "release", lambda engine: released.append(engine.busy))
     off()(PROMPTS, FakeTrainer(folder))
     assert released == [False]
 
 
-def test_the_end_tokens_are_those_that_trl_knows(folder: Path) -> None:
+def test_the_end_tokens_are_those_of_trl(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     said = off()(PROMPTS, trainer)["completion_ids"]
     trainer.eos_token_ids = (EOS, said[0][1])
     assert off()(PROMPTS, trainer)["completion_ids"][0] == said[0][: said[0].index(said[0][1]) + 1]
 
 
-def test_the_law_is_the_trainers(folder: Path) -> None:
+def test_the_sampling_parameters_are_the_trainers(folder: Path) -> None:
     args = FakeTrainer(folder, temperature=0.3, top_k=5, top_p=0.9).args
     law = trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
     assert (law.temperature, law.top_k, law.top_p, law.max_new_tokens, law.stop_token_ids) == (0.3, 5, 0.9, 12, (1, 2))
@@ -174,7 +174,7 @@ def test_the_law_is_the_trainers(folder: Path) -> None:
     assert trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
 
 
-def test_messages_go_through_the_trainers_template(folder: Path) -> None:
+def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     trainer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"  # type: ignore[assignment]
     trainer.chat_template_kwargs = {"mark": "!"}
@@ -199,7 +199,7 @@ def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
     ]
 
 
-def test_generations_of_one_global_step_are_told_apart() -> None:
+def test_generations_of_one_global_step_have_different_seeds() -> None:
     train = places((True, 0), (True, 0), (False, 0), (True, 0), (True, 1))
     assert [place for place in train if place[0] == "trl"] == [
         ("trl", 0, 0),
@@ -214,7 +214,7 @@ def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
     assert first == second == [("trl eval", None, 0), ("trl eval", None, 1)]
 
 
-def test_two_evaluations_in_one_step_are_alike_and_those_of_two_data_sets_share_no_noise(folder: Path) -> None:
+def test_two_evaluations_in_one_step_are_equal_and_those_of_two_data_sets_share_no_noise(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
     first = trainer.evaluate(mine, PROMPTS, PROMPTS)
     assert first[0] != first[1], "two batches"
@@ -242,7 +242,8 @@ def test_a_group_may_span_processes(folder: Path) -> None:
 
 
 def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
-    """One step of the optimizer that transformers takes by default; the parameters' version counters, before, after."""
+    """Take one step of the default optimizer of transformers. Return the parameters' version counters before and
+    after."""
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.05, fused=fused)
     parameter = next(trainer.model.parameters())
     for each in trainer.model.parameters():
@@ -253,7 +254,7 @@ def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path, counted: bool) -> None:
+def test_new_weights_are_noticed_without_version_counters(folder: Path, counted: bool) -> None:
     trainer, mine = FakeTrainer(folder), off()
     old = mine(PROMPTS, trainer)["completion_ids"]
     before, after = an_update(trainer)
@@ -271,7 +272,7 @@ def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path
     assert now != old
 
 
-def test_a_change_too_small_for_a_norm_in_bfloat16_is_seen(folder: Path) -> None:
+def test_a_change_too_small_for_a_norm_in_bfloat16_is_noticed(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
     trainer.model.bfloat16()
     mine(PROMPTS, trainer)
@@ -285,7 +286,7 @@ def test_a_change_too_small_for_a_norm_in_bfloat16_is_seen(folder: Path) -> None
 
 
 def test_a_rollout_of_another_trainer_is_refused(folder: Path) -> None:
-    """It would decode with that one's weights."""
+    """It would decode with the weights of that trainer."""
     mine = off()
     mine(PROMPTS, FakeTrainer(folder))
     with pytest.raises(trl_terms.UnsupportedError, match="make a Rollout"):
@@ -293,7 +294,7 @@ def test_a_rollout_of_another_trainer_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_drafters_of_a_run_before_are_gone_on_with_if_it_is_resumed_and_kept_apart_if_not(
+def test_a_resumed_run_continues_with_its_drafters_and_a_new_run_does_not(
     folder: Path, tmp_path: Path, resumed: bool
 ) -> None:
     published = tmp_path / "tlt" / "0" / "drafter"
@@ -326,7 +327,7 @@ def _target(trainer: FakeTrainer) -> Decoder:
     return target
 
 
-def test_weights_that_did_not_change_are_not_taken_again(folder: Path) -> None:
+def test_unchanged_weights_are_not_loaded_again(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
     for _ in range(3):
         mine(PROMPTS, trainer)
@@ -334,7 +335,7 @@ def test_weights_that_did_not_change_are_not_taken_again(folder: Path) -> None:
     assert mine._process.updates == 1
 
 
-def test_torchs_global_generator_is_left_alone(folder: Path, tmp_path: Path) -> None:
+def test_torchs_global_generator_is_not_changed(folder: Path, tmp_path: Path) -> None:
     """TRL shuffles with it, and loading a drafter draws from it."""
     trainer = FakeTrainer(folder)
     save_drafter(EagleLayer(eagle_options(decoder_options(trainer.model.config), "eagle1", 32)), tmp_path)
@@ -343,8 +344,8 @@ def test_torchs_global_generator_is_left_alone(folder: Path, tmp_path: Path) -> 
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_model_trains_on_as_it_did(folder: Path) -> None:
-    """The comparison of the two laws is made without dropout."""
+def test_the_training_mode_of_the_model_is_restored(folder: Path) -> None:
+    """The two models are compared without dropout."""
     trainer = FakeTrainer(folder)
     trainer.model.model.layers[0].eval()
     before = [module.training for module in trainer.model.modules()]
@@ -354,7 +355,7 @@ def test_the_model_trains_on_as_it_did(folder: Path) -> None:
     assert False in before
 
 
-def test_a_model_that_is_not_what_its_config_says_is_refused(folder: Path) -> None:
+def test_a_model_that_differs_from_its_config_is_refused(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     trainer.model.config.rms_norm_eps = 0.5  # the modules have the old one
     with pytest.raises(ModelError, match="not one model"):
@@ -379,7 +380,7 @@ def test_adapters_of_lora_are_merged(folder: Path) -> None:
 # -- idle time ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_done_early_has_until_the_last_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_early_trains_until_the_last_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
 
     class FakeWork:
@@ -405,7 +406,7 @@ def test_a_process_that_is_done_early_has_until_the_last_one_is(monkeypatch: pyt
     assert len(waited) == 4, "alone there is nobody to wait for"
 
 
-def test_several_processes_train_while_they_wait_and_one_only_for_its_extra_share(
+def test_several_processes_train_while_they_wait_and_one_for_its_extra_share(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     done: list[str] = []
@@ -425,7 +426,7 @@ def test_several_processes_train_while_they_wait_and_one_only_for_its_extra_shar
 
 
 class FakeOthers:
-    """They are always over when this one is."""
+    """Other processes that have always ended decoding when this one has."""
 
     def __init__(self, processes: int) -> None:
         self.group = processes > 1
@@ -435,7 +436,7 @@ class FakeOthers:
             meanwhile(lambda: True)
 
 
-def test_an_evaluation_is_kept_as_drafts_of_the_next_one_and_training_is_not(folder: Path) -> None:
+def test_responses_of_an_evaluation_are_drafts_of_the_next_and_those_of_training_are_not(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
     mine(PROMPTS, trainer)
     assert mine._process
@@ -464,13 +465,13 @@ def test_an_evaluation_is_kept_as_drafts_of_the_next_one_and_training_is_not(fol
         ({"bf16_full_eval": True}, "bf16_full_eval"),  # behind training it casts the model
     ],
 )
-def test_a_setting_that_cannot_be_honoured_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
+def test_an_unsupported_setting_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(trl_terms.UnsupportedError, match=f"tlt in TRL does not support {name}"):
         off()(PROMPTS, FakeTrainer(folder, **changes))
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "drop empty prompts"), ("x" * 600, "lower max_completion_length")])
-def test_a_prompt_that_can_never_be_answered_is_refused_in_trls_words(folder: Path, text: str, said: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_trls_option(folder: Path, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         off()(["why?", text], FakeTrainer(folder))
 
@@ -501,14 +502,14 @@ def accelerated(**plugins: Any) -> Callable[[FakeTrainer], Any]:
         (accelerated(fsdp_plugin=SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())), "cpu_offload"),
     ],
 )
-def test_what_else_cannot_be_honoured_is_refused(folder: Path, change: Callable[[FakeTrainer], Any], name: str) -> None:
+def test_other_unsupported_settings_are_refused(folder: Path, change: Callable[[FakeTrainer], Any], name: str) -> None:
     trainer = FakeTrainer(folder)
     change(trainer)
     with pytest.raises(trl_terms.UnsupportedError, match=name):
         off()(PROMPTS, trainer)
 
 
-def test_settings_of_our_own_that_do_not_fit_are_refused(folder: Path) -> None:
+def test_invalid_settings_of_tlt_are_refused(folder: Path) -> None:
     with pytest.raises(trl_terms.UnsupportedError, match="backend"):
         Rollout(engine={"backend": "vllm"})(PROMPTS, FakeTrainer(folder))
     with pytest.raises(ValueError, match="did you mean drafter"):

@@ -26,7 +26,7 @@ MOST = 20  # max_completion_length
 
 
 class Generation:
-    """A first turn of three rows, two of which have the same prompt."""
+    """First turn of three rows, two of which have the same prompt."""
 
     def __init__(self) -> None:
         self.engine = Engine(make_model().decoder, EngineConfig())
@@ -51,8 +51,8 @@ class Generation:
         return self.trainer._generate_single_turn(texts, None, {}, num_generations=1)[0]
 
 
-def test_a_turn_does_not_depend_on_the_rows_that_go_on() -> None:
-    """So it is the same in one process and in two."""
+def test_a_turn_does_not_depend_on_which_rows_continue() -> None:
+    """A turn's tokens are the same in one process and in two."""
     all_, some = Generation(), Generation()
     whole = all_.next_turn(all_.texts)
     assert some.next_turn([some.texts[0], some.texts[2]]) == [whole[0], whole[2]]
@@ -79,8 +79,8 @@ def test_turns_are_numbered_from_the_first_of_their_generation() -> None:
     assert generation.next_turn(generation.texts) == before
 
 
-def test_rows_that_began_alike_are_told_apart_by_their_later_turns() -> None:
-    """The third turn of a row is the same whether the other one has a third turn or not."""
+def test_rows_with_equal_first_turns_are_distinguished_by_later_turns() -> None:
+    """The third turn of a row is the same whether the other row has a third turn or not."""
 
     def third_turn(which: Sequence[int]) -> list[list[int]]:
         generation = Generation()
@@ -96,8 +96,8 @@ def test_rows_that_began_alike_are_told_apart_by_their_later_turns() -> None:
     assert third_turn([1])[0] == third_turn([0, 1])[1]
 
 
-def test_a_row_may_have_what_is_left_of_max_completion_length() -> None:
-    """TRL would cut the rest. The first turn took 4 tokens."""
+def test_a_row_may_use_the_rest_of_max_completion_length() -> None:
+    """TRL would cut longer ones. The first turn took 4 tokens."""
     generation = Generation()
     (tokens,) = generation.next_turn(generation.texts[:1])
     assert generation.asked[0].sampling.max_new_tokens == MOST - 4 - len(RESULT)
@@ -106,7 +106,7 @@ def test_a_row_may_have_what_is_left_of_max_completion_length() -> None:
 
 
 def test_a_turn_whose_tokens_have_changed_is_refused() -> None:
-    """Some chat templates leave out what an earlier turn reasoned."""
+    """Some chat templates leave out the reasoning of earlier turns."""
     generation = Generation()
     with pytest.raises(UnsupportedError, match=r"tokens have changed: use a chat template"):
         generation.next_turn([generation.texts[0][:2] + generation.texts[0][3:]])
@@ -118,7 +118,7 @@ def test_images_are_refused() -> None:
         generation.trainer._generate_single_turn(generation.texts, ["picture"], {}, 1)
 
 
-def test_another_trl_is_refused_by_the_name_of_its_method() -> None:
+def test_an_unsupported_trl_is_refused_with_the_missing_method() -> None:
     def other(prompts: Any) -> None: ...
 
     trainer = SimpleNamespace(_generate_single_turn=other, _tokenize_prompts=other, _tool_call_loop=other)
@@ -152,7 +152,7 @@ def add(a: int, b: int) -> int:
 
 
 class Counter:
-    """An environment that counts its calls."""
+    """Environment that counts its calls."""
 
     def reset(self, **columns: Any) -> str:
         self.total = 0
@@ -174,8 +174,8 @@ class Counter:
 
 @pytest.fixture
 def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stand-in for a model's tool calls: a turn calls if its first token is even. TRL's own generation must not be
-    used."""
+    """Set up TRL with a stand-in for the model's tool calls: a turn makes a call if its first token is even. TRL's own
+    generation raises."""
     pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
     from integrations import real_trl
     from trl.trainer import grpo_trainer
@@ -199,7 +199,7 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Watched:
-    """What TRL's loop over tool calls ended with."""
+    """Results of TRL's loop over tool calls."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[list[int], list[int], list[int], list[float]]] = []
@@ -221,7 +221,7 @@ class Watched:
         trainer._tool_call_loop = watched
 
     def check(self, trainer: Any) -> None:
-        """Log-probs of all turns are those of the trainer's model. Tool results have none."""
+        """Check that log-probs of all turns are those of the trainer's model. Tool results have none."""
         for prompt, tokens, mask, logprobs in self.rows[-4:]:
             with torch.no_grad():
                 logits = trainer.model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -230,7 +230,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("given", [{"tools": [add]}, {"environment_factory": Counter}])
-def test_tools_and_environments_end_alike_whatever_drafts(trl: Any, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_tools_and_environments_end_the_same_with_any_drafter(trl: Any, tmp_path: Path, given: dict[str, Any]) -> None:
     found = []
     for drafter in ("off", "suffix"):
         watched = Watched()

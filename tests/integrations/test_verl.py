@@ -1,6 +1,6 @@
-"""tlt against verl's own classes on a CPU (`make test-verl`): found by name, launched, asked, given weights.
+"""tlt with verl's own classes on a CPU (`make test-verl`): registration, launch, requests and weights.
 
-verl's trainers want CUDA or an NPU, so no whole step is trained here; `test_verl_terms.py` needs no verl."""
+verl's trainers need CUDA or an NPU, so no whole step is trained here. `test_verl_terms.py` needs no verl."""
 # ruff: noqa: E402 -- skipped where verl is missing, before its classes are asked for
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ASKED = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.
 
 @ray.remote
 class Worker:
-    """In the place of a process of the trainer."""
+    """Stand-in for a process of the trainer."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ _replicas = iter(range(100))
 
 
 async def launched(folder: Path, config: RolloutConfig) -> Any:
-    """(replica, adapter), as verl makes them in its hybrid mode."""
+    """Return (replica, adapter), as verl creates them in its hybrid mode."""
     model = HFModelConfig(path=str(folder))
     rank = next(_replicas)
     replica = get_rollout_replica_class("tlt")(replica_rank=rank, config=config, model_config=model, gpus_per_node=1)
@@ -76,7 +76,7 @@ async def launched(folder: Path, config: RolloutConfig) -> Any:
 
 
 def expected(weights: Any, folder: Path, rank: int, step: int, prompts: list[tuple[int, ...]]) -> Counter[Any]:
-    """By plain decoding in this process: (prompt, tokens)."""
+    """Return (prompt, tokens) pairs of plain decoding in this process."""
     target = make_target(ModelConfig(path=str(folder), dtype="float32", device="cpu"))
     target.load(weights, 0)
     seeds = Seeds(3, rank)
@@ -132,7 +132,7 @@ def test_a_servers_tokens_are_those_of_plain_decoding_before_and_after_an_update
     asyncio.run(run())
 
 
-def test_verls_own_client_is_served(folder: Path, tmp_path: Path) -> None:
+def test_a_server_serves_verls_own_client(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
         replica, _ = await launched(folder, rollout_config(tmp_path))
         balancer = ray.remote(GlobalRequestLoadBalancer).remote({replica.server_address: replica.server_handle})
@@ -149,8 +149,8 @@ def test_verls_own_client_is_served(folder: Path, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_weights_that_come_back_without_a_step_are_those_of_before(folder: Path, tmp_path: Path) -> None:
-    """As verl brings them after a validation whose rewards needed the device: no seed may come twice."""
+def test_weights_restored_without_a_step_keep_the_step(folder: Path, tmp_path: Path) -> None:
+    """verl restores them after a validation whose rewards needed the device. No seed may be used twice."""
 
     async def run() -> None:
         replica, adapter = await launched(folder, rollout_config(tmp_path))
@@ -166,7 +166,7 @@ def test_weights_that_come_back_without_a_step_are_those_of_before(folder: Path,
     asyncio.run(run())
 
 
-def test_aborted_requests_come_back_and_later_ones_wait_or_are_sent_back(folder: Path, tmp_path: Path) -> None:
+def test_aborted_requests_return_and_later_ones_wait_or_are_rejected(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
         replica, adapter = await launched(folder, rollout_config(tmp_path, response_length=400))
         asked = asyncio.create_task(ask(replica, PROMPTS * 4, max_tokens=400))
@@ -215,7 +215,7 @@ def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_toke
     asyncio.run(run())
 
 
-def test_what_is_not_honoured_is_refused_before_anything_is_launched(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused_before_the_launch(folder: Path, tmp_path: Path) -> None:
     config = rollout_config(tmp_path, tensor_model_parallel_size=2)
     with pytest.raises(UnsupportedError, match="tensor_model_parallel_size"):
         get_rollout_replica_class("tlt")(
@@ -234,7 +234,7 @@ def test_adapters_and_deltas_are_refused_by_name(folder: Path, tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_missing_weight_is_told_and_the_old_ones_stay(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_weight_is_an_error_and_the_old_weights_stay(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
         replica, adapter = await launched(folder, rollout_config(tmp_path))
         old = read_safetensors(folder)

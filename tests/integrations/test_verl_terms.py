@@ -1,4 +1,4 @@
-"""What verl's settings and sampling parameters become; needs no verl."""
+"""Translation of verl's settings and sampling parameters. It needs no verl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt.integrations.versions import refuse_version
 
 
 def rollout(**changes: Any) -> SimpleNamespace:
-    """The fields of verl's RolloutConfig that tlt reads."""
+    """Return the fields of verl's RolloutConfig that tlt reads."""
     plain = {
         "tensor_model_parallel_size": 1,
         "data_parallel_size": 1,
@@ -48,14 +48,14 @@ def rollout(**changes: Any) -> SimpleNamespace:
         {"custom": {"specualtion": {}}},
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_its_name(changes: dict[str, Any]) -> None:
+def test_unsupported_options_are_refused_by_name(changes: dict[str, Any]) -> None:
     refuse(rollout())
     refuse(rollout(custom={"speculation": {}, "engine": {}, "folder": "x"}))
     with pytest.raises(UnsupportedError, match="specualtion" if "custom" in changes else next(iter(changes))):
         refuse(rollout(**changes))
 
 
-def test_a_law_is_verls_and_its_length_is_what_is_left() -> None:
+def test_sampling_parameters_are_verls_and_the_limit_is_the_remaining_length() -> None:
     asked = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
     law = law_of(asked, rollout(), 12, [3, 4], 512)
     assert (law.temperature, law.top_p, law.top_k, law.stop_token_ids) == (0.7, 0.9, 0, (3, 4))
@@ -66,7 +66,7 @@ def test_a_law_is_verls_and_its_length_is_what_is_left() -> None:
     assert law_of({"max_new_tokens": 9}, rollout(), 45, [], 512).max_new_tokens == 9
 
 
-def test_no_response_is_asked_for_that_the_model_has_no_room_for() -> None:
+def test_responses_fit_the_models_limit() -> None:
     assert law_of({}, rollout(), 12, [], 40).max_new_tokens == 28
     assert law_of({"max_tokens": 100}, rollout(), 12, [], 40).max_new_tokens == 28
     assert law_of({}, rollout(max_model_len=30), 12, [], 40).max_new_tokens == 18
@@ -75,12 +75,12 @@ def test_no_response_is_asked_for_that_the_model_has_no_room_for() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"stop": ["x"]}])
-def test_a_sampling_parameter_that_is_not_honoured_is_refused_by_its_name(asked: dict[str, Any]) -> None:
+def test_an_unsupported_sampling_parameter_is_refused_by_name(asked: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(asked))):
         law_of(asked, rollout(), 1, [], 512)
 
 
-def test_seeds_depend_on_no_order_of_calls_between_prompts_and_never_come_twice() -> None:
+def test_seeds_do_not_depend_on_the_order_of_prompts_and_are_never_repeated() -> None:
     def drawn(order: list[int], replica: int = 0, step: int = 3) -> dict[tuple[int, int], int]:
         seeds = Seeds(1, replica)
         seeds.step(step)

@@ -1,4 +1,4 @@
-"""One of two processes of a GRPOTrainer (`test_trl.py` starts both): runs what is asked for, and says how it ended."""
+"""One of two processes of a GRPOTrainer (`test_trl.py` starts both). It runs one scenario, and prints its results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def still(folder: Path) -> dict[str, Any]:
 
 
 def shard(trainer: Any) -> None:
-    """The model in shards of FSDP2, as accelerate would have it on GPUs; on CPUs it has none."""
+    """Shard the model by FSDP2, as accelerate does on GPUs. It does not on CPUs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -61,7 +61,7 @@ def shard(trainer: Any) -> None:
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """The same run by DDP and in shards, speculating and not."""
+    """Train the same run with DDP and with shards, with and without speculation."""
     found = {}
     for name, drafter, prepare in (
         ("ddp", "off", None),
@@ -77,7 +77,7 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 
 def shards(folder: Path) -> dict[str, Any]:
-    """What is read of a model in shards."""
+    """Return the weights that are read from a sharded model."""
     trainer = make(folder, Rollout(speculation={"drafter": "off"}), **PARTS)
     model = trainer.model
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The rollout decoder against transformers' full forward pass: random checkpoints of every family and rope kind."""
+"""The rollout decoder against transformers' full forward pass: random checkpoints of every family and kind of RoPE."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ each_family = pytest.mark.parametrize("variant", ONE_OF_EACH_FAMILY)
 
 
 def checkpoint(folder: Path, variant: str, max_shard_size: str = "1GB", positions: int = 128) -> nn.Module:
-    """Save a tiny model whose every weight, bias and norm matters; returns transformers' own float32 model."""
+    """Save a tiny model in which every weight, bias and norm matters. Return transformers' own float32 model."""
     torch.manual_seed(len(variant))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     changes = {"vocab_size": VOCAB, **sizes, "num_key_value_heads": 2, "max_position_embeddings": positions}
@@ -86,13 +86,13 @@ def checkpoint(folder: Path, variant: str, max_shard_size: str = "1GB", position
 
 
 def reference(model: nn.Module, tokens: Sequence[int]) -> Tensor:
-    """Logits [T, V] of a full forward pass without a cache."""
+    """Return logits [T, V] of a full forward pass without a cache."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
 
 
 class RecordingDecoder(Decoder):
-    """Keeps the logits of the last pass, which the engine reduces to samples."""
+    """Decoder that records the logits of the last pass, which the engine reduces to samples."""
 
     last: Tensor
 
@@ -102,7 +102,7 @@ class RecordingDecoder(Decoder):
 
 
 class Rows:
-    """A batch of contexts decoded through the engine's own runner and cache."""
+    """Batch of contexts, decoded with the engine's own runner and cache."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Rows:
             self.noise.append(Row(Request(Prompt(0, "", (1,)), 0, 0, row, long)), kept=0)
 
     def logits(self, trees: Sequence[DraftTree]) -> Tensor:
-        """One target pass over the trees, whose root is each row's last token; nothing is committed."""
+        """Compute one target pass over trees whose root is each row's last token. Nothing is committed."""
         self.noise.prepare([0] * len(trees), 16)
         self.runner.verify(
             stack(trees, CPU), self.lengths, self.noise, torch.zeros(len(trees), dtype=torch.long), self.law
@@ -135,7 +135,7 @@ class Rows:
         return self.decoder.last
 
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keep the keys of these nodes of the tree just verified, as the engine does after its walk."""
+        """Keep the keys of these nodes of the verified tree, as the engine does after its walk."""
         start = self.lengths[row]
         moves = torch.tensor([(row, start + node, start + i) for i, node in enumerate(path)])
         self.cache.move(*moves.unbind(1))
@@ -191,7 +191,7 @@ def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
 
 
 @each_family
-def test_a_committed_branch_leaves_nothing_of_the_others_behind(tmp_path: Path, variant: str) -> None:
+def test_a_committed_branch_leaves_nothing_of_other_branches(tmp_path: Path, variant: str) -> None:
     model = widen(checkpoint(tmp_path, variant).double())
     texts = [some_tokens(5, 1), some_tokens(11, 2)]
     rows = Rows(tmp_path, torch.float64, texts)
@@ -228,7 +228,7 @@ def test_sharded_safetensors_are_the_same_model(tmp_path: Path, variant: str) ->
 
 
 @each_family
-def test_bfloat16_is_as_near_to_float32_as_transformers_own(tmp_path: Path, variant: str) -> None:
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path, variant: str) -> None:
     model = checkpoint(tmp_path, variant)
     texts = [some_tokens(length, length) for length in (5, 12, 30)]
     exact = torch.stack([reference(model, text)[-1] for text in texts])
@@ -242,7 +242,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(tmp_path: Path, vari
 
 @pytest.mark.parametrize("size", [8, 64, 300])
 def test_a_norm_of_bfloat16_is_rounded_once(size: int) -> None:
-    """torch's own in float64, rounded at the end; but one number in a hundred may be a last place off, at a tie."""
+    """The reference is torch's norm in float64, rounded at the end. One number in a hundred may differ in the last
+    place, at a tie."""
     generator = torch.Generator().manual_seed(size)
     x, weight = (torch.randn(n, size, generator=generator).bfloat16() for n in (200, 1))
     norm = RMSNorm(weight[0], 1e-5)

@@ -1,4 +1,4 @@
-"""What is loaded, and what is refused: each refusal is one clear sentence that names the thing."""
+"""Models that are loaded or refused. Each error is one sentence that names the cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound checkpoint, for a test to spoil."""
+    """Return a valid checkpoint, for a test to change."""
     sizes: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -57,7 +57,7 @@ def load(folder: Path) -> Decoder:
 
 
 def refusal(folder: Path) -> str:
-    """The one-line message with which this folder is refused."""
+    """Return the one-line error for this folder."""
     with pytest.raises(ModelError) as caught:
         load(folder)
     message = str(caught.value)
@@ -65,7 +65,7 @@ def refusal(folder: Path) -> str:
     return message
 
 
-def test_a_sound_folder_loads(folder: Path) -> None:
+def test_a_valid_folder_loads(folder: Path) -> None:
     assert load(folder).version == 0
 
 
@@ -73,7 +73,7 @@ def test_a_sound_folder_loads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", None, 7])
-def test_a_model_type_that_is_no_causal_language_model_is_refused(folder: Path, kind: Any) -> None:
+def test_a_model_type_that_is_not_a_causal_language_model_is_refused(folder: Path, kind: Any) -> None:
     change_config(folder, model_type=kind)
     message = refusal(folder)
     assert repr(kind) in message
@@ -91,7 +91,7 @@ def test_broken_json_is_refused(folder: Path, text: str) -> None:
     assert "not valid JSON" in refusal(folder)
 
 
-def test_json_that_is_no_object_is_refused(folder: Path) -> None:
+def test_json_that_is_not_an_object_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('["llama"]')
     assert "config.json must hold a JSON object, not a list" in refusal(folder)
 
@@ -130,7 +130,7 @@ def test_another_activation_is_refused(folder: Path) -> None:
         "no key heads",
     ],
 )
-def test_values_that_make_no_model_are_refused(folder: Path, changes: dict[str, Any]) -> None:
+def test_invalid_values_in_the_config_are_refused(folder: Path, changes: dict[str, Any]) -> None:
     change_config(folder, **changes)
     refusal(folder)
 
@@ -154,8 +154,9 @@ DISAGREEING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DISAGREEING)
-def test_what_transformers_does_and_the_decoder_does_not_is_refused(folder: Path, case: str) -> None:
-    """Each would have the engine decode from another law than the policy's, or the policy fail later."""
+def test_features_that_only_transformers_supports_are_refused(folder: Path, case: str) -> None:
+    """With each of them the engine would decode from another distribution than the policy's, or the policy would fail
+    later."""
     changes, named = DISAGREEING[case]
     change_config(folder, **changes)
     assert named in refusal(folder)
@@ -219,15 +220,15 @@ def test_a_broken_index_is_refused(folder: Path, text: str) -> None:
     assert INDEX in refusal(folder)
 
 
-def test_a_shard_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_missing_shard_is_named(folder: Path) -> None:
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / WEIGHTS).rename(folder / names["a"])
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
     assert "model-00002-of-00002.safetensors" in refusal(folder)
 
 
-def test_of_one_file_and_an_index_the_file_counts_as_in_transformers(folder: Path) -> None:
-    """An index that an earlier save left behind, with its shards."""
+def test_a_single_file_is_preferred_to_an_index_like_in_transformers(folder: Path) -> None:
+    """An earlier save left the index with its shards."""
     shard = "model-00001-of-00001.safetensors"
     (folder / WEIGHTS).rename(folder / shard)
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(folder / shard), shard)}))
@@ -237,7 +238,7 @@ def test_of_one_file_and_an_index_the_file_counts_as_in_transformers(folder: Pat
 
 
 def test_a_snapshot_of_the_hub_cache_loads(folder: Path) -> None:
-    """There the files of a snapshot are links to blobs in another folder."""
+    """The files of a snapshot there are links to blobs in another folder."""
     blobs, snapshot = folder.parent / "blobs", folder.parent / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -264,7 +265,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", LIMITS)
-def test_a_sequence_longer_than_the_model_is_good_for_is_refused_at_submit(folder: Path, case: str) -> None:
+def test_a_sequence_longer_than_the_models_limit_is_refused_at_submit(folder: Path, case: str) -> None:
     change_config(folder, **({"max_position_embeddings": 64} | LIMITS[case]))
     options = decoder_options(read_config(folder))
     cache = cache_for(Decoder(options, torch.float32, CPU), 10_000)
@@ -289,7 +290,7 @@ def test_a_sequence_longer_than_the_model_is_good_for_is_refused_at_submit(folde
     ],
     ids=["switched off", "of layers beyond the last", "of no layer by name"],
 )
-def test_a_window_that_no_layer_has_limits_nothing(folder: Path, kind: str, changes: dict[str, Any]) -> None:
+def test_a_window_that_no_layer_uses_has_no_effect(folder: Path, kind: str, changes: dict[str, Any]) -> None:
     change_config(folder, model_type=kind, sliding_window=8, head_dim=8, **changes)
     assert decoder_options(read_config(folder)).max_positions == 64
 
@@ -301,7 +302,7 @@ def test_a_window_that_no_layer_has_limits_nothing(folder: Path, kind: str, chan
         ({"model_type": "mistral", "sliding_window": 1}, "1 for sliding_window: give a whole number of at least 3"),
     ],
 )
-def test_a_model_without_positions_to_decode_at_is_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_model_without_enough_positions_is_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
     change_config(folder, **changes)
     assert said in refusal(folder)
 
@@ -451,14 +452,14 @@ def test_mistral_stops_at_its_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral 7b v0.1", "qwen2.5 0.5b", "qwen3 0.6b"])
-def test_keys_that_the_family_does_not_have_change_nothing(tmp_path: Path, name: str) -> None:
+def test_config_keys_that_the_family_does_not_have_are_ignored(tmp_path: Path, name: str) -> None:
     """transformers ignores them, so such a checkpoint has no weights for them."""
     stray = {"mlp_bias": True} | ({} if name.startswith("qwen3") else {"attention_bias": True})
     options, plain = published(tmp_path, name, **stray), published(tmp_path, name)
     assert (options.qkv_bias, options.out_bias, options.mlp_bias) == (plain.qkv_bias, plain.out_bias, plain.mlp_bias)
 
 
-def test_the_folder_of_a_run_is_named_with_the_policy_to_give(tmp_path: Path) -> None:
+def test_for_the_folder_of_a_run_the_error_names_the_policy_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000004" / "policy").mkdir(parents=True)
     (tmp_path / "config.json").write_text('{"model": {"path": "base"}}')
     with pytest.raises(ModelError, match=r"is the folder of a run: give .*step_00000004/policy"):
@@ -472,6 +473,6 @@ def test_a_padding_token_beyond_the_vocabulary_is_named(tmp_path: Path, pad: int
         read_config(tmp_path)
 
 
-def test_a_padding_token_of_llama_1_is_no_fault(tmp_path: Path) -> None:
+def test_a_padding_token_of_llama_1_is_accepted(tmp_path: Path) -> None:
     Qwen3Config(vocab_size=31, pad_token_id=-1).save_pretrained(tmp_path)
     assert read_config(tmp_path).pad_token_id == -1

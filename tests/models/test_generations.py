@@ -1,4 +1,4 @@
-"""A config.json of transformers 5 has the fields of version 4."""
+"""A config.json of transformers 5 also has the fields of version 4."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALF = {"original_max_position_embeddings": 256}
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_the_older_fields_alone_make_the_same_model(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_the_older_fields_alone_define_the_same_model(tmp_path: Path, rope: dict[str, Any]) -> None:
     model = qwen3(vocab_size=31, rope_parameters={"rope_theta": 5e5, **rope}).float()
     save_model(model, tmp_path)
     config = read_json(tmp_path / "config.json")
@@ -46,7 +46,7 @@ def test_the_older_fields_alone_make_the_same_model(tmp_path: Path, rope: dict[s
 
 
 def test_a_worker_of_any_rank_saves_the_model(tmp_path: Path) -> None:
-    """In a process group, transformers itself writes on rank 0 alone."""
+    """In a process group, transformers itself writes only on rank 0."""
     model = qwen3(vocab_size=31).float()
     save_model(model, tmp_path / "alone")
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())

@@ -1,4 +1,5 @@
-"""Families that the fused decoder does not know, decoded by transformers' own code with the engine's attention."""
+"""Families that the fused decoder does not support. They are decoded by transformers' own code with the engine's
+attention."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def small(folder: Path, name: str = "olmo2") -> GenericDecoder:
     return target
 
 
-def test_it_computes_what_the_fused_decoder_does() -> None:
-    """Hidden states, the states that enter each layer, and logits, of a model that both know."""
+def test_it_computes_the_values_of_the_fused_decoder() -> None:
+    """Hidden states, the states that enter each layer, and logits, of a model that both support."""
     model = qwen3()
     options = decoder_options(model.config)
     fused = Decoder(options, torch.float64, CPU)
@@ -80,12 +81,12 @@ def test_it_computes_what_the_fused_decoder_does() -> None:
 
 
 def reference_attention(target: Decoder):
-    """Values alone: what a token attends to is the engine's business."""
+    """Return the values alone. The engine decides which tokens are attended to."""
     share = target.options.num_heads // target.options.num_kv_heads
     return lambda layer, query, key, value, window=None: value.repeat_interleave(share, dim=1).flatten(1)
 
 
-def test_an_update_of_the_policy_reaches_the_engine_at_the_next_load_alone(tmp_path: Path) -> None:
+def test_an_update_of_the_policy_reaches_the_engine_only_at_the_next_load(tmp_path: Path) -> None:
     target = small(tmp_path)
     hidden = torch.ones(1, 1, 64, dtype=torch.float64)
     policy = families.policy_of(tmp_path, torch.float64)
@@ -97,7 +98,7 @@ def test_an_update_of_the_policy_reaches_the_engine_at_the_next_load_alone(tmp_p
     assert not torch.allclose(target.logits(hidden), before)
 
 
-def test_scaled_logits_are_in_the_head_that_a_drafter_multiplies_with(tmp_path: Path) -> None:
+def test_the_head_of_a_drafter_includes_the_scale_of_the_logits(tmp_path: Path) -> None:
     target = small(tmp_path, "cohere")
     hidden = torch.randn(3, 64, dtype=torch.float64)
     assert torch.allclose(target.to_logits(hidden), target.logits(hidden))
@@ -114,7 +115,7 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     assert target.version == 0
 
 
-def test_a_window_that_a_draft_may_leave_is_refused(tmp_path: Path) -> None:
+def test_a_window_shorter_than_a_draft_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gemma3_text", **families.SIZES, head_dim=16, num_key_value_heads=2, sliding_window=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     target = decoder_for(read_config(tmp_path), torch.float32, CPU)
@@ -143,15 +144,15 @@ def test_a_layer_that_attends_twice_is_refused(tmp_path: Path, monkeypatch: pyte
         target._check_layers()
 
 
-def test_the_families_that_were_tried_are_those_of_the_docs() -> None:
+def test_the_tested_families_are_those_of_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     listed = page.split("among them:\n\n")[1].split(".\n\n")[0]
     assert {name.strip() for name in listed.replace("\n", " ").split(",")} == TRIED
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma3_text"])
-def test_weights_as_in_files_are_those_that_transformers_writes(tmp_path: Path, name: str) -> None:
-    """transformers 5 holds Mixtral's experts under other names and in other shapes than its files do."""
+def test_weights_have_the_names_and_shapes_of_transformers_files(tmp_path: Path, name: str) -> None:
+    """In memory, transformers 5 holds Mixtral's experts with other names and shapes than in its files."""
     sizes = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
     config = CONFIG_MAPPING[name](**sizes, **heads)

@@ -27,8 +27,8 @@ def small(name: str, folder: Path) -> tuple[Any, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "granite", "nanochat", "phi", "gpt2"])
-def test_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    """Among them are factors, a soft cap and a bias."""
+def test_head_computes_the_models_logits(name: str, tmp_path: Path) -> None:
+    """The families have logit factors, a soft cap and a bias."""
     model, hidden = small(name, tmp_path)
     assert torch.allclose(Head(model)(hidden), model(TOKENS).logits)
     assert torch.allclose(Head(model)(hidden[0, 3]), model(TOKENS).logits[0, 3])
@@ -48,7 +48,7 @@ def test_it_follows_the_weights_and_has_their_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "is_scaled"), [("llama", False), ("cohere", True), ("nanochat", False)])
 def test_a_constant_factor_is_in_the_weight(name: str, is_scaled: bool, tmp_path: Path) -> None:
-    """A soft cap has none."""
+    """A soft cap has no constant factor."""
     model, _ = small(name, tmp_path)
     weight = model.get_output_embeddings().weight
     expected = weight * model.config.logit_scale if is_scaled else weight

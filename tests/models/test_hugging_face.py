@@ -1,4 +1,4 @@
-"""Activation checkpointing of families that the fused decoder does not know."""
+"""Activation checkpointing of families that the fused decoder does not support."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_checkpointed_layers_apply_no_dropout(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_family_without_checkpointing_is_refused_by_its_field(tmp_path: Path) -> None:
+def test_a_family_without_checkpointing_is_refused_with_the_field(tmp_path: Path) -> None:
     families.save_small("ctrl", tmp_path)
     policy_of(tmp_path, False)
     with pytest.raises(ModelError, match=r"type ctrl .* set train\.gradient_checkpointing = false"):

@@ -1,4 +1,4 @@
-"""Products against torch's own in float64, by packed and by plain weights."""
+"""Products against torch's own in float64, with packed and with plain weights."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_float64_is_never_packed_and_keeps_the_bits_of_torch(shared: bool) -> No
 
 
 @shared_or_not
-def test_bfloat16_by_the_way_that_this_machine_takes(shared: bool) -> None:
+def test_bfloat16_with_the_kernel_of_this_machine(shared: bool) -> None:
     weight, bias = torch.randn(960, 576).bfloat16(), torch.randn(960).bfloat16()
     made = Product(weight, bias, shared)
     for rows in (1, 5):

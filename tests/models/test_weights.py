@@ -40,7 +40,7 @@ OPTIONS = decoder_options(
 
 
 def policy_state() -> dict[str, Tensor]:
-    """Every tensor the options above ask for, random."""
+    """Return random tensors, all that the options above require."""
     layer, generator = "model.layers.0.", torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (11, 8),
@@ -61,7 +61,7 @@ def policy_state() -> dict[str, Tensor]:
 
 
 def logits(decoder: RecordingDecoder) -> Tensor:
-    """Of the token behind 1, 2, 3."""
+    """Return the logits after the tokens 1, 2, 3."""
     cache, noise = cache_for(decoder, 10_000), NoiseWindow(1, OPTIONS.vocab_size, 1, CPU)
     cache.reserve(1, 8)
     noise.append(Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams(max_new_tokens=10**6))), kept=0)
@@ -95,7 +95,7 @@ def test_the_digest_does_not_depend_on_the_order_of_the_dict_or_on_strides() -> 
     ],
     ids=["name", "dtype", "shape", "dtype with the same bytes", "one value", "one sign bit", "one more", "none"],
 )
-def test_the_digest_depends_on(other: dict[str, Tensor]) -> None:
+def test_the_digest_depends_on_each_property(other: dict[str, Tensor]) -> None:
     assert sha256(other) != sha256({"a": torch.arange(6.0)})
 
 
@@ -106,7 +106,7 @@ def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:
     assert sha256({"embed": table, "head": table.clone()}) != sha256(tied)
 
 
-def test_the_digest_tells_a_square_matrix_from_its_transpose_in_the_same_memory() -> None:
+def test_the_digest_of_a_square_matrix_differs_from_that_of_its_transpose() -> None:
     square = torch.arange(9.0).view(3, 3)
     shared, apart = {"a": square, "b": square.T}, {"a": square, "b": square.T.clone()}
     assert sha256(shared) == sha256(apart)
@@ -149,7 +149,7 @@ def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
 
 
 def test_an_unknown_weight_is_refused_by_name() -> None:
-    """Old Llama checkpoints carry buffers of the rotary embedding, which are no weights."""
+    """Old Llama checkpoints have buffers of the rotary embedding, which are no weights."""
     state, decoder = policy_state(), RecordingDecoder(OPTIONS, torch.float64, CPU)
     decoder.load(state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}, version=1)
     with pytest.raises(ModelError, match=r"model\.layers\.0\.extra\.weight, which the rollout decoder does not know"):
@@ -157,7 +157,7 @@ def test_an_unknown_weight_is_refused_by_name() -> None:
     assert decoder.version == 1
 
 
-def test_the_decoder_takes_its_own_dtype_whatever_the_policy_has() -> None:
+def test_the_decoder_keeps_its_own_dtype() -> None:
     state = policy_state()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         decoder = RecordingDecoder(OPTIONS, dtype, CPU)
@@ -166,8 +166,8 @@ def test_the_decoder_takes_its_own_dtype_whatever_the_policy_has() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_among_the_weights_is_the_head_whatever_the_config_says(tied: bool) -> None:
-    """transformers unties such a model too, and says so in a warning alone."""
+def test_a_head_in_the_weights_is_used_even_if_the_config_ties_it(tied: bool) -> None:
+    """transformers unties such a model too, and only logs a warning."""
     state = policy_state()
     decoder = RecordingDecoder(replace(OPTIONS, tied=tied), torch.float64, CPU)
     decoder.load(state, version=0)
@@ -188,7 +188,7 @@ def test_a_tied_head_is_the_embedding_and_takes_no_memory(stored: str) -> None:
 
 
 class Gathers(dict[str, Tensor]):
-    """Each tensor is put together as it is read, so that one which nobody holds makes room for the next."""
+    """Weights that are assembled one by one as they are read. A tensor that nobody keeps is freed before the next."""
 
     def __getitem__(self, name: str) -> Tensor:
         self.read = [*getattr(self, "read", ()), name]
@@ -196,7 +196,7 @@ class Gathers(dict[str, Tensor]):
 
 
 @pytest.mark.parametrize("repeat", range(4))
-def test_weights_that_are_put_together_as_they_are_read_keep_their_head(repeat: int) -> None:
+def test_weights_assembled_while_they_are_read_keep_their_head(repeat: int) -> None:
     state = policy_state()
     decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
     decoder.load(Gathers(state), version=0)
@@ -207,7 +207,7 @@ def test_weights_that_are_put_together_as_they_are_read_keep_their_head(repeat: 
     assert gathers.read.count("lm_head.weight") == 2, "whoever else gathers it reads it as often"
 
 
-def test_the_digest_of_weights_that_are_put_together_as_they_are_read_has_all_of_them() -> None:
+def test_the_digest_of_weights_assembled_while_they_are_read_covers_all() -> None:
     state = {str(i): torch.full((1000,), float(i)) for i in range(8)}
     assert sha256(Gathers(state)) == sha256(state)
 

@@ -15,7 +15,7 @@ Change = Callable[[], None]
 
 
 class MutationError(ValueError):
-    """A mutant that no longer fits the source."""
+    """Error of a mutant that no longer fits the source."""
 
 
 class Place(NamedTuple):

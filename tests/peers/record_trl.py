@@ -2,9 +2,8 @@
 
     python -m venv trl && trl/bin/pip install torch trl==1.16.0 && trl/bin/python tests/peers/record_trl.py
 
-Nothing of tlt is imported. Each case is a GRPOConfig (RLOOConfig) as a user of TRL writes it; TRL's trainer turns it
-into numbers. What a model would say (log-probs) and what rewards are worth is drawn here and given to both sides.
-"""
+Nothing of tlt is imported. Each case is a GRPOConfig (RLOOConfig) as a user of TRL writes it, and TRL's trainer
+computes the numbers. Log-probs and rewards are random, and both sides get the same."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(folder: str) -> Qwen3ForCausalLM:
-    """From a folder, where TRL finds the reference too."""
+    """Return a model from a folder, where TRL finds the reference too."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = Qwen3Config(vocab_size=258, num_key_value_heads=1, head_dim=8, eos_token_id=EOS, **sizes)
     Qwen3ForCausalLM(config).save_pretrained(folder)
@@ -71,7 +70,7 @@ def model(folder: str) -> Qwen3ForCausalLM:
 
 
 def trainer(kind: Any, config: Any, folder: str, **settings: Any) -> Any:
-    """A real one, whose model answers as `LENGTHS` says."""
+    """Return a real trainer, whose model generates responses of the lengths in `LENGTHS`."""
     rows = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
     arguments = config(
         output_dir=folder,
@@ -94,7 +93,7 @@ def trainer(kind: Any, config: Any, folder: str, **settings: Any) -> Any:
 
 
 def padded(rows: list[list[float]]) -> torch.Tensor:
-    """[B, T] of the ragged `rows`, filled up by what must not count."""
+    """Return [B, T] of the ragged `rows`, filled with values that must not count."""
     return torch.tensor([[*row, *[-7.0] * (max(LENGTHS) - len(row))] for row in rows], dtype=torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Folders of runs that never ran, with numbers that a test can follow by hand."""
+"""Folders of runs that never ran, with numbers that a test can compute by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ STATES = {"ROLLOUT": 4.0, "IDLE": 2.0, "AHEAD": 1.0, "SPOT": 0.5, "UPDATE": 2.5,
 
 
 def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
-    """A step's metrics: the rollout takes 4 s, and plain decoding of the same tokens 6 s on even steps and 3 s on
-    step 5 alone."""
+    """Return a step's metrics. The rollout takes 4 s. Plain decoding of the same tokens takes 6 s on even steps, and 3
+    s on step 5."""
     compared = step % 2 == 0 or step == 5
     seconds = {"rollout": 4.0, "reward": 0.5, "update": 2.0, "sync": 0.5, "total": 7.0}
     seconds |= {"compare": 3.0 if step == 5 else 6.0, "total": 13.0} if compared else {}
@@ -70,7 +70,7 @@ def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> di
 
 
 def events(steps: int, workers: int = 2) -> list[dict[str, Any]]:
-    """The spans of steps of 10 s each, with the mark at the end of each."""
+    """Return the spans of steps of 10 s each, with the mark at the end of each."""
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 1, "args": {"name": "driver"}},
     ]

@@ -1,4 +1,4 @@
-"""The page of a run: its numbers, and that no state of a run's files keeps it from being written."""
+"""The page of a run: its numbers, and that it can be written in any state of the run's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tlt.store.completions import read_completions, runs_of
 
 
 def shown(path: Path) -> list[dict[str, Any]]:
-    """Return what the page shows of each run."""
+    """Return the content of the page for each run."""
     found = re.search('<script type="application/json" id="content">(.*?)</script>', path.read_text(encoding="utf-8"))
     assert found
     return json.loads(found[1], parse_constant=pytest.fail)["runs"]
@@ -34,7 +34,7 @@ def shown(path: Path) -> list[dict[str, Any]]:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_the_step_that_lost(tmp_path: Path) -> None:
+def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_slower_steps(tmp_path: Path) -> None:
     found = read_run(make_run(tmp_path / "run", steps=8))
     measured, estimated = ratio(found, True), ratio(found, False)
     assert measured is not None
@@ -47,7 +47,7 @@ def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_the_step_tha
 
 
 @pytest.mark.parametrize("odd", range(6))
-def test_the_interval_draws_as_many_steps_as_there_are_from_all_of_them(tmp_path: Path, odd: int) -> None:
+def test_the_interval_is_a_bootstrap_over_all_steps(tmp_path: Path, odd: int) -> None:
     steps = [{"step": i, "seconds": {"compare": 12.0 if i == odd else 4.0, "rollout": 4.0}} for i in range(6)]
     found = ratio(Run(tmp_path, steps=steps), True)
     assert found is not None
@@ -68,7 +68,7 @@ def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:
     assert useful_share(found) == pytest.approx((5 * 0.8 + 3 * 0.4) / 8)
 
 
-def test_a_state_that_is_not_known_is_shown_by_its_name(tmp_path: Path) -> None:
+def test_an_unknown_state_is_shown_by_its_name(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     (folder / "metrics.jsonl").write_text(json.dumps(line(0, workers=[{"EARLY UPDATE": 3.0}])) + "\n", encoding="utf-8")
     assert worker_seconds(read_run(folder)) == {"early update": 3.0}
@@ -97,7 +97,7 @@ def test_each_advice_follows_from_its_number(tmp_path: Path, changes: dict[str, 
     assert any(said in sentence for sentence in advice(read_run(tmp_path / "run")))
 
 
-def test_a_prompt_that_comes_twice_and_a_step_that_is_missing_are_counted(tmp_path: Path) -> None:
+def test_repeated_prompts_and_missing_steps_are_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     lines = [line(0), line(1, prompts=[[0, 0], [0, 1]]), line(3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
@@ -155,7 +155,7 @@ def test_runs_of_tokens_and_thinned_lines_keep_what_matters() -> None:
 # -- whatever the files are --------------------------------------------------------------------------------------------
 
 
-def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
+def test_text_of_a_model_cannot_end_the_script_element(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     bad = "</pre></script><script>alert(1)</script>{{content}}\ud800\x00"
     rows = [completion(0, index, bad) | {"scores": {bad: float("nan")}} for index in range(8)]
@@ -167,7 +167,7 @@ def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "completions"])
-def test_a_file_that_is_missing_or_cut_anywhere_is_named_or_left_out(tmp_path: Path, name: str) -> None:
+def test_a_missing_or_truncated_file_is_named_or_left_out(tmp_path: Path, name: str) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     path = folder / name
     whole = path.read_bytes()
@@ -180,7 +180,7 @@ def test_a_file_that_is_missing_or_cut_anywhere_is_named_or_left_out(tmp_path: P
     assert any(f"{name} is missing" in fault for fault in shown(write_report([folder]))[0]["faults"])
 
 
-def test_a_last_line_that_is_cut_off_takes_no_other_step_with_it(tmp_path: Path) -> None:
+def test_a_truncated_last_line_affects_no_other_step(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     path = folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
@@ -245,13 +245,13 @@ def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> No
         assert row["length"] - accepted["."] == row["decoded"]["accepted"]
 
 
-def test_a_run_that_asks_for_no_page_has_none(tmp_path: Path) -> None:
+def test_a_run_without_a_report_has_no_page(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run"), "report": False})
     run.train(config, display=Display(Console(quiet=True)))
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_page_that_fails_costs_a_warning_and_never_the_run(
+def test_a_page_that_fails_only_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(runs: object) -> str:
@@ -263,7 +263,7 @@ def test_a_page_that_fails_costs_a_warning_and_never_the_run(
     assert "report.html was not written (RuntimeError: out of ink); the run continues" in caplog.text
 
 
-def test_a_page_that_takes_long_is_written_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_page_is_written_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     written: list[float] = []
 
@@ -280,7 +280,7 @@ def test_a_page_that_takes_long_is_written_seldom(tmp_path: Path, monkeypatch: p
     assert written == [1, 204, 407]
 
 
-def test_the_command_writes_one_page_or_names_what_is_no_run(
+def test_the_command_writes_one_page_or_names_a_folder_that_is_not_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: its words are read, every control is used, and what it changes is read back."""
+"""The page in a headless Chromium: its text is read, every control is used, and the effect is read."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ function use() {
 
 
 def seen_in(path: Path, width: int = 1200, use: str = "<script>function use() {}</script>") -> dict[str, Any]:
-    """Open a page in a window of this width, use its controls, and return what was seen."""
+    """Open a page in a window of this width, use its controls, and return the texts."""
     assert BROWSER
     path.write_text(path.read_text(encoding="utf-8").replace("<head>", "<head>" + SCRIPT + use, 1), encoding="utf-8")
     options = [
@@ -89,7 +89,7 @@ def seen_in(path: Path, width: int = 1200, use: str = "<script>function use() {}
 
 
 @pytest.mark.parametrize("width", [1200, 500])
-def test_every_control_does_what_it_says(tmp_path: Path, width: int) -> None:
+def test_every_control_works(tmp_path: Path, width: int) -> None:
     seen = seen_in(write_report([make_run(tmp_path / "run", steps=4)]), width, USE)
     assert seen["errors"] == []
     assert seen["wide"], "the page is wider than the window"
@@ -160,7 +160,7 @@ def test_a_run_that_was_killed_in_its_first_step_has_a_page(tmp_path: Path) -> N
         assert said in seen["sections"]["words"]
 
 
-def test_what_a_model_wrote_is_shown_as_text(tmp_path: Path) -> None:
+def test_text_of_a_model_is_shown_as_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     bad = "</pre></script><img src=x onerror='seen.errors.push(1)'><b>&amp;{{content}}"
     rows = [completion(0, index, bad) | {"task": bad, "scores": {bad: float("nan")}} for index in range(8)]

@@ -1,4 +1,4 @@
-"""A first step of equal rewards says why."""
+"""A first step with equal rewards is explained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = Prompt(5, "What is 6 x 7?", (1,), {"answer": "42"})
 
 
 def rewarded(terms: list[dict[str, object]], *texts: str, marker: str = "Answer:") -> str:
-    """What is logged of responses, of which the last one was cut off."""
+    """Return the log of a step with these responses, of which the last one was cut off."""
     reward = {"terms": terms, "answer_marker": marker}
     config = parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
     request = Request(PROMPT, 0, 0, 0, SamplingParams())
@@ -27,7 +27,7 @@ def rewarded(terms: list[dict[str, object]], *texts: str, marker: str = "Answer:
 TERMS = [{"name": "exact"}, {"name": "length", "length_from": 50, "length_to": 90}]
 
 
-def test_a_first_step_of_equal_rewards_says_what_each_term_saw(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_step_of_equal_rewards_shows_what_each_term_compared(caplog: pytest.LogCaptureFixture) -> None:
     rewarded(TERMS, "short", "the answer is 42", "a long one that does not end by itself")
     assert caplog.messages == [
         "all 3 rewards of the first step are 0, so the policy learns nothing. Example:\n"
@@ -38,7 +38,7 @@ def test_a_first_step_of_equal_rewards_says_what_each_term_saw(caplog: pytest.Lo
     ]
 
 
-def test_rewards_that_differ_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_rewards_that_differ_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert rewarded(TERMS, "Answer: 42", "Answer: 41") == "42"
     assert caplog.messages == []
 
@@ -58,8 +58,8 @@ def test_a_marker_is_found_without_its_last_space(caplog: pytest.LogCaptureFixtu
         ({"name": "length", "length_from": 1, "length_to": 9}, "length: score -1, from 10 tokens"),
     ],
 )
-def test_each_term_says_what_it_saw(term: dict[str, object], said: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Every term but the one in question scores alike as well, and the length is the same."""
+def test_each_term_shows_what_it_compared(term: dict[str, object], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """All other terms have equal scores as well, and the lengths are the same."""
     rewarded([term], "Answer: 41", "Answer: 40")
     (message,) = caplog.messages
     assert message.endswith(f"\n  {said}")

@@ -1,4 +1,4 @@
-"""What a function of the user's is called with."""
+"""Arguments of the user's reward functions."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def test_parameters_are_filled_by_their_names() -> None:
     assert called(functools.partial(of_verl, method="loose")).keys() == {"solution_str", "ground_truth", "extra_info"}
 
 
-def test_the_rest_of_the_columns_goes_to_the_keywords() -> None:
+def test_the_other_columns_are_passed_as_keywords() -> None:
     def of_trl(completions: list[str], **kwargs: Any) -> None: ...
 
     rest = {"question": "Q", "solution": "so 42", "extra_info": {"level": 3}, "answers": ["a column"]}
     assert called(of_trl, lists=True) == {"completions": SAID.text, "ground_truth": "42", **rest}
 
 
-def test_columns_with_names_of_other_projects_do_not_go_to_the_keywords() -> None:
-    """TRL and verl mean a response by these names."""
+def test_columns_with_names_of_other_projects_are_not_passed_as_keywords() -> None:
+    """In TRL and verl these names mean a response."""
     row = {"answer": "42", "completion": "old", "solution_str": "old", "completion_ids": [1], "response": "old"}
     found = called(lambda prompt, answer, **kwargs: 0.0, prompt=Prompt(0, "", (1,), row | {"level": 3}))
     assert found.keys() == {"prompt", "answer", "ground_truth", "level"}
 
 
-def test_names_of_lists_may_be_plurals_and_ours_come_first() -> None:
+def test_names_of_lists_may_be_plurals_and_those_of_tlt_are_preferred() -> None:
     def ours(prompts: Any, answers: Any, task: Any) -> None: ...
 
     def of_verl(solution_strs: Any, ground_truths: Any, extra_info: Any) -> None: ...
@@ -75,7 +75,7 @@ def test_names_of_lists_may_be_plurals_and_ours_come_first() -> None:
     }
 
 
-def test_the_right_answer_is_a_column_of_its_own_name_or_that_of_the_recipe() -> None:
+def test_ground_truth_is_the_column_of_that_name_or_the_answer_column() -> None:
     def f(response: str, ground_truth: str) -> None: ...
 
     nested = Prompt(0, "", (1,), {"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
@@ -105,14 +105,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_filled_is_refused(case: str) -> None:
+def test_a_parameter_that_cannot_be_filled_is_refused(case: str) -> None:
     function, said = REFUSED[case]
     with pytest.raises(RewardError, match=said):
         called(function)
 
 
 @pytest.mark.parametrize("name", ["response", "length", "completion", "token_ids"])
-def test_a_column_with_a_name_of_ours_is_ambiguous(name: str) -> None:
+def test_a_column_with_a_name_of_tlt_is_ambiguous(name: str) -> None:
     function = eval(f"lambda {name}: 0.0")
     prompt = Prompt(0, "", (1,), ROW | {name: "of the data"})
     with pytest.raises(RewardError, match=rf"parameter '{name}', which is both .* a column of your data: rename"):
@@ -131,7 +131,7 @@ def test_a_column_with_a_name_of_ours_is_ambiguous(name: str) -> None:
         ("late_callable", False),
     ],
 )
-def test_functions_of_every_kind_are_called_alike(tmp_path: Path, name: str, batched: bool) -> None:
+def test_functions_of_every_kind_get_the_same_arguments(tmp_path: Path, name: str, batched: bool) -> None:
     (tmp_path / "of_names.py").write_text("""
 def one(question, response, scale=2.0): return scale * response.endswith(question)
 async def late(question, response, scale=2.0): return one(question, response, scale)

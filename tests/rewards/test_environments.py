@@ -1,5 +1,5 @@
-"""Environments that hang, raise, return nonsense or end their process: each a named outcome, and the next turn goes
-on."""
+"""Environments that hang, raise, return invalid values or end their process. Each is a named outcome, and the next turn
+continues."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("allocate", "error", "MemoryError"),
     ],
 )
-def test_what_fails_has_a_name_and_the_next_episode_goes_on(
+def test_a_fault_is_named_and_the_next_episode_continues(
     isolated: IsolatedScore, text: str, outcome: str, detail: str
 ) -> None:
     found = asked(isolated, text)
@@ -63,21 +63,21 @@ def test_what_fails_has_a_name_and_the_next_episode_goes_on(
     assert asked(isolated, "hello", seed=2) == Verdict(0.5, reply="turn 1")
 
 
-def test_one_that_fails_at_once_has_a_name_too(isolated: IsolatedScore) -> None:
+def test_a_fault_at_the_start_is_named(isolated: IsolatedScore) -> None:
     prompt = Prompt(6, "raises at once", (1,))
     for said in [(), ("hello",)]:
         found = asked(isolated, *said, prompt=prompt)
         assert (found.outcome, found.detail) == ("error", "KeyError: 'bonus'")
 
 
-def test_one_that_hangs_is_ended() -> None:
+def test_an_environment_that_hangs_is_killed() -> None:
     isolated = IsolatedScore(config(timeout_seconds=0.5), opens=open_environments)
     assert asked(isolated, "hang").outcome == "timeout"
     assert asked(isolated, "hello").reply == "turn 1"
     isolated.close()
 
 
-def test_an_episode_has_an_instance_of_its_own_which_can_be_made_again(isolated: IsolatedScore) -> None:
+def test_an_episode_has_its_own_instance_which_can_be_created_again(isolated: IsolatedScore) -> None:
     assert asked(isolated, seed=1) == asked(isolated, seed=2) == Verdict(0.0, reply="")
     assert asked(isolated, "a", seed=1).reply == "turn 1"
     assert asked(isolated, "a", "b", seed=1).reply == "turn 2"
@@ -88,7 +88,7 @@ def test_an_episode_has_an_instance_of_its_own_which_can_be_made_again(isolated:
 
 
 def test_an_instance_lasts_as_long_as_its_rollout() -> None:
-    """A seed comes again in a rollout that repeats a step."""
+    """A rollout that repeats a step has the same seeds."""
     made: list[tiny_environments.Echo] = []
 
     def make() -> tiny_environments.Echo:
@@ -101,7 +101,7 @@ def test_an_instance_lasts_as_long_as_its_rollout() -> None:
         assert len(made) == count
 
 
-def test_turns_that_are_told_again_share_one_time_limit() -> None:
+def test_replayed_turns_share_one_timeout() -> None:
     environments = Environments(tiny_environments.Nap, 1.0)
     told = ("0.4", "0.4", "0.4")
     for count in (1, 2, 3):
@@ -111,7 +111,7 @@ def test_turns_that_are_told_again_share_one_time_limit() -> None:
     assert found.outcome == "timeout"
 
 
-def test_async_environments_are_asked_together() -> None:
+def test_async_environments_are_called_concurrently() -> None:
     isolated = IsolatedScore(config("tiny_environments:AsyncEcho"), opens=open_environments)
     assert isolated.at_once == 16
     found = isolated.score_all([(PROMPT, Turn(1, seed, ("abc",))) for seed in range(16)])
@@ -120,7 +120,7 @@ def test_async_environments_are_asked_together() -> None:
 
 
 def test_the_turns_of_an_episode_go_to_one_process() -> None:
-    """Two processes, each busy for a moment: a third turn is asked where the first two were."""
+    """Two processes are each busy for a moment. The third turn goes to the process of the first two."""
     isolated: list[IsolatedScore] = []
 
     def start() -> IsolatedScore:
@@ -141,7 +141,7 @@ def test_the_turns_of_an_episode_go_to_one_process() -> None:
     pool.close()
 
 
-def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
+def test_a_class_that_is_not_an_environment_is_refused_at_the_start() -> None:
     for name, why in [("NoStep", "has no method step"), ("missing", "cannot be imported")]:
         with pytest.raises(RewardError, match=f"reward.environment = 'tiny_environments:{name}' {why}"):
             IsolatedScore(config(f"tiny_environments:{name}"), opens=open_environments)
@@ -159,7 +159,7 @@ def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
         ({"data": {"environment": "a"}, "reward": {"name": "exact"}}, "remove reward.name"),
     ],
 )
-def test_what_does_not_go_together_is_refused(sections: dict[str, Any], why: str) -> None:
+def test_contradicting_fields_are_refused(sections: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config({"model": {"path": "-"}, "data": {"path": "-"}} | sections)
 

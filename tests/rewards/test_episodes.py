@@ -1,4 +1,4 @@
-"""Episodes against a slow reference: full passes by transformers' own model, one token at a time, and no engine."""
+"""Episodes against a slow reference: full passes of transformers' own model, one token at a time, without an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARAMS = SamplingParams(max_new_tokens=MOST, stop_token_ids=(STOP,), continues=T
 
 
 def encode(text: str, last: int | None) -> list[int]:
-    """Letters a to e are the tokens."""
+    """Return tokens. The letters a to e are the tokens."""
     return [ord(letter) - 97 for letter in text]
 
 
@@ -45,7 +45,8 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 class Game:
-    """Says what the model said, backwards. A turn of one token ends the game; it begins with a word for one prompt."""
+    """Environment that replies with the model's text reversed. A turn of one token ends the game. For one prompt the
+    game begins with a text."""
 
     def reset(self, prompt: Prompt) -> str | None:
         return "bad" if prompt.prompt_id else None
@@ -55,7 +56,7 @@ class Game:
 
 
 class AtOnce:
-    """In the place of a pool. It counts what it is asked; replies come `late` looks after they were asked for."""
+    """Stand-in for a pool. It counts the calls. A reply arrives after it was polled `late` times."""
 
     def __init__(self, environment: Callable[[], Any], late: int = 0) -> None:
         self.environments, self.late, self.asked = Environments(environment, 60.0), late, 0
@@ -87,7 +88,7 @@ def episodes(pool: AtOnce, record: ReplyRecord | None = None, turns: int | None 
 
 
 def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], float]:
-    """What the episode must come out as: argmax of log p + g at the model's positions, the environment's text at the
+    """Return the expected episode: argmax of log p + g at the model's positions, and the environment's text at the
     others."""
     game, noise = Game(), small._noise_of(request)
     tokens, logprobs, replies, reward, begin, turns = [], [], [], 0.0, 0, 0
@@ -149,7 +150,7 @@ def rollout(engine: Engine, turns: Episodes) -> list[Response]:
     return LocalRollout(engine, turns=turns).generate(REQUESTS, lambda response: None)[0]
 
 
-def test_the_reference_sees_every_end() -> None:
+def test_the_reference_has_every_finish_reason() -> None:
     found = [expected(TARGET, request) for request in REQUESTS]
     assert {reference.finish_reason for reference, _, _ in found} == {"stop", "length", "turns", "reply"}
     assert max(len(replies) for _, replies, _ in found) > 2
@@ -160,7 +161,7 @@ def test_the_reference_sees_every_end() -> None:
 def test_tokens_are_those_of_the_reference(
     drafter: str, memory: int | None, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if little memory preempts rows in the middle of a turn, and if replies come late."""
+    """Also if a small cache preempts rows in the middle of a turn, and if replies are late."""
     monkeypatch.setattr("tlt.engine.scheduler._HEADROOM", 4)
     made = {"none": lambda: None, "suffix": lambda: SuffixDrafter(10_000), "oracle": lambda: oracle(TARGET)}[drafter]()
     engine = build(TARGET, made, TREE, max_rows=8, bound_tokens=memory)
@@ -210,13 +211,13 @@ def test_replies_are_no_training_data_of_the_drafter() -> None:
 
 
 def _replies_in(response: Response, positions: range) -> int:
-    """Return how many of these positions of prompt and response its environment wrote."""
+    """Return how many of these positions of prompt and response the environment wrote."""
     before = len(response.request.prompt.token_ids)
     spans = [range(before + start, before + end) for start, end, _ in response.replies]
     return sum(any(position in span for span in spans) for position in positions)
 
 
-def test_a_look_ahead_draft_holds_across_turns_as_long_as_replies_agree() -> None:
+def test_a_look_ahead_draft_is_valid_across_turns_while_replies_agree() -> None:
     first = rollout(build(TARGET), episodes(AtOnce(Game)))
     engine = build(TARGET, tuner=Fixed(PLAIN._replace(ahead=16)))
     engine.store = AheadStore(10_000)
@@ -228,7 +229,7 @@ def test_a_look_ahead_draft_holds_across_turns_as_long_as_replies_agree() -> Non
     assert engine.stats.row_passes < 1.5 * turns, "most turns are one pass"
 
 
-def test_recorded_replies_are_not_asked_for_again() -> None:
+def test_recorded_replies_are_not_requested_again() -> None:
     record, pools = ReplyRecord(), [AtOnce(Game), AtOnce(Game)]
     for pool in pools:
         check(rollout(build(TARGET), episodes(pool, record)))
@@ -236,7 +237,7 @@ def test_recorded_replies_are_not_asked_for_again() -> None:
     assert pools[1].asked == 0
 
 
-def test_a_comparison_with_plain_decoding_asks_once() -> None:
+def test_a_comparison_with_plain_decoding_calls_the_environment_once() -> None:
     pool = AtOnce(Game)
     turns = episodes(pool)
     one = LocalRollout(build(TARGET, SuffixDrafter(10_000), TREE), turns=turns)
@@ -246,8 +247,8 @@ def test_a_comparison_with_plain_decoding_asks_once() -> None:
     assert pool.asked == asked
 
 
-def test_a_comparison_waits_twice_for_an_environment_that_takes_long() -> None:
-    """Else the second way to decode would look faster."""
+def test_a_comparison_waits_twice_for_a_slow_environment() -> None:
+    """Otherwise the second way to decode would look faster."""
 
     class Pool(AtOnce):
         def submit(self, prompt: Prompt, turn: Turn, key: int) -> Future[Verdict]:
@@ -283,7 +284,7 @@ def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:
 
 
 class Says:
-    """Answers each turn with the next verdict."""
+    """Environment that answers each turn with the next verdict."""
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = iter([Verdict(0.0, reply=""), *verdicts])
@@ -293,7 +294,7 @@ class Says:
 
 
 def ended(*verdicts: Verdict, turns: int | None = TURNS, reason: str = "stop") -> Response:
-    """The finished episode, in which each turn of the model is one token and its end."""
+    """Return the finished episode, in which each turn of the model is one token and an end token."""
     pool = AtOnce(Game)
     pool.environments = Says(*verdicts)  # type: ignore[assignment]
     found = episodes(pool, turns=turns)
@@ -329,25 +330,25 @@ def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() 
         ([Verdict(0.5, reply="a" * (MOST - 5)), Verdict(0.0)], "stop", 0.5),
     ],
 )
-def test_bounds_end_an_episode_with_what_it_has(verdicts: list[Verdict], reason: str, reward: float) -> None:
+def test_limits_end_an_episode_with_its_rewards_so_far(verdicts: list[Verdict], reason: str, reward: float) -> None:
     found = ended(*verdicts)
     assert (found.finish_reason, found.reward, found.outcome) == (reason, reward, "")
     assert len(found.token_ids) <= MOST
 
 
-def test_a_turn_that_never_ends_is_not_shown_to_the_environment() -> None:
+def test_an_unfinished_turn_is_not_sent_to_the_environment() -> None:
     found = ended(reason="length")
     assert (found.finish_reason, found.reward) == ("length", 0.0)
 
 
-def test_a_failed_environment_leaves_no_reward_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_environment_leaves_no_reward_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     found = ended(Verdict(1.0, reply="a"), Verdict(None, "error", "KeyError: 'bonus'"))
     assert (found.reward, found.outcome) == (None, "error")
     assert "KeyError: 'bonus'" in caplog.text
 
 
-def test_an_environment_that_failed_to_begin_is_not_asked_again() -> None:
-    """It might succeed then, and the episode would go on without its first text."""
+def test_an_environment_that_failed_to_begin_is_not_called_again() -> None:
+    """It might succeed then, and the episode would continue without its first text."""
     pool = AtOnce(Game)
     says = Says()
     says.verdicts = iter([Verdict(None, "timeout", "slow"), Verdict(1.0)])
@@ -358,7 +359,7 @@ def test_an_environment_that_failed_to_begin_is_not_asked_again() -> None:
     assert (response.outcome, response.reward, pool.asked) == ("timeout", None, 1)
 
 
-def test_a_prefill_is_seen_as_the_beginning_of_the_first_turn() -> None:
+def test_the_first_turn_begins_with_the_prefill() -> None:
     pool, told = AtOnce(Game), list[Turn]()
     submit = pool.submit
     pool.submit = lambda prompt, turn, key: (told.append(turn), submit(prompt, turn, key))[1]  # type: ignore[method-assign]
@@ -372,11 +373,11 @@ def test_a_prefill_is_seen_as_the_beginning_of_the_first_turn() -> None:
     assert told[-1].said == ("so bce", "bce")
 
 
-def test_a_sum_that_float32_cannot_hold_is_no_number() -> None:
+def test_a_sum_of_rewards_beyond_float32_is_not_a_number() -> None:
     assert ended(Verdict(3e38, reply="a"), Verdict(3e38)).outcome == "not a number"
 
 
-def test_the_record_comes_back_and_a_torn_end_is_passed_over(tmp_path: Path) -> None:
+def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> None:
     verdicts = [Verdict(0.0, reply="é\n"), Verdict(0.5, reply=""), Verdict(None, "crash", "why")]
     turns = [(), ("a",), ("a", "b")]
     record, path = ReplyRecord(), tmp_path / "replies.jsonl"

@@ -1,4 +1,5 @@
-"""Rewards that hang, raise, return no number or end their process: each a named outcome, and the next one is scored."""
+"""Rewards that hang, raise, return no number or end their process. Each is a named outcome, and the next response is
+scored."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_a_fault_is_named_and_the_next_answer_is_scored(
 
 
 class Rude:
-    """Raises whatever is asked of it."""
+    """Object that raises in every operation."""
 
     def __float__(self) -> float:
         raise RuntimeError("no float")
@@ -99,13 +100,13 @@ def raises_rudely(prompt: Any, answer: Any) -> float:
         ([(1.0, lambda p, a: 10**400)], "not a number", "it returned 1000"),
     ],
 )
-def test_whatever_a_value_does_it_is_a_named_outcome(terms: list[Any], outcome: str, detail: str) -> None:
+def test_any_invalid_value_is_a_named_outcome(terms: list[Any], outcome: str, detail: str) -> None:
     verdict = score([Term("own", weight, one_by_one(score)) for weight, score in terms], PROMPT, answer("a"))
     assert (verdict.reward, verdict.outcome) == (None, outcome)
     assert verdict.detail.startswith(detail)
 
 
-def test_the_process_is_another_one_and_kept_between_calls(isolated: IsolatedScore) -> None:
+def test_the_process_is_separate_and_kept_between_calls(isolated: IsolatedScore) -> None:
     first, second = (judged(isolated, "child").reward for _ in range(2))
     assert first == second != os.getpid()
 
@@ -123,7 +124,7 @@ def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> 
     assert judged(isolated, "child").reward == process
 
 
-def test_one_that_hangs_is_killed_and_replaced() -> None:
+def test_a_reward_that_hangs_is_killed_and_its_process_replaced() -> None:
     isolated = IsolatedScore(config(timeout_seconds=1.0))
     process = int(judged(isolated, "child").reward or 0)
     began = time.monotonic()
@@ -136,7 +137,7 @@ def test_one_that_hangs_is_killed_and_replaced() -> None:
     isolated.close()
 
 
-def test_every_response_gets_its_reward_or_an_outcome_whatever_the_number_of_processes(
+def test_every_response_gets_a_reward_or_an_outcome_with_any_number_of_processes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     texts = ("one", "raise", "three", "nan", "die", "raise", "")
@@ -151,7 +152,7 @@ def test_every_response_gets_its_reward_or_an_outcome_whatever_the_number_of_pro
     assert "no reward (error: KeyError: 'bonus'; prompt 5, answer 'raise')" in caplog.text
 
 
-def test_a_pattern_that_takes_for_ever_is_a_timeout() -> None:
+def test_a_pattern_that_takes_forever_is_a_timeout() -> None:
     reward = make_reward(config("format", pattern="^(a+)+$", timeout_seconds=1.0), [])
     given = responses("a" * 60 + "b")
     reward(given)
@@ -159,7 +160,7 @@ def test_a_pattern_that_takes_for_ever_is_a_timeout() -> None:
     assert given[0].outcome == "timeout"
 
 
-def test_what_cannot_hang_needs_no_process() -> None:
+def test_rewards_that_cannot_hang_need_no_process() -> None:
     reward = make_reward(config("exact"), [PROMPT])
     given = responses("7", "8")
     reward(given)
@@ -187,7 +188,7 @@ if __name__ == "__main__":
     "then",
     ["pass", "os.kill(os.getpid(), 9)", "isolated.score_all([(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))])"],
 )
-def test_it_ends_with_the_run_however_that_ends(tmp_path: Any, then: str) -> None:
+def test_it_ends_with_the_run_in_any_case(tmp_path: Any, then: str) -> None:
     script = tmp_path / "run.py"
     script.write_text(RUN.format(path=[p for p in sys.path if p], then=then), encoding="utf-8")
     run = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)

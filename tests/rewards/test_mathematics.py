@@ -1,4 +1,4 @@
-"""Mathematics as data sets and models write it, with the verdict of a person."""
+"""Mathematics in the notations of data sets and models, with the verdict of a person."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("gold", "answer", "right"), PAIRS)
-def test_what_a_person_says_is_right(gold: str, answer: str, right: int) -> None:
+def test_the_verdict_is_that_of_a_person(gold: str, answer: str, right: int) -> None:
     assert is_mathematics(gold)
     assert equal(gold, answer) == bool(right)
 
@@ -215,7 +215,7 @@ def test_numbers_and_several_right_answers(gold: Any, answer: str, reward: float
 
 
 @pytest.mark.parametrize("gold", ["proof", "Yes, it converges", "see the figure", True, ["3", "unknown"]])
-def test_a_right_answer_that_is_no_mathematics_is_refused(gold: Any) -> None:
+def test_a_right_answer_that_is_not_mathematics_is_refused(gold: Any) -> None:
     prompts = [Prompt(0, "one", (1,), {"answer": "1"}), Prompt(1, "two", (1,), {"answer": gold})]
     with pytest.raises(RewardError, match=r"prompt 1 \('two'\): its answer '.*' cannot be read as mathematics"):
         refuse_unanswered(config(), prompts)
@@ -247,5 +247,5 @@ def test_a_right_answer_that_is_empty_is_refused(name: str, gold: Any) -> None:
         ("B", "A square", False),
     ],
 )
-def test_a_decimal_point_counts_and_several_choices_are_none(gold: str, answer: str, right: bool) -> None:
+def test_a_decimal_point_counts_and_several_choices_are_wrong(gold: str, answer: str, right: bool) -> None:
     assert equal(gold, answer) == right

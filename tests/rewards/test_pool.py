@@ -1,4 +1,4 @@
-"""The queue in front of the reward processes: what is scored when, by how many, and what becomes of those that hang."""
+"""The queue of the reward processes: the order of scoring, the number of processes, and calls that hang."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def outcome_of(name: str, *texts: str, **reward: Any) -> list[tuple[float | None
 # -- while others decode -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_submitted_is_scored_meanwhile() -> None:
+def test_submitted_responses_are_scored_in_the_background() -> None:
     with judges("trouble") as made:
         given = responses("one", "four4", "child")
         for response in given:
@@ -87,7 +87,7 @@ def test_rewards_are_settled_when_all_of_them_are_known() -> None:
         assert [response.reward for response in given] == [1.0, 1.0]
 
 
-def test_what_somebody_else_has_killed_is_scored_once_more() -> None:
+def test_a_call_whose_process_was_killed_is_repeated_once() -> None:
     others = multiprocessing.active_children()  # of tests before this one
     with judges("waits") as made:
         given = responses("1.5")
@@ -103,7 +103,7 @@ def test_what_somebody_else_has_killed_is_scored_once_more() -> None:
 
 
 class Stand:
-    """In the place of a process: answers after `seconds`, of which it computes a share."""
+    """Stand-in for a process. It answers after `seconds`, and computes for a share of them."""
 
     at_once, runs = 1, True
 
@@ -123,7 +123,7 @@ class Stand:
 
 
 def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
-    """Processes that there are once all is scored."""
+    """Return the number of processes after all calls are scored."""
     made: list[Any] = []
 
     def start() -> Any:
@@ -150,20 +150,20 @@ def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert made_for(stand, 40) == 1
 
 
-def test_those_that_wait_are_many_and_those_that_compute_are_as_many_as_may() -> None:
+def test_waiting_processes_are_many_and_computing_ones_are_limited() -> None:
     assert made_for(lambda: Stand(1.0), 24) >= 8
     assert made_for(lambda: Stand(0.5, share=1.0), 8) == 2
 
 
-def test_rewards_that_hang_cost_about_one_time_out() -> None:
-    """Twelve of them in turn would take 24 s."""
+def test_rewards_that_hang_cost_about_one_timeout() -> None:
+    """Twelve of them one after another would take 24 s."""
     began = time.monotonic()
     found = outcome_of("trouble", *["hang"] * 12, "four", timeout_seconds=2.0)
     assert found == [(None, "timeout")] * 12 + [(4.0, "")]
     assert time.monotonic() - began < 20
 
 
-def test_a_process_that_cannot_be_started_again_ends_the_run() -> None:
+def test_a_process_that_cannot_be_restarted_ends_the_run() -> None:
     class Broken(Stand):
         def score_all(self, asked: Any) -> list[Verdict]:
             raise RewardError("reward x cannot start: its module has gone")
@@ -173,7 +173,7 @@ def test_a_process_that_cannot_be_started_again_ends_the_run() -> None:
         pool.result(pool.submit(PROMPT, Answer("", "", 1)))
 
 
-def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
+def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
     class First(Stand):
         def score_all(self, asked: Any) -> list[Verdict]:
             super().score_all(asked)
@@ -222,8 +222,9 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
 # -- several at once ---------------------------------------------------------------------------------------------------
 
 
-def test_those_that_were_lost_together_are_asked_one_by_one() -> None:
-    """This test comes first: without the rule, the ones below repeat the same call for ever."""
+def test_calls_lost_together_are_repeated_one_by_one() -> None:
+    """If a process does not answer several calls, each is repeated alone. Without this rule later tests would never
+    end, so this test comes first."""
     sizes: list[int] = []
 
     class Lost(Stand):
@@ -264,13 +265,13 @@ def test_a_function_of_lists_is_called_once() -> None:
 
 
 @pytest.mark.parametrize("word", ["dict", "set", "str", "bytes"])
-def test_what_has_as_many_items_as_there_are_responses_and_is_no_list_gives_no_reward(word: str) -> None:
+def test_a_result_that_is_not_a_list_gives_no_reward(word: str) -> None:
     verdicts = score_all(make_terms(config("of_lists", batched=True)), [(PROMPT, Answer(word, word, 1))] * 2)
     assert [(v.reward, v.outcome) for v in verdicts] == [(None, "error")] * 2
     assert all(f"it returned a {word}, not a list of numbers" in v.detail for v in verdicts)
 
 
-def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
+def test_calls_of_a_batch_with_one_that_hangs_are_repeated() -> None:
     found = outcome_of("of_lists", "a", "hang", "c", batched=True, timeout_seconds=1.5)
     assert [outcome for _, outcome in found] == ["", "timeout", ""]
 
@@ -278,7 +279,7 @@ def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
 # -- what a function is given, and what it may give --------------------------------------------------------------------
 
 
-def test_a_function_may_ask_for_all_there_is() -> None:
+def test_a_function_may_have_all_parameters() -> None:
     answer = Answer("it is 7", "7", 2, (1, 2), "length")
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
 
@@ -299,13 +300,13 @@ def terms_of(*terms: dict[str, Any]) -> Any:
         ("four", "term", (8.5, "")),
     ],
 )
-def test_a_term_that_fails_voids_what_the_recipe_says(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
+def test_a_failing_term_follows_if_fails(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
     format_ = {"name": "format", "pattern": ".", "weight": 0.5}
     terms = terms_of({"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, format_)
     assert score(terms, PROMPT, Answer(text, text, 1))[:2] == expected
 
 
-def test_where_no_term_is_left_there_is_no_reward() -> None:
+def test_without_any_term_there_is_no_reward() -> None:
     terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
     assert score(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
     assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
@@ -314,7 +315,7 @@ def test_where_no_term_is_left_there_is_no_reward() -> None:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def test_what_it_prints_is_in_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with judges("prints", tmp_path / "reward.log") as made:
         made(responses("a", "b"))
         said = (tmp_path / "reward.log").read_text(encoding="utf-8")
@@ -328,7 +329,7 @@ def noisy(folder: Path, then: str = "") -> Config:
     return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
 
 
-def test_what_it_prints_is_bounded(tmp_path: Path) -> None:
+def test_the_log_file_is_bounded(tmp_path: Path) -> None:
     source = "def f(prompt, answer):\n    print(answer, 'x' * 9 * 2**20)\n    return 1.0\n"
     (tmp_path / "endless.py").write_text(source, encoding="utf-8")
     reward = {"name": "endless:f", "folder": str(tmp_path)}
@@ -341,8 +342,8 @@ def test_what_it_prints_is_bounded(tmp_path: Path) -> None:
     assert (said[:2], len(said) < 10 * 2**20) == ("c ", True)
 
 
-def test_what_it_prints_as_it_starts_is_in_the_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Once the run has begun: until then a file with that name may be another run's."""
+def test_text_printed_at_the_start_is_in_the_log_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is written when the run has begun. Before that, a file with this name may belong to another run."""
     log = tmp_path / "reward.log"
     made = make_reward(noisy(tmp_path), [PROMPT], log)
     try:
@@ -355,7 +356,7 @@ def test_what_it_prints_as_it_starts_is_in_the_file_too(tmp_path: Path, capfd: p
 
 
 @pytest.mark.parametrize("fault", ["raise KeyError('x')", "sys.exit('no')"])
-def test_one_that_cannot_start_shows_what_it_has_printed(
+def test_a_process_that_cannot_start_shows_its_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str
 ) -> None:
     with pytest.raises(RewardError):
@@ -363,21 +364,21 @@ def test_one_that_cannot_start_shows_what_it_has_printed(
     assert "imported" in capfd.readouterr().err
 
 
-def test_it_may_allocate_so_much_and_no_more() -> None:
+def test_the_memory_of_a_process_is_limited() -> None:
     assert outcome_of("allocates", "16", "4096", memory_mb=1024) == [(1.0, ""), (None, "error")]
 
 
-def test_with_its_programs_it_may_hold_so_much_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_memory_of_a_process_and_its_programs_is_limited(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert outcome_of("starts_programs", "150", memory_mb=500) == [(None, "crash")]
     assert "crash: its processes use more than reward.memory_mb = 500" in caplog.text
 
 
-def test_what_its_forks_share_counts_once() -> None:
+def test_memory_shared_by_forks_counts_once() -> None:
     assert outcome_of("forks", "150", memory_mb=500) == [(0.0, "")]
 
 
-def test_what_its_children_left_behind_ends_with_it() -> None:
+def test_orphaned_children_end_with_the_process() -> None:
     with judges("leaves_a_child") as made:
         given = responses("x")
         made(given)

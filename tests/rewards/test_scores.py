@@ -1,4 +1,4 @@
-"""Each score against its library or by hand, and what is said when one cannot be used."""
+"""Each score against its library or by hand, and the errors of rewards that cannot be used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(text: str, marker: str = "", tokens: int = 0) -> Answer:
 
 
 def make_score(given: Config) -> Score:
-    """Of the only term."""
+    """Return the function of the only term."""
     (term,) = make_terms(given)
 
     def score(prompt: Prompt, answer: Answer) -> Any:
@@ -56,7 +56,7 @@ def make_score(given: Config) -> Score:
         ("72</answer>", ""),
     ],
 )
-def test_an_answer_may_have_an_end(text: str, found: str) -> None:
+def test_an_answer_may_have_an_end_marker(text: str, found: str) -> None:
     assert extract_answer(text, "<answer>", "</answer>") == found
     assert extract_answer("72; more", "", ";") == "72"
 
@@ -97,7 +97,7 @@ def test_exact_compares_texts_as_texts_and_numbers_as_numbers(expected: Any, tex
     assert make_score(config(name="exact"))(prompt(answer=expected), answer(text)) == reward
 
 
-def test_format_looks_at_the_whole_response() -> None:
+def test_format_searches_the_whole_response() -> None:
     score = make_score(config(name="format", pattern=r"(?s)^<think>.*</think>\s*Answer: \d+$"))
     assert score(prompt(), answer("<think>\na\n</think> Answer: 12", "Answer:")) == 1.0
     assert score(prompt(), answer("12", "Answer:")) == 0.0
@@ -111,7 +111,7 @@ def test_length_falls_from_its_first_limit_to_its_second(tokens: int, reward: fl
     assert score(prompt(), answer("", tokens=tokens)) == pytest.approx(reward)
 
 
-def test_a_sum_weighs_its_terms() -> None:
+def test_terms_are_weighted_in_the_sum() -> None:
     terms = [
         {"name": "exact", "weight": 2.0},
         {"name": "format", "pattern": "Answer", "weight": 0.5},
@@ -124,7 +124,7 @@ def test_a_sum_weighs_its_terms() -> None:
     assert score(named, prompt(answer="7"), answer("7 or 8", "Answer:", tokens=0)).reward == 0.0
 
 
-def test_terms_of_one_name_are_told_apart() -> None:
+def test_terms_of_one_name_have_different_score_names() -> None:
     patterns = [{"name": "format", "pattern": pattern} for pattern in ("a", "b", "c")]
     scores = score(make_terms(config(terms=patterns)), prompt(), answer("a c")).scores
     assert scores == {"format": 1.0, "format_2": 0.0, "format_3": 1.0}
@@ -162,8 +162,8 @@ EVERY_TASK = sorted(DATASETS.keys() - {"composite"})
 
 
 @pytest.mark.slow
-def test_the_checkers_that_raise_on_malformed_answers_are_those_we_know() -> None:
-    """For all others an exception is a fault of the checker, which must not be scored as a wrong answer."""
+def test_the_known_checkers_raise_on_malformed_answers_and_no_others() -> None:
+    """An exception of any other checker is a bug in it, and must not be scored as a wrong answer."""
     raising = set()
     for name in EVERY_TASK:
         dataset = reasoning_gym.create_dataset(name, size=1, seed=1)
@@ -182,7 +182,7 @@ def test_an_answer_that_such_a_checker_cannot_parse_is_wrong(name: str) -> None:
     assert max(score(asked, answer(text)) for text in MALFORMED) < 0.1
 
 
-def test_any_other_checker_that_raises_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_any_other_checker_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     score, asked = _score_of("gcd")
     monkeypatch.setitem(asked.data["entry"], "answer", object)
     monkeypatch.setattr(DATASETS["gcd"][0], "score_answer", lambda *_: 1 / 0)
@@ -201,7 +201,7 @@ def _score_of(task: str) -> tuple[Score, Prompt]:
 
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module in a folder that is not on the path of a console script."""
+    """Return a folder with a module. It is not on the path of a console script."""
     (tmp_path / "my_rewards.py").write_text(
         "def length(prompt, answer):\n    return len(answer) + prompt.data['bonus']\n\nconstant = 3\n", encoding="utf-8"
     )
@@ -216,6 +216,6 @@ def test_a_users_function_in_the_working_directory(user_folder: Path, monkeypatc
     assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5
 
 
-def test_a_users_function_beside_the_recipe(user_folder: Path) -> None:
+def test_a_users_function_in_the_folder_of_the_recipe(user_folder: Path) -> None:
     score = make_score(config(name="my_rewards:length", folder=str(user_folder)))
     assert score(prompt(bonus=1), answer("x")) == 2

@@ -1,4 +1,4 @@
-"""Rewards are shown texts without special tokens, so that what looks for one is always 0."""
+"""Rewards receive texts without special tokens, so a reward that looks for one is always 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt.run.train import train
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """With a special token, and one that is added and plain, as Qwen 3 has <think>."""
+    """Return a tokenizer with a special token, and with an added token that is not special, like <think> of Qwen 3."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|ans|>"]})
@@ -46,13 +46,13 @@ def test_a_marker_that_is_never_found_is_refused(tokenizer: Any, name: str) -> N
     checked(tokenizer, name="exact", prefill="<|ans|>", **{name: "<|ans|>"})
 
 
-def test_a_pattern_that_names_one_is_warned_of(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_with_a_special_token_is_a_warning(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     checked(tokenizer, name="format", pattern="<think>")
     assert not caplog.text
     checked(tokenizer, name="format", pattern=r"<\|ans\|>")
     assert "contains the special token <|ans|>, which is removed from texts before scoring" in caplog.text
 
 
-def test_a_run_begins_with_this_check(tmp_path: Path) -> None:
+def test_this_check_is_made_at_the_start_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="answer_marker contains the special token <eos>"):
         train(tiny_config(tmp_path, reward={"name": "exact", "answer_marker": "<eos>"}))

@@ -1,4 +1,4 @@
-"""Functions as tools: calls as model families write them, and what becomes of a call that cannot be carried out."""
+"""Functions as tools: the call formats of model families, and calls that cannot be carried out."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PROMPT = Prompt(0, "?", (1,), {"answer": "5"})
         '{"first": 2, "second": 3}}',
     ],
 )
-def test_a_call_is_read_as_each_family_writes_it(text: str) -> None:
+def test_the_call_format_of_each_family_is_read(text: str) -> None:
     assert [parsed(call) for call in calls_in(text)] == [ADD]
 
 
 def test_parameters_in_tags_are_texts() -> None:
-    """Qwen3-Coder."""
+    """The format of Qwen3-Coder."""
     text = "<tool_call>\n<function=add>\n<parameter=first>\n2\n</parameter>\n<parameter=second>\n3\n</parameter>\n"
     text += "</function>\n</tool_call>"
     assert [parsed(call) for call in calls_in(text)] == [("add", {"first": "2", "second": "3"})]
@@ -48,7 +48,7 @@ def test_parameters_in_tags_are_texts() -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "", '{"answer": 5}', "<think><tool_call>{}</tool_call></think>5", "[5]"])
-def test_an_answer_is_no_call(text: str) -> None:
+def test_an_answer_is_not_a_call(text: str) -> None:
     assert calls_in(text) == []
 
 
@@ -106,12 +106,12 @@ def test_a_bare_call_that_is_nested_too_deeply_is_malformed() -> None:
 
 
 def test_an_unknown_name_is_not_repeated_at_length() -> None:
-    """Because the error takes room from the response."""
+    """The error takes room from the response."""
     with pytest.raises(MalformedCall, match=r"^there is no tool 'x{99}: the tools are add, look_up$"):
         tiny_environments.Desk()._function("x" * 10_000)
 
 
-def test_a_tool_that_raises_is_counted_apart() -> None:
+def test_a_tool_that_raises_is_counted_separately() -> None:
     made = tiny_environments.Desk()
     made.reset(PROMPT)
     assert made.step('{"name": "look_up", "parameters": {"word": "x"}}') == ("Error: KeyError: 'x'", False, 0.0)
@@ -123,7 +123,7 @@ def config(name: str, **data: Any) -> Config:
     return parse_config({"model": {"path": "-"}, "data": {"path": "-", "chat": True} | data, "reward": reward})
 
 
-def test_the_chat_template_is_given_the_tools() -> None:
+def test_the_chat_template_receives_the_tools() -> None:
     schemas = [get_json_schema(function) for function in tiny_environments.Desk.tools]
     assert with_tools(config("Desk")).data.chat_arguments == {"tools": schemas}
     own = config("Desk", chat_arguments={"tools": []})
@@ -133,12 +133,12 @@ def test_the_chat_template_is_given_the_tools() -> None:
     assert with_tools(config("Echo")).data.chat_arguments == {}
 
 
-def test_a_function_that_does_not_describe_itself_is_refused_at_the_start() -> None:
+def test_a_function_without_a_description_is_refused_at_the_start() -> None:
     with pytest.raises(RewardError, match="because it has no docstring"):
         with_tools(config("Undescribed"))
 
 
-def test_a_class_without_a_score_says_so() -> None:
+def test_a_class_without_a_score_is_an_error() -> None:
     made = Tools()
     made.reset(PROMPT)
     with pytest.raises(NotImplementedError, match=r"Tools needs a method score\(prompt, answer\)"):

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, the real one: `make test-verifiers`."""
+"""Environments of the real package verifiers: `make test-verifiers`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_prompts_are_the_tasks_with_their_system_prompt() -> None:
 
 
 def test_the_users_messages_are_replies_and_the_rubric_gives_the_reward() -> None:
-    """2.0 * right + 0.5 of the environment."""
+    """The reward is 2.0 * right (1.0) + 0.5 that the environment records."""
     first, second, last = played(2, "one", "three", "it is 2")
     assert first == second == Verdict(0.0, reply="No, say 2.")
     scores = {"right": 1.0, "polite": 0.5, "turns": 3.0, "calls": 0.0, "malformed_calls": 0.0}
@@ -87,7 +87,7 @@ def test_an_environment_that_raises_is_an_outcome() -> None:
     assert played(2, "raise") == [Verdict(None, "error", "KeyError: 'bonus'")]
 
 
-def test_episodes_side_by_side_and_one_that_is_made_again() -> None:
+def test_concurrent_episodes_and_one_that_is_created_again() -> None:
     environments, known = Environments(Episode, 20.0), prompts()
     both = [(known[1], Turn(1, 1, ("5",))), (known[2], Turn(1, 2, ("5",)))]
     assert [verdict.reply for verdict in environments.answer_all(both)] == ["No, say 1.", "No, say 2."]
@@ -121,7 +121,7 @@ async def with_runtime(self: Any, trace: Any, runtime: Any) -> float:
         (lambda: {"files": vf.reward(with_runtime)}, "a sandbox for its rewards"),
     ],
 )
-def test_what_an_episode_cannot_give_is_refused_by_name(changes: Callable[[], dict[str, Any]], why: str) -> None:
+def test_features_that_an_episode_lacks_are_refused_by_name(changes: Callable[[], dict[str, Any]], why: str) -> None:
     load.cache_clear()
     module = module_of("tiny_needs", **changes())
     refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
@@ -220,7 +220,7 @@ def test_an_environment_sees_the_whole_conversation() -> None:
 
         @vf.tool
         async def take(self) -> str:
-            """Take what is there."""
+            """Take all messages that have arrived."""
             return f"{self.word} {self.number}"
 
     class Own(tiny_verifiers.CountEnv):
@@ -270,14 +270,14 @@ def test_an_environment_sees_the_whole_conversation() -> None:
 
 
 def test_another_task_of_the_same_number_is_an_error() -> None:
-    """An episode that is made again would have another reward."""
+    """An episode that is created again would have another reward."""
     (prompt,) = prompts(size=1)
     other = replace(prompt, data=dict(prompt.data) | {"key": "of another task"})
     (found,) = Environments(Episode, 20.0).answer_all([(other, Turn(1, 1, ("0",)))])
     assert "task 0 of tiny_verifiers differs each time it is loaded" in str(found)
 
 
-def test_an_environment_that_is_not_there_is_named() -> None:
+def test_a_missing_environment_is_named() -> None:
     with pytest.raises(DataError, match=r"data\.environment = 'nowhere' cannot be loaded"):
         load_prompts(config("nowhere").data, lambda text: (1,))
 
