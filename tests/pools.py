@@ -36,7 +36,7 @@ class Table:
         self._left = False
 
     def lay(self, size: int) -> None:
-        """Create so many members, before any of them exchanges."""
+        """Prepare for `size` members, before any of them exchanges."""
         with self._lock:
             if len(self.given) != size:
                 self.barrier, self.given = threading.Barrier(size), [None] * size
@@ -219,7 +219,7 @@ class TestPool:
         return done
 
     def _turn(self) -> bool:
-        """Do the next thing. Return whether there was one."""
+        """Carry out the next calls. Return whether there were any."""
         heads = [next((c for c in self.calls.values() if c.worker == i and not c.done), None) for i in range(self.size)]
         heads = [call for call in heads if call and not self.waits[call.worker]]
         ready = [call for call in heads if all(self.calls[a].done for a in call.arguments if is_handle(a))]

@@ -205,7 +205,7 @@ def test_a_batch_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_arrival_leaves_no_trace(seed: int) -> None:
+def test_the_order_of_arrival_has_no_effect(seed: int) -> None:
     still, shuffled = Fake(), Fake(shuffle=seed)
     ours, theirs = run(still, make_config(4)), run(shuffled, make_config(4))
     assert still.batches == shuffled.batches

@@ -27,7 +27,7 @@ from tlt.rl.advantages import (
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 
 
-def test_one_of_four_right() -> None:
+def test_one_of_four_responses_is_right() -> None:
     # mean 1/4; squares 9/16 + 3/16 = 3/4; / 3 = 1/4, root 1/2; 0.75 / 0.500001 = 1.499997, -0.25 / 0.500001 = -0.499999
     assert grpo([0.0, 0.0, 1.0, 0.0]) == pytest.approx([-0.499999, -0.499999, 1.499997, -0.499999], abs=1e-6)
 
@@ -38,7 +38,7 @@ def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
 
 
 @given(REWARDS)
-def test_deviation_is_that_of_torch(rewards: list[float]) -> None:
+def test_the_deviation_is_that_of_torch(rewards: list[float]) -> None:
     x = torch.tensor(rewards, dtype=torch.float64)
     assert grpo(rewards) == pytest.approx(((x - x.mean()) / (x.std() + 1e-6)).tolist(), rel=1e-6, abs=1e-6)
 
@@ -57,7 +57,7 @@ def test_reinforce_pp_by_hand() -> None:
     assert found[1] == pytest.approx([0, 1 / 1.581140, 2 / 1.581140], abs=1e-6)
 
 
-def test_what_is_added_to_a_deviation_is_what_was_asked_for() -> None:
+def test_advantage_epsilon_is_added_to_the_deviation() -> None:
     assert ADVANTAGES["grpo"]([[1.0, 2.0, 3.0]], 1.0) == [[-0.5, 0.0, 0.5]]
     assert grpo_batch([[1.0, 0.0], [0.0, 0.0]], 0.5)[0] == [0.5, -0.5]
     assert reinforce_pp([[1.0, 0.0], [0.0, 0.0]], 1.0)[0] == pytest.approx([0.5, -1 / 6])
@@ -81,22 +81,22 @@ def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
         ("reinforce_pp", [[0.0, -0.707107], [-0.707107, 1.414214]]),  # squares 0 + 1 + 1 + 4, / 3, root 1.414214
     ],
 )
-def test_each_name_stands_for_its_own(name: str, expected: list[list[float]]) -> None:
-    """Of the rewards 1, 0 and 0, 3, the mean of all of which is 1."""
+def test_each_name_computes_its_own_advantage(name: str, expected: list[list[float]]) -> None:
+    """Of the rewards 1, 0 and 0, 3, whose mean is 1."""
     found = ADVANTAGES[name]([[1.0, 0.0], [0.0, 3.0]], EPSILON)
     assert [a for group in found for a in group] == pytest.approx([a for group in expected for a in group], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_rollout_without_spread_or_without_groups_teaches_nothing(name: str) -> None:
+def test_a_rollout_without_spread_or_without_groups_has_no_advantages(name: str) -> None:
     assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7], EPSILON) == [[0.0] * 3, [0.0] * 7]
     assert ADVANTAGES[name]([], EPSILON) == []
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_batch", "reinforce_pp"])
-def test_nothing_added_to_a_deviation(name: str) -> None:
-    """Without an epsilon, equal rewards give zeros and a scale of the rewards has no effect, even where a square would
-    be 0 or infinite."""
+def test_an_epsilon_of_zero(name: str) -> None:
+    """Without an epsilon, equal rewards give zeros, and a scale of the rewards has no effect, even if a square would be
+    0 or infinite."""
     assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7], 0.0) == [[0.0] * 3, [0.0] * 7]
     plain = ADVANTAGES[name]([[1.0, 0.0], [0.0, 0.0]], 0.0)
     for scale in (1e-300, 1e-170, 1e170, 1e300):
@@ -110,7 +110,8 @@ def test_nothing_added_to_a_deviation(name: str) -> None:
 def test_the_mean_over_all_groups_is_the_policy_gradient(
     advantage: Callable[[Sequence[float]], list[float]], share: float
 ) -> None:
-    """Four actions, groups of three, all 64 by their chance: RLOO is unbiased, Dr. GRPO short by (n - 1) / n."""
+    """Four actions and groups of three, all 64 weighted by their probability. RLOO is unbiased, and Dr. GRPO is too
+    small by (n - 1) / n."""
     scores = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     worth = [1.0, -0.5, 0.25, 2.0]
     log_p = torch.log_softmax(scores, -1)

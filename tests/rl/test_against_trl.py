@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages against what TRL gives, in float64; peers/record_trl.py says how it was recorded."""
+"""Losses, gradients and advantages against TRL's, in float64. peers/record_trl.py recorded them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def batch(train: dict[str, Any], one_step: bool = False) -> TrainBatch:
     return made
 
 
-def test_the_numbers_are_of_the_trl_that_the_documents_name() -> None:
+def test_the_numbers_are_of_the_version_of_trl_in_the_docs() -> None:
     assert TRL["trl"] == "1.16.0"
     assert set(TRL["losses"]) == set(LOSSES)
     assert set(TRL["advantages"]) == {*ADVANTAGES, "rloo_kl"}
@@ -127,7 +127,7 @@ def test_advantages_are_those_of_trl(name: str) -> None:
     assert [a for group in found for a in group] == pytest.approx(expected, abs=1e-10)
 
 
-def test_a_divergence_in_the_reward_is_that_of_trl(folder: Path) -> None:
+def test_a_kl_divergence_in_the_reward_is_that_of_trl(folder: Path) -> None:
     train = {"advantage": "rloo", "kl_weight": 0.1, "kl_in": "reward"}
     policy = given_policy(folder, train, wide(GIVEN["old"]))
     fixed, _ = Update(policy, policy.passes, policy.planner, batch({}), 0, Alone(), ()).compute_fixed()

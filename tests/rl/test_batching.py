@@ -1,4 +1,4 @@
-"""Packed micro-batches: nothing lost, nothing twice, within the budget, and no sequence sees another."""
+"""Packed micro-batches: each sequence is there once, within the budget, and attends to no other."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ SEQUENCES = st.lists(
 
 
 @given(LENGTHS, st.integers(1, 100))
-def test_every_sequence_has_one_place_within_the_budget_save_one_alone_beyond_it(
-    lengths: list[int], budget: int
-) -> None:
+def test_every_sequence_has_one_place_within_the_budget_unless_it_is_longer(lengths: list[int], budget: int) -> None:
     batches = plan(lengths, budget, SIZE)
     assert sorted(i for batch in batches for row in batch for i in row) == list(range(len(lengths)))
     for batch in batches:
@@ -43,14 +41,14 @@ def test_rows_are_filled_first_fit() -> None:
     assert plan([5, 12, 2, 4], 24, 4096) == [[[1], [0, 3, 2]]]
 
 
-def test_one_a_row_where_causal_attention_saves_more_than_gaps_take() -> None:
+def test_there_is_one_sequence_per_row_if_causal_attention_saves_more_than_gaps_cost() -> None:
     assert plan([300] * 4, 4096, 128) == [[[0], [1], [2], [3]]]
     # two rows of 300 with attention of 300 / 768 are 834 tokens, three rows with half of it 1,076; 300 and two of 150
     # apart are 688, and beginning a pass takes 256
     assert plan([150, 300, 150], 4096, 128) == [[[1], [0, 2]]]
 
 
-def test_short_ones_leave_a_long_one_where_that_saves_more_than_it_takes() -> None:
+def test_short_sequences_are_separated_from_a_long_one_if_that_saves_work() -> None:
     # beside 600, six of 120 fill two rows more: 1,069 tokens each; apart, one row each, they are 6 x 129
     assert plan([600, *[120] * 6], 4096, 128) == [[[0]], [[1], [2], [3], [4], [5], [6]]]
     assert len(plan([100, *[20] * 6], 4096, 128)) == 1, "less than a pass takes to begin"
@@ -60,14 +58,14 @@ Rows = list[list[int]]
 
 
 def work(rows: Rows) -> float:
-    """Work of a micro-batch whose rows have these lengths, in tokens."""
+    """Return the work of a micro-batch whose rows have these lengths in tokens."""
     width = max(map(max, rows))
     attended = 0.5 if all(len(row) == 1 for row in rows) else 1.0
     return 256 + len(rows) * width * (1 + attended * width / (6 * SIZE))
 
 
 def layouts(part: list[int], budget: int) -> Iterator[Rows]:
-    """Both layouts of descending lengths, if they are within the budget."""
+    """Return both layouts of descending lengths, if they are within the budget."""
     packed: Rows = []
     for own in part:
         fitting = [row for row in packed if sum(row) + own <= part[0]]
@@ -79,7 +77,7 @@ def layouts(part: list[int], budget: int) -> Iterator[Rows]:
 
 
 def least_work(lengths: list[int], budget: int) -> float:
-    """Least work over all ways to cut descending lengths."""
+    """Return the least work over all ways to cut descending lengths."""
     if not lengths:
         return 0.0
     firsts = ((k, rows) for k in range(1, len(lengths) + 1) for rows in layouts(lengths[:k], budget))
@@ -88,7 +86,7 @@ def least_work(lengths: list[int], budget: int) -> float:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=7), st.integers(1, 1500))
-def test_no_other_cut_is_less_work(lengths: list[int], budget: int) -> None:
+def test_no_other_cut_needs_less_work(lengths: list[int], budget: int) -> None:
     planned = [[[lengths[i] for i in row] for row in rows] for rows in plan(lengths, budget, SIZE)]
     assert sum(map(work, planned)) == pytest.approx(least_work(sorted(lengths, reverse=True), budget))
 
@@ -105,7 +103,7 @@ def packed(sequences: list[tuple[list[int], list[int]]], budget: int) -> list[tu
 def owners(
     rows: Rows, micro: MicroBatch, sequences: list[tuple[list[int], list[int]]]
 ) -> list[list[tuple[int, int] | None]]:
-    """[row][place] -> (sequence, index in it), None in a gap: a slow twin of the layout."""
+    """Return [row][place] -> (sequence, index in it), None in a gap: a slow twin of the layout."""
     places = [[(i, t) for i in row for t in range(len(sequences[i][0]) + len(sequences[i][1]))] for row in rows]
     return [[*row, *[None] * (micro.input_ids.shape[1] - len(row))] for row in places]
 
@@ -131,7 +129,7 @@ def test_layout_by_hand() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(SEQUENCES, st.integers(1, 40))
-def test_a_token_sees_itself_and_what_precedes_it_in_its_sequence(
+def test_a_token_attends_to_itself_and_earlier_tokens_of_its_sequence(
     sequences: list[tuple[list[int], list[int]]], budget: int
 ) -> None:
     for rows, micro in packed(sequences, budget):
@@ -151,7 +149,7 @@ def test_a_token_sees_itself_and_what_precedes_it_in_its_sequence(
 
 @settings(max_examples=60, deadline=None)
 @given(SEQUENCES, st.integers(1, 40))
-def test_targets_are_the_response_tokens_after_the_predicting_places(
+def test_targets_are_the_response_tokens_after_the_predicting_positions(
     sequences: list[tuple[list[int], list[int]]], budget: int
 ) -> None:
     for _, micro in packed(sequences, budget):
@@ -162,7 +160,7 @@ def test_targets_are_the_response_tokens_after_the_predicting_places(
 
 @pytest.mark.parametrize("gap", [0, 3])
 def test_no_row_of_the_mask_is_empty(gap: int) -> None:
-    """Softmax over nothing would be NaN."""
+    """A softmax over nothing would be NaN."""
     micro = pack([[0], [1]], [[1] * (2 + gap), [1]], [[1], [1]], CPU)
     assert micro.mask is None
     micro = pack([[0, 1], [2]], [[1] * (2 + gap), [1], [1]], [[1], [1], [1]], CPU)

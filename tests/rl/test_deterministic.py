@@ -1,4 +1,4 @@
-"""The process of a user, for example TRL's, has settings of its own."""
+"""The deterministic settings of PyTorch are restored, because a process of TRL, for example, has its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _settings_are_restored() -> Iterator[None]:
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize(("mode", "warns"), [(False, False), (True, False), (True, True)])
-def test_the_settings_of_the_process_return(mode: bool, warns: bool, enabled: bool) -> None:
+def test_the_settings_of_the_process_are_restored(mode: bool, warns: bool, enabled: bool) -> None:
     torch.use_deterministic_algorithms(mode, warn_only=warns)
     before = settings()
     with pytest.raises(KeyError), deterministic(enabled):  # noqa: PT012

@@ -1,4 +1,4 @@
-"""Whether an update fits the memory, on made-up amounts of free memory."""
+"""Whether an update fits the memory, with made-up amounts of free memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config_of(home: Path, *, micro: int = 4096, new: int = 400, **train: Any) ->
 
 
 def refusal(home: Path, monkeypatch: pytest.MonkeyPatch, free: float, config: Config) -> str:
-    """Return the sentence, or nothing if the update fits."""
+    """Return the error, or an empty text if the update fits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: free)
     try:
         dry_run(policy_of(config), config, PROMPT)
@@ -52,7 +52,7 @@ def refusal(home: Path, monkeypatch: pytest.MonkeyPatch, free: float, config: Co
 
 
 def proposed(sentence: str) -> dict[str, Any]:
-    """Fields of `sections.train` and of the rollout that a sentence names, with the values."""
+    """Return the fields of `sections.train` and of the rollout that an error names, with their values."""
     found = dict(re.findall(r"(\w+) = (\w+)", sentence.rpartition(": ")[2]))
     names = {"micro_batch_tokens": "micro", "max_new_tokens": "new"}
     return {
@@ -61,8 +61,8 @@ def proposed(sentence: str) -> dict[str, Any]:
     }
 
 
-def test_what_a_pass_saves_is_what_it_leaves_allocated(home: Path) -> None:
-    """By the allocator of torch."""
+def test_the_saved_memory_of_a_pass_is_what_it_leaves_allocated(home: Path) -> None:
+    """Torch's allocator measures it."""
     policy = policy_of(config_of(home))
     ids = torch.arange(64) % policy.model.config.vocab_size
     last_hidden(policy.model, ids, policy.autocast)
@@ -73,7 +73,7 @@ def test_what_a_pass_saves_is_what_it_leaves_allocated(home: Path) -> None:
     assert module._saved_bytes(policy, 64) == pytest.approx(left, rel=0.05)
 
 
-def test_gradient_checkpoints_do_not_hide_what_a_pass_saves(home: Path) -> None:
+def test_gradient_checkpointing_does_not_hide_the_saved_memory_of_a_pass(home: Path) -> None:
     plain, saving = (policy_of(config_of(home, gradient_checkpointing=on)) for on in (False, True))
     config = config_of(home)
     assert module._Need.measured(saving, config).saved == module._Need.measured(plain, config).saved
@@ -81,7 +81,7 @@ def test_gradient_checkpoints_do_not_hide_what_a_pass_saves(home: Path) -> None:
 
 
 def test_logits_are_counted_with_their_gradient(home: Path) -> None:
-    """At the peak of one chunk, by the allocator of torch."""
+    """Torch's allocator measures the peak of one chunk."""
     config = config_of(home)
     policy = policy_of(config)
     tokens, vocab = 2048, policy.model.config.vocab_size
@@ -101,7 +101,7 @@ def test_enough_memory_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not refusal(home, monkeypatch, 10_000 * MIB, config_of(home))
 
 
-def test_the_cheapest_change_is_proposed_and_holds(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cheapest_change_that_fits_is_proposed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set[tuple[str, ...]]()
     for free in (60, 30, 15, 8, 6, 5, 4, 3, 2):
         sentence = refusal(home, monkeypatch, free * MIB, config_of(home))
@@ -119,8 +119,7 @@ def test_a_model_that_does_not_fit_at_all_gets_another_remedy(home: Path, monkey
 
 
 def test_a_batch_smaller_than_a_micro_batch_needs_less(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 responses of up to 110 tokens are 7,040 tokens, whatever the budget is, and 1,760 in each of four optimizer
-    steps."""
+    """64 responses of up to 110 tokens are 7,040 tokens with any budget, and 1,760 in each of four optimizer steps."""
     for updates, tokens in ((1, 7040), (4, 1760)):
         budgets = (tokens, 10**6)
         configs = [config_of(home, micro=micro, new=10, updates_per_step=updates) for micro in budgets]
@@ -130,8 +129,8 @@ def test_a_batch_smaller_than_a_micro_batch_needs_less(home: Path, monkeypatch: 
 
 
 def test_each_worker_of_a_machine_has_its_share(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And keeps a copy of weights and moments during an update, so that another may be lost. Seven of the eight groups
-    are early shards, so one worker keeps four more gradients."""
+    """A worker also keeps a copy of weights and moments during an update, because another may be lost. Seven of the
+    eight groups are early shards, so one worker keeps four more gradients."""
     config = config_of(home)
     two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": 2})})
     policy = policy_of(config)
@@ -147,7 +146,7 @@ def test_each_worker_of_a_machine_has_its_share(home: Path, monkeypatch: pytest.
 
 
 def passes(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
-    """Micro-batches of which gradients are computed."""
+    """Record the micro-batches whose gradients are computed."""
     found: list[MicroBatch] = []
     real = policy.passes._add_gradient
 
@@ -176,7 +175,7 @@ def test_the_largest_micro_batch_leaves_nothing_behind(
 
 
 def test_a_device_that_runs_out_of_memory_names_a_field(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate said that the update fits."""
+    """The estimate was that the update fits."""
     config = config_of(home)
     policy = policy_of(config)
 
@@ -189,7 +188,7 @@ def test_a_device_that_runs_out_of_memory_names_a_field(home: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_a_device_is_believed_and_not_the_estimate(home: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
+def test_a_pass_on_a_device_overrides_the_estimate(home: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
     need = module._Need(fixed=MIB, saved=1000.0, logits=10, layers=2, hidden=4)
     monkeypatch.setattr(module, "free_bytes", lambda device: 2**40)
     monkeypatch.setattr(module._Need, "measured", lambda policy, config: need)

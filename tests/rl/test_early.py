@@ -1,4 +1,4 @@
-"""Early shards: a function of the responses alone, of which more and more are certain while responses finish."""
+"""Early shards. They depend on the responses alone, and more of them are certain as responses end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config_of(prompts: int, workers: int, max_waves: int = 0, **train: Any) -> C
 
 
 def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float], prompts: int = 999) -> Group:
-    """`prompts`: number of different prompts, after which they repeat."""
+    """Return a group. `prompts` is the number of different prompts, after which they repeat."""
     prompt = Prompt(number, "", (number % prompts, 7))
     requests = [Request(prompt, k, 0, 100 * number + k, SamplingParams()) for k in range(len(lengths))]
     tokens = [[number] * length for length in lengths]
@@ -69,7 +69,7 @@ groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st
     st.sampled_from([1, 3, 999]),
     st.randoms(use_true_random=False),
 )
-def test_what_is_certain_is_what_the_update_cuts(
+def test_certain_shards_are_those_of_the_update(
     drawn: list[Any],
     before: int,
     workers: int,
@@ -78,7 +78,7 @@ def test_what_is_certain_is_what_the_update_cuts(
     different: int,
     chance: random.Random,
 ) -> None:
-    """In whatever order tokens and rewards arrive, with groups of the step before, and with prompts that repeat."""
+    """Tokens and rewards arrive in any order. There are groups of the previous step, and prompts that repeat."""
     max_waves, is_last = waves
     everything = [group_of(number, *one, prompts=different) for number, one in enumerate(drawn)]
     prompts = max(1, len(everything) - before)
@@ -126,8 +126,8 @@ def cut_of(batch: TrainBatch, config: Config) -> Any:
     return cut(batch, counted.__getitem__, config.rollout.prompts_per_step, config.cluster.workers)
 
 
-def test_a_cut_by_hand() -> None:
-    """Ten groups, of which the two longest are late, in four shards of two."""
+def test_shards_by_hand() -> None:
+    """Ten groups in four shards of two. The two longest groups are late."""
     lengths = [(3, 1), (9, 1), (2, 2), (4, 4), (1, 1), (5, 1), (8, 1), (3, 3), (6, 6), (7, 1)]
     batch = make_batch([group_of(k, two, (0, 1)) for k, two in enumerate(lengths)], config_of(10, 2))
     found = cut(batch, lambda i: True, 10, 1)
@@ -136,7 +136,9 @@ def test_a_cut_by_hand() -> None:
 
 
 @given(st.lists(groups, min_size=1, max_size=20), st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2]))
-def test_no_shard_has_more_responses_than_is_said(drawn: list[Any], more: int, workers: int, updates: int) -> None:
+def test_no_shard_has_more_responses_than_the_stated_maximum(
+    drawn: list[Any], more: int, workers: int, updates: int
+) -> None:
     prompts = len(drawn) + more
     config = config_of(prompts, workers, updates_per_step=min(updates, prompts))
     batch = make_batch([group_of(number, *one) for number, one in enumerate(drawn)], config)
@@ -150,7 +152,7 @@ def test_no_shard_has_more_responses_than_is_said(drawn: list[Any], more: int, w
 @pytest.mark.parametrize(
     ("prompts", "workers", "updates", "responses"), [(16, 1, 1, 32), (16, 2, 1, 6), (40, 2, 1, 18), (16, 2, 4, 8)]
 )
-def test_the_most_responses_by_hand(prompts: int, workers: int, updates: int, responses: int) -> None:
+def test_the_largest_number_of_responses_by_hand(prompts: int, workers: int, updates: int, responses: int) -> None:
     """Groups have 2 responses. Of 15 groups, 13 may be early, in shards of 2, so 12 are early and 3 are late. Of 39, 34
     may be early, in shards of 5, so 30 are early and 9 are late. Four optimizer steps have a quarter each."""
     assert most_responses(config_of(prompts, workers, updates_per_step=updates)) == responses
@@ -183,7 +185,7 @@ def test_each_shard_has_one_owner(work: list[int], data: st.DataObject) -> None:
     assert all(shard in owners[member] for shard, member in first.items() if shard < len(work))
 
 
-def test_who_has_done_least_gets_most() -> None:
+def test_the_worker_with_the_least_work_gets_the_most() -> None:
     assert owners_of([4, 4, 6, 6], [{}, {}]) == [[0, 2], [1, 3]]
     assert owners_of([1, 1, 4], [{}, {}]) == [[2], [0, 1]], "the largest first"
     assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.5}, {}]) == [[0, 1, 3], [2]]
@@ -210,9 +212,9 @@ def test_when_there_are_early_shards(train: dict[str, Any], workers: int, expect
     assert fixed_logprobs(TrainConfig(**train)) == logprobs
 
 
-def test_whose_logprobs_are_computed() -> None:
-    """Of the first group nothing is to be learned, the second one was decoded a step before, and a response of the
-    third one is masked."""
+def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
+    """The first group has no advantages. The second one was decoded in the previous step. One response of the third one
+    is masked."""
     batch = make_batch(
         [group_of(k, (1, 2), rewards) for k, rewards in enumerate([(1, 1), (0, 1), (0, 1)])], config_of(3, 2)
     )
@@ -228,8 +230,8 @@ def test_whose_logprobs_are_computed() -> None:
     assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_shard_of_logprobs_is_the_same_whatever_other_groups_have_for_rewards() -> None:
-    """Although the advantages of its responses differ."""
+def test_a_shard_of_logprobs_does_not_depend_on_rewards_of_other_groups() -> None:
+    """The advantages of its responses differ, though."""
     config = config_of(2, 2, epochs=2, advantage="reinforce_pp")
     first, other = group_of(0, (1, 2), (0, 1)), group_of(1, (3, 4), (5, 9))
     alone, together = make_batch([first], config), make_batch([first, other], config)
@@ -250,7 +252,7 @@ def test_a_response_without_reward_is_in_no_shard() -> None:
 
 
 def test_a_group_that_may_be_left_over_is_in_no_shard() -> None:
-    """The batch has room for four groups. The shortest one is in it only if the one before it has no spread."""
+    """The batch has room for four groups. The shortest group is in it only if the previous one has no spread."""
     config = config_of(4, 2, max_waves=2)
     *before, unfinished, shortest = [group_of(k, (9 - 2 * k, 9 - 2 * k), (0, 1)) for k in range(5)]
     requests = [response.request for group in (unfinished, shortest) for response in group.responses]

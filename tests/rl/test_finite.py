@@ -26,7 +26,7 @@ def test_infinities_that_cancel_are_named() -> None:
         refuse_weights(weights.items(), Alone(), "at the start")
 
 
-def test_finite_weights_whose_sum_is_not_are_let_pass() -> None:
+def test_finite_weights_whose_sum_is_not_finite_are_accepted() -> None:
     largest = torch.full((4,), torch.finfo(torch.float32).max)
     assert not largest.sum().isfinite()
     refuse_weights([("a", largest)], Alone(), "at the start")

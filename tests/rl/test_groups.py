@@ -1,4 +1,4 @@
-"""Who is left out of a batch, what the others are worth, and that groups survive a checkpoint."""
+"""Responses that are left out of a batch, advantages of the others, and groups in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_config(**sections: Any) -> Config:
 
 
 def group(row: int, *rewards: float | None, lengths: list[int] | None = None) -> Group:
-    """Response i of prompt r has tokens 10 r + i, as many as `lengths` says (3)."""
+    """Return a group. Response i of prompt r has tokens 10 r + i, as many as in `lengths` (default 3)."""
     responses = []
     for i, (reward, length) in enumerate(zip(rewards, lengths or [3] * len(rewards), strict=True)):
         request = Request(PROMPTS[row], i, 2, 2**63 + 100 * row + i, SAMPLING)
@@ -58,7 +58,7 @@ def test_comparable_and_spread_by_hand(rewards: tuple[float | None, ...], compar
 # -- the batch ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_response_without_a_reward_is_as_if_it_had_never_been() -> None:
+def test_a_response_without_a_reward_has_no_effect() -> None:
     batch = make_batch([group(0, 1.0, None, 0.0), group(1, 2.0, 4.0, 9.0)], make_config())
     assert batch.prompt_ids == [(0, 7)] * 2 + [(1, 7)] * 3
     assert batch.response_ids == [[0] * 3, [2] * 3, [10] * 3, [11] * 3, [12] * 3]
@@ -66,7 +66,7 @@ def test_a_response_without_a_reward_is_as_if_it_had_never_been() -> None:
     assert batch.rollout_logprobs[1] == pytest.approx([-0.3] * 3)
 
 
-def test_old_log_probs_go_with_the_responses_that_have_them() -> None:
+def test_old_log_probs_stay_with_their_responses() -> None:
     groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
     for response in groups[1].responses:
         response.old_logprobs = [-0.5 - response.request.index] * 3
@@ -74,7 +74,7 @@ def test_old_log_probs_go_with_the_responses_that_have_them() -> None:
 
 
 @pytest.mark.parametrize(("masks", "masked"), [(False, set()), (True, {1, 2})])
-def test_responses_that_were_cut_off_are_compared_but_masked(masks: bool, masked: set[int]) -> None:
+def test_truncated_responses_count_in_advantages_but_are_masked(masks: bool, masked: set[int]) -> None:
     groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
     for response in (groups[0].responses[1], groups[0].responses[2], groups[1].responses[0]):
         response.finish_reason = "length"
@@ -87,7 +87,7 @@ def test_responses_that_were_cut_off_are_compared_but_masked(masks: bool, masked
 # -- overlong ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_penalty_enters_advantages_but_neither_rewards_nor_spread() -> None:
+def test_the_penalty_changes_advantages_but_not_rewards_or_spread() -> None:
     config = make_config(rollout={"overlong_tokens": 4, "max_waves": 1}, train={"advantage": "dr_grpo"})
     given = group(0, 1.0, 1.0, 0.0, lengths=[8, 6, 10])
     # 1 - 0.5, 1, 0 - 1: mean 1/6
@@ -99,7 +99,7 @@ def test_the_penalty_enters_advantages_but_neither_rewards_nor_spread() -> None:
 # -- in a checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def test_groups_survive_json_to_the_bit() -> None:
+def test_groups_are_restored_from_json_bit_for_bit() -> None:
     groups = [group(3, 0.1 + 0.2, None, 1 / 3, lengths=[1, 4, 9]), group(1, 1e-300, -2.0)]
     groups[0].responses[0].old_logprobs = [-0.1 / 3]
     plain = json.loads(json.dumps(to_plain(groups)))

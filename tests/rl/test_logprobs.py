@@ -1,4 +1,5 @@
-"""Log-probs chunk by chunk are those of all tokens at once, and no [T, V] tensor of a micro-batch is ever made."""
+"""Log-probs computed in chunks equal those of all tokens at once, and no [T, V] tensor of a micro-batch is ever
+made."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ T, D, V = 11, 5, 23
 
 
 def random_head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, D], head [V, D], targets [T]."""
+    """Return hidden [T, D], head [V, D] and targets [T]."""
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, D, generator=generator, dtype=dtype).requires_grad_() for n in (T, V))
     return hidden, head, torch.randint(V, (T,), generator=generator)
@@ -69,7 +70,7 @@ def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46, 5e-324])
 def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:
-    """The law is all on the best token, as in the engine: nothing to learn of it, and nothing that is not a number."""
+    """All probability is on the best token, as in the engine. There is nothing to learn then, and no value is NaN."""
     model = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model
     tokens = torch.arange(5)
     best = model(tokens[None]).logits[0].argmax(-1)
@@ -84,7 +85,7 @@ def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) 
     return Policy(folder, dtype, CPU, TrainConfig(learning_rate=1e-3, **train), RolloutConfig())
 
 
-def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) -> None:
+def test_chunks_under_autocast_are_recomputed_under_autocast(tmp_path: Path) -> None:
     """A gradient of float32 logits would differ from the others by far more than the order of sums."""
     folder, batch = save_weights(tmp_path, 30_000, scale=0.1), random_batch(30_000, responses=20)
     whole, chunked = (make_policy(folder, torch.bfloat16, logits_mb=mb) for mb in (512, 1))
@@ -104,7 +105,7 @@ def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperature: float) -> None:
-    """Log-probs in bfloat16 are good to 1 % at best."""
+    """Log-probs in bfloat16 have an error of 1 % at best."""
     policy, batch, seen = make_policy(save_weights(tmp_path, 31), torch.bfloat16), random_batch(31), []
     policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits[0].detach().double()))
     (micro,) = policy.passes.micro_batches([policy.model], batch, range(6), Alone())
@@ -116,7 +117,7 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperat
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 26), (torch.float64, 13), (torch.bfloat16, 26)])
-def test_a_chunk_fills_its_share_of_memory(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
+def test_a_chunk_has_the_configured_size(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     policy = make_policy(save_weights(tmp_path, vocab_size=10_000, layers=1), dtype)
     assert chunk_tokens(policy.model, 1) == tokens  # 2 ** 20 / (10,000 * 4); under autocast log-probs are float32
 
@@ -125,7 +126,7 @@ def test_a_chunk_fills_its_share_of_memory(tmp_path: Path, dtype: torch.dtype, t
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation gives, forward or backward."""
+    """Mode that records the largest tensor that any operation returns, forward or backward."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""Adapters: trained alone, merged for the engine, kept as PEFT keeps them, resumed to the bit."""
+"""Adapters: trained alone, merged for the engine, saved in PEFT's format, and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-def test_adapters_alone_are_trained_and_add_nothing_at_first(folder: Path) -> None:
+def test_only_adapters_are_trained_and_they_add_nothing_at_first(folder: Path) -> None:
     policy = adapted(folder, folder)
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
@@ -65,7 +65,7 @@ def test_adapters_alone_are_trained_and_add_nothing_at_first(folder: Path) -> No
     assert {name.split("/")[0] for name in policy.optimizer_state()} == set(policy.trained_state())
 
 
-def test_what_the_engine_is_given_is_the_merged_model(folder: Path) -> None:
+def test_the_engine_gets_the_merged_model(folder: Path) -> None:
     policy = adapted(folder, folder)
     for step in range(3):
         policy.update(random_batch(VOCAB, seed=step), step)
@@ -76,7 +76,7 @@ def test_what_the_engine_is_given_is_the_merged_model(folder: Path) -> None:
     assert (logits(plain) - start).abs().max() > 1e-3
 
 
-def test_a_checkpoint_is_small_is_pefts_and_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_peft_adapters_alone_and_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     policy = adapted(folder, folder)
     policy.update(random_batch(VOCAB), 0)
     policy.save(tmp_path)
@@ -107,7 +107,7 @@ def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "o_proj"], ["lm_head", "embed_tokens"]])
-def test_adapters_on_a_tied_head_are_one_model_in_engine_checkpoint_and_export(
+def test_adapters_on_a_tied_head_give_one_model_in_engine_checkpoint_and_export(
     folder: Path, tmp_path: Path, targets: list[str]
 ) -> None:
     policy = adapted(folder, folder, targets=targets)
@@ -134,7 +134,7 @@ def test_a_tied_head_without_an_adapter_stays_tied(folder: Path, tmp_path: Path)
     assert is_tied(whole_model(tmp_path / "policy", torch.float32))
 
 
-def test_adapters_that_the_recipe_does_not_ask_for_are_not_passed_over(folder: Path, tmp_path: Path) -> None:
+def test_adapters_that_the_recipe_lacks_are_refused(folder: Path, tmp_path: Path) -> None:
     adapted(folder, folder, targets=["q_proj", "lm_head"]).save(tmp_path)
     with pytest.raises(ModelError, match=r"train\.lora\.targets does not ask for \(lm_head\.lora_A"):
         adapted(tmp_path / "policy", folder, targets=["q_proj"])
@@ -142,7 +142,7 @@ def test_adapters_that_the_recipe_does_not_ask_for_are_not_passed_over(folder: P
 
 @pytest.mark.parametrize("fault", ["missing", "odd"])
 def test_a_file_of_adapters_that_lacks_one_or_has_another_is_refused(folder: Path, tmp_path: Path, fault: str) -> None:
-    """PEFT loads what fits, and leaves the others at random."""
+    """PEFT would load those that fit, and leave the others random."""
     adapted(folder, folder).save(tmp_path)
     file = tmp_path / "policy" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -182,7 +182,7 @@ def run(
     return train(config, resume, display or Display(Console(quiet=True)), force=force)["policy_sha256"]
 
 
-def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
 
     class Stopping(Display):
         def phase(self, step: int, name: str, total: int) -> None:
@@ -220,7 +220,7 @@ def test_adapters_are_not_merged_into_another_base(tmp_path: Path) -> None:
         run(tmp_path, "run", True, steps=2)
 
 
-def test_another_alpha_is_another_model_and_another_rank_does_not_fit(folder: Path, tmp_path: Path) -> None:
+def test_another_alpha_or_rank_is_refused(folder: Path, tmp_path: Path) -> None:
     run(tmp_path, "run", steps=1)
     with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 7\.0, but the run to be resumed has"):
         run(tmp_path, "run", True, steps=2, lora={"rank": 2, "alpha": 7.0})
@@ -234,7 +234,7 @@ def test_another_alpha_is_another_model_and_another_rank_does_not_fit(folder: Pa
         adapted(tmp_path / "policy", folder, rank=3)
 
 
-def test_who_asks_a_run_of_adapters_for_its_model_is_told_how_to_get_it(
+def test_loading_a_folder_of_adapters_is_an_error_that_names_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)

@@ -32,7 +32,7 @@ from tlt.rl.losses import (
 def inputs(
     ratios: list[float], advantages: list[float], weights: list[float] | None = None
 ) -> tuple[LossInputs, Tensor]:
-    """Tokens whose policy / old probability is `ratios`, and the leaf the gradient arrives at."""
+    """Return inputs whose ratio policy / old is `ratios` at each token, and the leaf that receives the gradient."""
     old = torch.linspace(-2.0, -0.1, len(ratios), dtype=torch.float64)
     policy = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     share = weights or [1 / len(ratios)] * len(ratios)
@@ -42,7 +42,7 @@ def inputs(
 
 
 def one_token(ratio: float, advantage: float, low: float = 0.2, high: float = 0.2) -> tuple[LossOutputs, float]:
-    """Its loss and the gradient with respect to its log-prob."""
+    """Return the loss of one token, and its gradient with respect to the log-prob."""
     given, policy = inputs([ratio], [advantage])
     out = clipped_policy_loss(given, Clip(low, high))
     (gradient,) = torch.autograd.grad(out.loss, policy)
@@ -87,7 +87,7 @@ def test_weighted_sum_by_hand() -> None:
 
 
 def test_dual_clip_by_hand() -> None:
-    """Only where the advantage is negative, and there it bounds loss and gradient."""
+    """It applies only if the advantage is negative. It then bounds loss and gradient."""
 
     def of(ratio: float, advantage: float) -> tuple[float, float]:
         given, policy = inputs([ratio], [advantage])
@@ -120,7 +120,8 @@ def test_a_far_ratio_stays_finite_for_a_good_token() -> None:
 
 
 def two_responses() -> tuple[LossInputs, Tensor]:
-    """Token ratios 2, 1/2, 2 and 4, 1: sequence ratios 2^(1/3) = 1.259921 and 4^(1/2) = 2; A = 1 and -1."""
+    """Return two responses with token ratios 2, 1/2, 2 and 4, 1, sequence ratios 2^(1/3) = 1.259921 and 4^(1/2) = 2,
+    and A = 1 and -1."""
     given, policy = inputs([2.0, 0.5, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, -1.0, -1.0], [1 / 6] * 3 + [1 / 4] * 2)
     return given._replace(lengths=[3, 2]), policy
 
@@ -153,13 +154,13 @@ def shares(share: Share, lengths: list[int]) -> list[float]:
     return [share.weight(length, 8) / share.total(lengths) for length in lengths]
 
 
-def test_shares_by_hand() -> None:
+def test_weights_of_tokens_by_hand() -> None:
     assert shares(by_response, [2, 4]) == [1 / 4, 1 / 8]
     assert shares(by_token, [2, 4]) == [1 / 6, 1 / 6]
     assert shares(by_longest, [2, 4]) == [1 / 16, 1 / 16]
 
 
-def test_a_masked_response_counts_as_one_and_its_tokens_do_not() -> None:
+def test_a_masked_response_is_counted_but_its_tokens_are_not() -> None:
     assert shares(by_response, [2, 0])[0] == 1 / 4
     assert shares(by_token, [2, 0])[0] == 1 / 2
     assert shares(by_longest, [2, 0])[0] == 1 / 16
@@ -214,8 +215,9 @@ def test_with_the_ratio_the_mean_gradient_is_that_of_the_divergence(name: str) -
 
 
 @pytest.mark.parametrize(("name", "share"), [("k1", 0.0), ("k2", 1.0), ("k3", None)])
-def test_the_mean_gradients_of_the_estimates(name: str, share: float | None) -> None:
-    """k1 pulls nowhere and k2 as the divergence does; k3 as the divergence of the policy from the reference."""
+def test_the_mean_gradients_of_the_estimators(name: str, share: float | None) -> None:
+    """The mean gradient of k1 is zero, that of k2 is the gradient of the divergence, and that of k3 the gradient of the
+    divergence of the policy from the reference."""
     scores = torch.tensor([0.1, 1.0, -2.0], dtype=torch.float64, requires_grad=True)
     q = torch.softmax(torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64), -1)
     log_p = torch.log_softmax(scores, -1)
@@ -239,7 +241,7 @@ def test_truncated_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_importance_scales_each_tokens_loss_and_nothing_else(loss: str) -> None:
+def test_importance_weights_scale_only_the_loss_of_each_token(loss: str) -> None:
     given, _ = two_responses()
     surrogate = LOSSES[loss].surrogate
     factors = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)

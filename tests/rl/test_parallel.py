@@ -1,4 +1,4 @@
-"""Shards, sums and the update on several members: the policy of one, to the rounding of a sum."""
+"""Shards, sums and the update with several members: the policy of a single one, except for the rounding of a sum."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ VOCAB = 31
 
 
 class Member:
-    """As `own_shards` sees one."""
+    """Member of a group, with the fields that `own_shards` reads."""
 
     def __init__(self, rank: int, size: int, shards: int) -> None:
         self.rank, self.size, self.shards = rank, size, shards
 
 
 class Steady:
-    """A worker that does not die."""
+    """Worker that never fails."""
 
     dies_at = -1
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6), st.data())
-def test_shards_are_whole_and_about_as_much_work_each(tokens: list[int], shards: int, data: st.DataObject) -> None:
-    """And the same ones, however many members have them."""
+def test_shards_are_complete_and_need_about_equal_work(tokens: list[int], shards: int, data: st.DataObject) -> None:
+    """They are the same with any number of members."""
     size = data.draw(st.integers(1, shards))
     members = range(10, 10 + len(tokens))
 
@@ -73,7 +73,7 @@ def test_shards_are_whole_and_about_as_much_work_each(tokens: list[int], shards:
         assert sum(own) - min(own, default=0) <= sum(tokens) / shards, "it had least when it was given its last one"
 
 
-def test_the_longest_is_dealt_out_first() -> None:
+def test_the_longest_response_is_assigned_first() -> None:
     tokens = [10, 20, 10, 50, 10, 10, 30]
 
     def dealt(rank: int, size: int) -> list[list[int]]:
@@ -84,7 +84,7 @@ def test_the_longest_is_dealt_out_first() -> None:
 
 
 def shared_work(part: Sequence[int]) -> int:
-    """A prompt of 10 tokens, and responses of 4."""
+    """Return the work of a prompt of 10 tokens and responses of 4."""
     return 10 + 4 * len(part)
 
 
@@ -97,7 +97,7 @@ def shared_work(part: Sequence[int]) -> int:
         ([1, 1], 3, [[0], [1], []]),
     ],
 )
-def test_responses_to_one_prompt_stay_together_unless_a_shard_gets_too_much(
+def test_responses_to_one_prompt_stay_together_unless_a_shard_gets_too_large(
     sizes: list[int], shards: int, expected: list[list[int]]
 ) -> None:
     numbers = iter(range(sum(sizes)))
@@ -106,7 +106,7 @@ def test_responses_to_one_prompt_stay_together_unless_a_shard_gets_too_much(
 
 
 def together(size: int, act: Any, shards: int = 0) -> list[Any]:
-    """act(group) of every member, in threads."""
+    """Call act(group) for every member, in threads. Return the results."""
     table, results = Table(), [None] * size
     groups: list[Any] = [Thread(table, rank, size, Steady(), shards) for rank in range(size)]  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """1e16 + 1 is 1e16, so that any other order is another sum."""
+    """1e16 + 1 is 1e16 in float64, so any other order has another sum."""
     monkeypatch.setattr("tlt.rl.parallel._BUCKET", 3)
     numbers = [1e16, 1.0, -1e16, 1.0]
 
@@ -191,7 +191,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def updated(
     folder: Path, size: int, batch: TrainBatch, shards: int = 0, dtype: torch.dtype = torch.float64, **train: Any
 ) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    """Metrics, weights and moments of every member after two updates."""
+    """Return metrics, weights and moments of every member after two updates."""
     config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 24} | train)
 
     rollout = RolloutConfig(max_new_tokens=12)
@@ -208,7 +208,7 @@ def updated(
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
 @pytest.mark.parametrize(("size", "responses"), [(2, 6), (3, 6), (3, 2)])
-def test_several_members_end_where_one_does(folder: Path, loss: str, size: int, responses: int) -> None:
+def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, size: int, responses: int) -> None:
     """With 3 members, 2 responses and 2 optimizer steps, some have none."""
     batch = random_batch(VOCAB, responses=responses)
     settings = {"loss": loss, "updates_per_step": 2, "kl_weight": 0.1}
@@ -228,8 +228,9 @@ def test_several_members_end_where_one_does(folder: Path, loss: str, size: int, 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize("way", [{"kl_weight": 0.1}, {"kl_weight": 0.1, "kl_in": "reward"}, {"epochs": 2}])
-def test_the_bits_do_not_depend_on_how_many_members_there_are(folder: Path, way: dict[str, Any], shared: bool) -> None:
-    """In float32, where what is computed together rounds together. One shard of four is empty at times."""
+def test_the_bits_do_not_depend_on_the_number_of_members(folder: Path, way: dict[str, Any], shared: bool) -> None:
+    """In float32, because values that are computed together round together. One of four shards is empty in some
+    steps."""
     batch = replace(random_batch(VOCAB, responses=7), rewards=[[0.0, 1.0, 2.0], [1.0, 0.0, 1.0, 0.5]])
     if shared:
         first, second = tuple(range(12)), tuple(range(20, 0, -1))
@@ -254,7 +255,7 @@ def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
 
 
 def silence_of_connections() -> set[int]:
-    """Milliseconds that those of this process bear; what listens among them too."""
+    """Return the timeouts of this process's connections in milliseconds, listening ones included."""
     found: set[int] = set()
     for one in psutil.Process().net_connections("tcp"):
         with socket.socket(fileno=os.dup(one.fd)) as end:
@@ -276,7 +277,7 @@ def test_processes_meet_sum_and_gather() -> None:
     group.leave()
 
 
-def test_one_who_waits_in_vain_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_waits_in_vain_for_others_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.rl.parallel._RENDEZVOUS", timedelta(seconds=1))
     rendezvous = Rendezvous("127.0.0.1")
     with pytest.raises(GroupBroken, match="2 workers did not connect at 127"):

@@ -1,4 +1,4 @@
-"""The engine's decoder and the policy are one model: they read the same files, and take the same weights."""
+"""The engine's decoder and the policy are one model: they read the same files, and use the same weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def own_head(folder: Path) -> Path:
-    """config.json says that the head is tied, and the file holds another one."""
+    """Return a model whose config.json ties the head, although the file has a head of its own."""
     qwen3(vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.3).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     other = torch.randn(VOCAB, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def assert_law(decoder: Decoder, expected: Tensor) -> None:
     torch.testing.assert_close(last_logits(decoder, [TEXT])[0].softmax(-1), expected, atol=1e-5, rtol=0)
 
 
-def test_a_head_that_config_json_does_not_know_of_is_kept_from_file_to_checkpoint(tmp_path: Path) -> None:
+def test_a_head_that_config_json_ties_is_kept_from_file_to_checkpoint(tmp_path: Path) -> None:
     folder = own_head(tmp_path / "model")
     policy, decoder = make_policy(folder), make_decoder(folder)
     before = transformers_law(folder)
@@ -85,7 +85,7 @@ def sound(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_what_is_one_model_passes_and_takes_the_new_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_equal_models_pass_and_the_new_weights_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = sound(tmp_path)
     policy, decoder = make_policy(folder, dtype), make_decoder(folder, dtype)
     check_parity(decoder, policy)
@@ -125,7 +125,7 @@ def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.d
     ],
     ids=["the rope's base", "the rope's scaling", "the norms"],
 )
-def test_a_decoder_that_computes_another_way_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
     folder = sound(tmp_path)
     decoder = Decoder(change(decoder_options(read_config(folder))), torch.float32, CPU)
     with pytest.raises(ModelError, match="not one model"):
@@ -144,12 +144,12 @@ def test_logits_that_are_not_finite_are_named(tmp_path: Path, whose: str, value:
 
 
 @pytest.mark.parametrize("positions", [3, 5])
-def test_a_model_of_few_positions_is_asked_for_no_more(tmp_path: Path, positions: int) -> None:
+def test_a_model_with_few_positions_is_compared_within_them(tmp_path: Path, positions: int) -> None:
     qwen3(vocab_size=3, max_position_embeddings=positions).save_pretrained(tmp_path)
     check_parity(make_decoder(tmp_path), make_policy(tmp_path))
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_a_comparison_leaves_no_gradients_or_cache(tmp_path: Path) -> None:
     folder = sound(tmp_path)
     policy, decoder = make_policy(folder), make_decoder(folder)
     random, digest = torch.get_rng_state(), policy.sha256()
@@ -168,7 +168,7 @@ REAL_LOAD = Decoder.load
 
 
 def as_if_tied(self: Decoder, state: Mapping[str, Tensor], version: int) -> None:
-    """A fault of the decoder that shows only where the head is not the embedding."""
+    """Planted bug of the decoder, which has an effect only if the head is not the embedding."""
     REAL_LOAD(self, {**state, HEAD: state[EMBEDDING]}, version)
 
 
@@ -196,7 +196,7 @@ def worker_state(config: Config) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("start", [local, worker_sync, worker_state])
-def test_a_run_of_two_models_ends_at_its_start_and_at_every_sync(
+def test_a_run_with_two_models_ends_at_its_start_and_at_every_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Config], Callable[[], None]]
 ) -> None:
     config = untied_config(tmp_path)
@@ -223,7 +223,7 @@ def test_speculative_logits_are_those_of_transformers(tmp_path: Path, count: int
 
 
 class Positions(Decoder):
-    """A fault: a node's position is its number in the pass, as if every draft were a chain."""
+    """Planted bug: a node's position is its number in the pass, as if every draft were a chain."""
 
     def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
         chain = positions[:, :1] + torch.arange(positions.shape[1])
@@ -231,7 +231,7 @@ class Positions(Decoder):
 
 
 class Recurrent(Decoder):
-    """A fault: the model has state beside keys and values, which wrong draft tokens change."""
+    """Planted bug: the model has state besides keys and values, which wrong draft tokens change."""
 
     def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
         hidden = super().forward(tokens, positions, *rest)
@@ -239,7 +239,7 @@ class Recurrent(Decoder):
 
 
 @pytest.mark.parametrize("faulty", [Positions, Recurrent])
-def test_a_decoder_that_fails_on_trees_alone_is_refused(tmp_path: Path, faulty: type[Decoder]) -> None:
+def test_a_decoder_that_fails_only_on_trees_is_refused(tmp_path: Path, faulty: type[Decoder]) -> None:
     folder = sound(tmp_path)
     decoder = faulty(decoder_options(read_config(folder)), torch.float32, CPU)
     with pytest.raises(ModelError, match="not one model"):

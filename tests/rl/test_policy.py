@@ -75,7 +75,7 @@ def plain_logprobs(model: Any, prompt: tuple[int, ...], response: list[int], tem
 def plain_loss(
     model: Any, batch: TrainBatch, temperature: float, members: range, old: list[Tensor], loss: str = "grpo"
 ) -> Tensor:
-    """The losses written out, clip 0.2 on both sides."""
+    """Return the loss written out in full, with a clip of 0.2 on both sides."""
     total = torch.zeros((), dtype=torch.float64)
     for i in members:
         logprobs = plain_logprobs(model, batch.prompt_ids[i], batch.response_ids[i], temperature)
@@ -99,7 +99,7 @@ def all_plain_logprobs(model: Any, batch: TrainBatch, temperature: float) -> lis
 
 
 def gradient_of_update(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
-    """What `update` hands to the optimizer."""
+    """Return the gradient that `update` passes to the optimizer."""
     found: dict[str, Tensor] = {}
 
     def look(*_: Any) -> None:
@@ -127,7 +127,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_packed_logprobs_are_those_of_each_sequence_alone(
+def test_packed_logprobs_equal_those_of_each_sequence_alone(
     folder: Path, dtype: torch.dtype, tolerance: float, temperature: float
 ) -> None:
     policy, batch = make_policy(folder, dtype, temperature), random_batch(VOCAB)
@@ -136,7 +136,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
         assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
-def test_entropy_is_that_of_the_tempered_law(folder: Path) -> None:
+def test_the_entropy_is_that_of_the_distribution_at_the_temperature(folder: Path) -> None:
     batch = TrainBatch([(1, 2)], [[3, 4]], [1.0], [[0.0, 0.0]])
     logits = plain_model(folder)(torch.tensor([[1, 2, 3, 4]])).logits[0, 1:3].detach()
     expected = torch.distributions.Categorical(logits=logits / 0.6).entropy().mean().item()
@@ -158,7 +158,7 @@ def test_gradient_is_that_of_an_unpacked_loss(folder: Path, loss: str, temperatu
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 40, 10_000])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_update_does_not_depend_on_the_micro_batches(folder: Path, loss: str, micro_batch_tokens: int) -> None:
-    """Nor, a budget of 1 being no packing at all, on what is packed with what."""
+    """It does not depend on the packing either, because a budget of 1 packs nothing."""
     batch = random_batch(VOCAB)
     settings = {"loss": loss, "kl_weight": 0.1, "importance_cap": 2.0}
     starting = save_weights(folder / "starting", VOCAB, seed=1, scale=0.3)
@@ -174,7 +174,7 @@ def test_update_does_not_depend_on_the_micro_batches(folder: Path, loss: str, mi
     )
 
 
-def test_layers_computed_anew_give_the_same_bits(folder: Path) -> None:
+def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
     found, passes = [], []
     for again in (False, True):
         policy = make_policy(folder, gradient_checkpointing=again)
@@ -186,7 +186,7 @@ def test_layers_computed_anew_give_the_same_bits(folder: Path) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_layers_computed_anew_drop_nothing_out(folder: Path) -> None:
+def test_recomputed_layers_apply_no_dropout(folder: Path) -> None:
     policy = make_policy(folder, gradient_checkpointing=True)
     training = {type(module).__name__ for module in policy.model.modules() if module.training}
     assert training == {"Qwen3DecoderLayer"}
@@ -205,7 +205,7 @@ def test_an_empty_batch_changes_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 def spoil_gradients(policy: Policy, spoilt: Iterator[bool]) -> None:
-    """Each backward pass in turn."""
+    """Make the gradient of each listed backward pass NaN."""
     weight = policy.model.get_input_embeddings().weight
     weight.register_hook(lambda gradient: gradient * (math.nan if next(spoilt) else 1.0))
 
@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path) -> None:
     assert policy.update(random_batch(VOCAB, seed=1), 1)["skipped"] == 0.0
 
 
-def test_updates_without_any_finite_gradient_are_told_and_then_end_the_run(
+def test_updates_without_a_finite_gradient_are_logged_and_then_end_the_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch, policy = random_batch(VOCAB), make_policy(folder, micro_batch_tokens=999)
@@ -294,7 +294,7 @@ def test_gradient_norm_is_bounded(folder: Path) -> None:
 def test_every_epoch_uses_the_log_probs_from_before_the_first(
     folder: Path, loss: str, steps: dict[str, int], members: list[range]
 ) -> None:
-    """Against as many AdamW steps on the unpacked loss."""
+    """The reference takes the same number of AdamW steps on the unpacked loss."""
     batch, model = random_batch(VOCAB), plain_model(folder)
     policy = make_policy(folder, loss=loss, clip_low=0.2, clip_high=0.2, learning_rate=1e-3, **steps)
     metrics = policy.update(batch, 0)
@@ -316,7 +316,7 @@ def test_every_epoch_uses_the_log_probs_from_before_the_first(
     assert min(share) > 0.99  # see above: Adam and gradients of 0
 
 
-def test_what_was_carried_has_the_ratio_to_the_policy_that_decoded_it(folder: Path) -> None:
+def test_carried_responses_have_the_ratio_to_the_policy_that_decoded_them(folder: Path) -> None:
     """With one optimizer step and with several."""
     batch, model = random_batch(VOCAB), plain_model(folder)
     old = all_plain_logprobs(model, batch, 1.0)
@@ -355,7 +355,7 @@ def test_no_token_of_a_masked_response_is_trained_on(folder: Path, loss: str) ->
 
 
 def with_replies(batch: TrainBatch, seed: int = 0) -> TrainBatch:
-    """The batch with tokens of an environment in most responses; two responses share their prompt."""
+    """Return the batch with tokens of an environment in most responses. Two responses share their prompt."""
     generator = torch.Generator().manual_seed(seed)
     batch.prompt_ids[1] = batch.prompt_ids[0] = (3, 1, 4, 1, 5, 9)
     for i in range(5):
@@ -366,14 +366,14 @@ def with_replies(batch: TrainBatch, seed: int = 0) -> TrainBatch:
 
 
 def plain_masked(model: Any, batch: TrainBatch) -> list[Tensor]:
-    """Log-probs of the tokens that the model sampled, of each sequence alone."""
+    """Return log-probs of the tokens that the model sampled, of each sequence alone."""
     pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
     return [plain_logprobs(model, p, r, 1.0)[torch.tensor(batch.mask(i))] for i, (p, r) in enumerate(pairs)]
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [16, 1000])
 @pytest.mark.parametrize("loss", ["ppo", "grpo", "dr_grpo", "gspo"])
-def test_tokens_of_an_environment_are_context_and_nothing_else(
+def test_tokens_of_an_environment_are_only_context(
     folder: Path, tmp_path: Path, loss: str, micro_batch_tokens: int
 ) -> None:
     """Loss, divergence, entropy and lengths of two optimizer steps, against each sequence alone."""
@@ -416,7 +416,7 @@ def test_tokens_of_an_environment_are_context_and_nothing_else(
     assert again.update(batch, 0)["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), abs=1e-9)
 
 
-def test_norms_do_not_decay(folder: Path) -> None:
+def test_norms_are_not_decayed(folder: Path) -> None:
     policy = make_policy(folder, weight_decay=0.5)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     policy.update(without_spread(random_batch(VOCAB), range(6)), 0)  # gradients of 0: what changes has decayed
@@ -430,7 +430,7 @@ def test_the_betas_are_those_of_the_recipe(folder: Path) -> None:
     assert make_policy(folder).optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_clips_are_the_losss_own_unless_given(folder: Path) -> None:
+def test_clips_are_the_defaults_of_the_loss_unless_given(folder: Path) -> None:
     assert make_policy(folder, loss="gspo").passes.objective.clip == (3e-4, 4e-4, 3.0)
     assert make_policy(folder, loss="dapo", clip_low=0.1).passes.objective.clip == (0.1, 0.28, 3.0)
     assert make_policy(folder, loss="dapo", clip_high=0.5).passes.objective.clip == (0.2, 0.5, 3.0)
@@ -464,7 +464,7 @@ def test_schedules_by_hand(schedule: Any, warmup: int, rates: list[float]) -> No
 # -- the reference -----------------------------------------------------------------------------------------------------
 
 
-def test_the_divergence_from_where_training_started_is_zero_at_first(folder: Path) -> None:
+def test_the_divergence_from_the_initial_model_is_zero_at_first(folder: Path) -> None:
     policy = make_policy(folder, kl_weight=0.5)
     gradient = gradient_of_update(make_policy(folder), random_batch(VOCAB))
     assert_close(gradient_of_update(policy, random_batch(VOCAB)), gradient, 1e-12)
@@ -500,7 +500,7 @@ def test_the_divergence_is_added_to_the_loss(folder: Path, tmp_path: Path, unbia
 
 
 @pytest.mark.parametrize("estimator", [None, "k2"])
-def test_the_divergence_may_be_taken_off_the_rewards(folder: Path, tmp_path: Path, estimator: Any) -> None:
+def test_the_divergence_may_be_subtracted_from_the_rewards(folder: Path, tmp_path: Path, estimator: Any) -> None:
     batch, model = random_batch(VOCAB), plain_model(folder)
     starting = save_weights(tmp_path, VOCAB, seed=1, scale=0.3)
     old, reference = (all_plain_logprobs(m, batch, 1.0) for m in (model, plain_model(starting)))
@@ -550,7 +550,7 @@ def without_spread(batch: TrainBatch, members: Iterable[int]) -> TrainBatch:
 
 
 def passed(policy: Policy, batch: TrainBatch) -> int:
-    """Updates, and says how many response tokens went through the model."""
+    """Update, and return the number of response tokens that went through the model."""
     seen, before = [0], policy.passes.logprobs
 
     def count(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -563,7 +563,7 @@ def passed(policy: Policy, batch: TrainBatch) -> int:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_has_no_gradient_weighs_in_the_loss_and_takes_little_time(folder: Path, loss: str) -> None:
+def test_tokens_without_gradient_count_in_the_loss_and_take_little_time(folder: Path, loss: str) -> None:
     batch, model = without_spread(random_batch(VOCAB), (0, 3, 4)), plain_model(folder)
     old = all_plain_logprobs(model, batch, 1.0)
     expected = gradient_of(model, lambda m: plain_loss(m, batch, 1.0, range(6), old, loss))
@@ -575,8 +575,8 @@ def test_what_has_no_gradient_weighs_in_the_loss_and_takes_little_time(folder: P
     assert passed(make_policy(folder, loss=loss, kl_weight=0.1), batch) == everything, "KL has a gradient on all"
 
 
-def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
-    """Adam goes on by what it remembers, as it does where a gradient happens to be zero."""
+def test_a_step_without_gradients_equals_one_with_zero_gradients(folder: Path) -> None:
+    """Adam's moments and the weight decay still apply."""
     batch, policy = random_batch(VOCAB), make_policy(folder, weight_decay=0.1)
     policy.update(batch, 0)
     twin = copy.deepcopy(policy.model)
@@ -594,7 +594,7 @@ def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
 
 
 def plain_entropies(folder: Path, batch: TrainBatch) -> list[float]:
-    """Summed over each response's tokens, by transformers and torch alone."""
+    """Return entropies summed over each response's tokens, by transformers and torch alone."""
     found = []
     with torch.no_grad():
         for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
@@ -604,7 +604,7 @@ def plain_entropies(folder: Path, batch: TrainBatch) -> list[float]:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_mean_entropy_is_over_all_tokens_whatever_the_loss_weighs(folder: Path, loss: str) -> None:
+def test_the_mean_entropy_is_over_all_tokens_with_any_loss(folder: Path, loss: str) -> None:
     batch = random_batch(VOCAB)
     expected = sum(plain_entropies(folder, batch)) / sum(map(len, batch.response_ids))
     for untaught in ((), (2,)):
@@ -613,7 +613,7 @@ def test_the_mean_entropy_is_over_all_tokens_whatever_the_loss_weighs(folder: Pa
 
 
 @pytest.mark.parametrize("taught", [0, 2])
-def test_one_in_eight_of_those_without_gradient_stands_for_all_of_them(folder: Path, taught: int) -> None:
+def test_one_in_eight_tokens_without_gradient_represents_all(folder: Path, taught: int) -> None:
     batch = without_spread(random_batch(VOCAB, responses=12), range(taught, 12))
     policy = make_policy(folder)
     batch.rollout_logprobs = [(x + 0.5).tolist() for x in old_logprobs(policy, batch)]
@@ -627,7 +627,7 @@ def test_one_in_eight_of_those_without_gradient_stands_for_all_of_them(folder: P
     assert found["mismatch_p999"] == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_sample_counts_by_what_it_stands_for() -> None:
+def test_a_sampled_token_is_weighted_by_the_tokens_it_represents() -> None:
     metrics = TokenMetrics(CPU)
     for gap, weight in [(1.0, 1.0), (3.0, 3.0)]:
         metrics.add(torch.tensor([gap]), torch.zeros(1), torch.tensor([gap]), weight)
@@ -638,7 +638,7 @@ def test_a_sample_counts_by_what_it_stands_for() -> None:
 
 
 @pytest.mark.parametrize("updates_per_step", [1, 2])
-def test_an_update_says_how_much_of_it_is_done(folder: Path, updates_per_step: int) -> None:
+def test_an_update_reports_its_progress(folder: Path, updates_per_step: int) -> None:
     policy = make_policy(folder, micro_batch_tokens=1, updates_per_step=updates_per_step)
     seen, before = [], policy.passes.logprobs
 
@@ -673,7 +673,7 @@ def test_mismatch_finds_a_known_error_of_the_rollout(folder: Path, updates_per_s
     assert metrics["mismatch_p999"] == pytest.approx(0.75, abs=1e-5)
 
 
-def test_the_rollouts_log_probs_do_not_reach_the_weights(folder: Path) -> None:
+def test_the_rollouts_log_probs_do_not_affect_the_weights(folder: Path) -> None:
     batch, other = random_batch(VOCAB), random_batch(VOCAB)
     other.rollout_logprobs = [[x - 5.0 for x in row] for row in other.rollout_logprobs]
     digests = []
@@ -688,7 +688,7 @@ def test_the_rollouts_log_probs_do_not_reach_the_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_saved_policy_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_saved_policy_continues_bit_for_bit(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     policy = make_policy(folder, dtype, weight_decay=0.1)
     policy.update(random_batch(VOCAB, seed=1), 0)
     policy.save(tmp_path)
@@ -700,7 +700,7 @@ def test_a_saved_policy_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype:
     assert sha256(policy.state_dict()) == sha256(resumed.state_dict())
 
 
-def test_loading_an_empty_optimizer_state_forgets_the_moments(folder: Path) -> None:
+def test_loading_an_empty_optimizer_state_resets_the_moments(folder: Path) -> None:
     policy = make_policy(folder)
     start = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     assert policy.optimizer_state() == {}

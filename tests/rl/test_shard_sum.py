@@ -1,4 +1,5 @@
-"""Gradients of early shards, by any member, in any order, interrupted anywhere: the bits of an update without them."""
+"""Gradients of early shards by any member, in any order, interrupted at any point: they have the bits of an update
+without early shards."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch_of() -> TrainBatch:
-    """Eight groups of two, of which seven are in early shards, and nothing is to be learned from one response."""
+    """Return eight groups of two. Seven groups are in early shards, and one response has no advantage."""
     batch = random_batch(VOCAB, responses=2 * PROMPTS)
     batch.rewards = [[0.0, 1.0]] * PROMPTS
     batch.prompt_ids = [batch.prompt_ids[i - i % 2] for i in range(2 * PROMPTS)]
@@ -55,7 +56,8 @@ def early_shards(policy: Policy, batch: TrainBatch) -> list[TrainBatch]:
 
 
 def updated(folder: Path, size: int, before: Before, steps: int = 1, **train: Any) -> tuple[str, list[float]]:
-    """sha256 of the policy that all members have after some updates, and the share of each that was done before."""
+    """Return the policy's sha256, which is the same for all members, after some updates, and the share of each that was
+    computed early."""
     members, batch = [make_policy(folder, **train) for _ in range(size)], batch_of()
     shares: list[float] = []
     for step in range(steps):
@@ -101,8 +103,9 @@ def whole() -> bool:
 
 @given(st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=6, phases=[Phase.generate], deadline=None)
-def test_whoever_computes_them_and_when(folder: Path, expected: str, size: int, chance: Any) -> None:
-    """Members begin shards, are interrupted, leave them unfinished, and compute what others have computed, too."""
+def test_any_member_may_compute_them_at_any_time(folder: Path, expected: str, size: int, chance: Any) -> None:
+    """Members begin shards, are interrupted, leave them unfinished, and compute shards that others have computed
+    too."""
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         held: Held = [{} for _ in members]
@@ -115,8 +118,8 @@ def test_whoever_computes_them_and_when(folder: Path, expected: str, size: int, 
     assert updated(folder, size, before, steps=2)[0] == expected
 
 
-def test_all_of_them_are_computed_before(folder: Path, expected: str) -> None:
-    """By one of three. Nothing of them is left for the second update, which has the same batch and other weights."""
+def test_all_early_shards_are_computed_by_one_member(folder: Path, expected: str) -> None:
+    """Nothing of them is left for the second update, which has the same batch and other weights."""
     turn = iter((True, False))
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
@@ -129,7 +132,7 @@ def test_all_of_them_are_computed_before(folder: Path, expected: str) -> None:
     assert shares[1] == 0.0
 
 
-def test_one_that_is_unfinished_is_finished(folder: Path, expected: str) -> None:
+def test_an_unfinished_shard_is_finished_in_the_update(folder: Path, expected: str) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         done = members[0].early_update(len(shards) - 1, shards[-1], until(1))
         assert 0.0 < done < 1.0
@@ -140,7 +143,7 @@ def test_one_that_is_unfinished_is_finished(folder: Path, expected: str) -> None
     assert 0.0 < shares[0] < 0.5
 
 
-def test_a_shard_that_is_complete_as_the_time_is_over_is_kept(folder: Path, expected: str) -> None:
+def test_a_shard_that_is_complete_when_the_time_ends_is_kept(folder: Path, expected: str) -> None:
     def one_by_one(members: list[Policy], shards: list[TrainBatch]) -> Held:
         for k in (0, 1):
             while members[0].early_update(k, shards[k], lambda: True) < 1.0:
@@ -166,7 +169,7 @@ def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, 
     assert (digest, shares) == (expected, [0.0, 0.0])
 
 
-def test_each_member_has_shards_whatever_one_has_begun(folder: Path, expected: str) -> None:
+def test_each_member_has_shards_even_if_one_has_begun_some(folder: Path, expected: str) -> None:
     """Also if it has begun shards that the update does not have."""
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
@@ -175,15 +178,15 @@ def test_each_member_has_shards_whatever_one_has_begun(folder: Path, expected: s
     assert updated(folder, 3, before, steps=2)[0] == expected
 
 
-def test_a_shard_that_two_have_computed_counts_once(folder: Path, expected: str) -> None:
+def test_a_shard_computed_twice_counts_once(folder: Path, expected: str) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         return [{k: member.early_update(k, shards[k], whole) for k in (0, 1)} for member in members]
 
     assert updated(folder, 2, before, steps=2)[0] == expected
 
 
-def test_responses_of_the_step_before_keep_their_old_logprobs(folder: Path) -> None:
-    """As in an update without early shards."""
+def test_responses_of_the_previous_step_keep_their_old_logprobs(folder: Path) -> None:
+    """This holds as in an update without early shards."""
     batch, alone, member = batch_of(), make_policy(folder), make_policy(folder)
     batch.old_logprobs = {i: [-3.0] * len(batch.response_ids[i]) for i in range(0, 2 * PROMPTS, 3)}
     held = {k: member.early_update(k, shard, whole) for k, shard in enumerate(early_shards(member, batch)[:2])}
@@ -208,7 +211,7 @@ def test_responses_of_the_step_before_keep_their_old_logprobs(folder: Path) -> N
     ids=str,
 )
 def test_other_objectives(folder: Path, train: dict[str, Any]) -> None:
-    """With gradients of early shards, or with their log-probs."""
+    """Gradients of early shards are computed, or their log-probs."""
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         members[0].early_update(0, shards[0], until(1))

@@ -1,4 +1,5 @@
-"""A policy in shards over real processes: the policy of one, to the rounding of a sum, in a part of the memory."""
+"""A sharded policy with real processes: the policy of a single one, except for the rounding of a sum, in a part of the
+memory."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ forks = multiprocessing.get_context("forkserver")  # conftest.py says what it im
 
 
 def together(size: int, act: Act, *arguments: Any, shards: int = 0) -> list[Any]:
-    """act(group, *arguments) of every member, each a process; None of one that died; as many
-    `shards` as members, unless there are more."""
+    """Call act(group, *arguments) for every member, each a process. Return None for one that failed. There are as many
+    `shards` as members by default."""
     rendezvous = Rendezvous("127.0.0.1")
     pipes = [forks.Pipe(duplex=False) for _ in range(size)]
     members = [
@@ -80,7 +81,7 @@ def _found(receiver: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a model with its own head, and of one whose head is the embedding."""
+    """Return folders of a model with its own head, and of one whose head is the embedding."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("untied", "tied")}
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "eos_token_id": VOCAB - 1}
     for name, folder in found.items():
@@ -94,7 +95,7 @@ def folder(folders: dict[str, Path]) -> Path:
 
 
 def make_policy(group: ProcessGroup, folder: Path, train: dict[str, Any], dtype: torch.dtype = torch.float64) -> Policy:
-    """In shards where there are several members."""
+    """Return a policy, sharded if there are several members."""
     settings = {"learning_rate": 1e-2, "micro_batch_tokens": 24, "max_grad_norm": 0.1, "shard": group.size > 1}
     config, kind = TrainConfig(**settings | train), Policy if group.size == 1 else ShardedPolicy
     policy = kind(folder, dtype, CPU, config, RolloutConfig(max_new_tokens=12))
@@ -110,7 +111,7 @@ def all_of(policy: Policy) -> dict[str, np.ndarray]:
 def updated(
     group: ProcessGroup, folder: Path, batch: TrainBatch, train: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, float], dict[str, np.ndarray], str]:
-    """Metrics, weights and moments after two updates, and the digest."""
+    """Return metrics, weights and moments after two updates, and the digest."""
     policy = make_policy(group, folder, train, dtype)
     policy.update(batch, 0, group)
     metrics = policy.update(batch, 1, group)
@@ -118,7 +119,7 @@ def updated(
 
 
 def updated_after_a_dry_run(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[bool, str]:
-    """Whether there was room, and the digest after an update."""
+    """Return whether the update fits, and the digest after an update."""
     policy = make_policy(group, folder, {})
     need = dry_run._Need(3, 1.0, 1, LAYERS, 1)
     has_room = dry_run._has_room(policy, need, dry_run._Update(4, 12, 24, 1, False))
@@ -146,7 +147,7 @@ def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], toleran
 
 
 def passes(batch: TrainBatch, size: int) -> list[int]:
-    """Micro-batches of each member, with one optimizer step."""
+    """Return the micro-batches of each member, with one optimizer step."""
 
     class Member(Alone):
         def __init__(self, rank: int) -> None:
@@ -166,7 +167,7 @@ def summed(group: ProcessGroup) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_shards_are_summed_in_their_order_by_however_many_members(size: int) -> None:
+def test_shards_are_summed_in_their_order_with_any_number_of_members(size: int) -> None:
     assert together(size, summed, shards=4) == [[1.0] * 5] * size
 
 
@@ -178,7 +179,7 @@ def test_shards_are_summed_in_their_order_by_however_many_members(size: int) -> 
         ("tied", 3, 2, {"updates_per_step": 2, "kl_weight": 0.1, "gradient_checkpointing": True}),
     ],
 )
-def test_several_members_end_where_one_does(
+def test_several_members_end_with_the_weights_of_one(
     folders: dict[str, Path], head: str, size: int, responses: int, train: dict[str, Any]
 ) -> None:
     """With 3 members and 2 responses, or 2 optimizer steps, some have none."""
@@ -214,7 +215,7 @@ def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch, spoils:
     return policy.update(batch, 0, group)["skipped"], before, policy.sha256()
 
 
-def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Path) -> None:
+def test_a_gradient_that_is_missing_or_not_finite_changes_nothing(folder: Path) -> None:
     digest = make_policy(Alone(), folder, {}).sha256()
     for responses in (6, 0):
         found = together(2, without_a_step, folder, random_batch(VOCAB, responses=responses), responses > 0)
@@ -222,7 +223,8 @@ def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Pat
 
 
 def fails(group: ProcessGroup, folder: Path, idle: TrainBatch, batch: TrainBatch) -> list[str]:
-    """What updates say of one response's advantage, and then of one layer's weight of the first member."""
+    """Return the errors of updates: with one response's advantage that is not finite, then with one layer's weight of
+    the first member."""
     policy, said = make_policy(group, folder, {}), []
     for asked in (batch, idle):
         if asked is idle and group.rank == 0:
@@ -235,7 +237,7 @@ def fails(group: ProcessGroup, folder: Path, idle: TrainBatch, batch: TrainBatch
     return said
 
 
-def test_what_is_not_finite_is_named_by_all_members(folder: Path) -> None:
+def test_all_members_name_values_that_are_not_finite(folder: Path) -> None:
     batch = random_batch(VOCAB)
     idle = replace(batch, advantages=[0.0] * len(batch.advantages))
     batch.advantages[0] = math.inf  # in one member's shard
@@ -251,8 +253,8 @@ def twice(group: ProcessGroup, folder: Path, batch: TrainBatch) -> dict[str, np.
     return all_of(policy)
 
 
-def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
-    """No member passes anything through its layers, and the optimizer goes on by what it remembers."""
+def test_a_step_without_gradients_equals_one_with_zero_gradients(folder: Path) -> None:
+    """No member computes a pass, and the optimizer continues with its moments."""
     batch = random_batch(VOCAB)
     for tensors in together(2, twice, folder, batch):
         close(tensors, twice(Alone(), folder, batch))
@@ -262,7 +264,7 @@ def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
 
 
 def held(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[int, int, int]:
-    """Numbers of this member's shards and of their moments, and all that is in memory, after an update."""
+    """Return the number of elements in this member's shards and moments, and in all its memory, after an update."""
     policy = make_policy(group, folder, {"gradient_checkpointing": True})
 
     def cut(*arguments: Any) -> None:
@@ -279,7 +281,7 @@ def held(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[int, int
     return own, adams, sum(storages.values()) // 8
 
 
-def test_each_member_holds_its_part(folder: Path) -> None:
+def test_each_member_has_its_part_of_the_memory(folder: Path) -> None:
     sizes = {name: tensor.numel() for name, tensor in read_safetensors(folder).items()}
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
     rest = sum(sizes.values()) - layers
@@ -295,7 +297,7 @@ def test_each_member_holds_its_part(folder: Path) -> None:
 
 
 def save_between(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
-    """Two updates, a checkpoint after the first."""
+    """Make two updates, with a checkpoint after the first."""
     policy = make_policy(group, folder, {})
     policy.update(batch, 0, group)
     policy.save(place)
@@ -310,7 +312,7 @@ def go_on(group: ProcessGroup, batch: TrainBatch, place: Path) -> dict[str, np.n
     return all_of(policy)
 
 
-def test_checkpoints_are_the_same_and_either_goes_on_from_them(folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_equal_and_can_be_loaded_with_and_without_shards(folder: Path, tmp_path: Path) -> None:
     batch = random_batch(VOCAB)
     one, many = tmp_path / "one", tmp_path / "many"
     whole = save_between(Alone(), folder, batch, one)
@@ -335,7 +337,8 @@ def test_checkpoints_are_the_same_and_either_goes_on_from_them(folder: Path, tmp
 
 
 def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> tuple[str, str, str]:
-    """Before the policy is in shards, after an update of them, and with another engine; then a checkpoint."""
+    """Compare engine and policy before the policy is sharded, after an update, and with another engine. Then save a
+    checkpoint."""
     target = Decoder(decoder_options(read_config(folder)), torch.float64, CPU)
     target.load(read_safetensors(folder), version=0)
     policy = ShardedPolicy(folder, torch.float64, CPU, TrainConfig(learning_rate=1e-2, shard=True), RolloutConfig())
@@ -379,7 +382,7 @@ def lost_sync(group: ProcessGroup, folder: Path) -> str:
     return ""
 
 
-def test_a_member_lost_amid_the_comparison_breaks_the_group(folder: Path) -> None:
+def test_a_member_lost_during_the_comparison_breaks_the_group(folder: Path) -> None:
     assert together(2, lost_sync, folder) == ["broken", None]
 
 
@@ -387,7 +390,7 @@ def test_a_member_lost_amid_the_comparison_breaks_the_group(folder: Path) -> Non
 
 
 def lost(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[str, float]:
-    """The last member dies at its second pass; what the others say, and how soon."""
+    """Let the last member fail at its second pass. Return the errors of the others, and how soon they came."""
     policy = make_policy(group, folder, {"updates_per_step": 2})
     real, calls = policy.passes.logprobs, 0
 

@@ -58,7 +58,7 @@ def build(family: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder that holds a random model of a family."""
+    """Return a folder with a random model of a family."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -96,7 +96,7 @@ def make_policy(folder: Path, shares: bool, lora: bool = False, **train: Any) ->
 
 
 def grouped_batch() -> TrainBatch:
-    """Groups of 4, 1, 4 and 2 responses of 0 to 9 tokens, one empty, one masked, one without an advantage."""
+    """Return groups of 4, 1, 4 and 2 responses of 0 to 9 tokens. One is empty, one masked, and one has no advantage."""
     batch = random_batch(VOCAB, seed=3, responses=11)
     prompts = [tuple((7 * k + j) % VOCAB for j in range(size)) for k, size in enumerate((9, 4, 16, 12))]
     batch.prompt_ids = [prompts[k] for k in (0, 0, 0, 0, 1, 2, 2, 2, 2, 3, 3)]
@@ -107,7 +107,8 @@ def grouped_batch() -> TrainBatch:
 
 
 def updated(policy: Policy, batch: TrainBatch) -> tuple[dict[str, float], dict[str, Tensor], int]:
-    """Metrics, the first gradient that the optimizer gets, and tokens that went through the policy."""
+    """Return metrics, the first gradient that the optimizer gets, and the number of tokens that went through the
+    policy."""
     gradients: dict[str, Tensor] = {}
     tokens, before = [0], policy.passes.packer.pack
 
@@ -125,7 +126,7 @@ def updated(policy: Policy, batch: TrainBatch) -> tuple[dict[str, float], dict[s
 
 
 def assert_same(folder: Path, batch: TrainBatch, **train: Any) -> None:
-    """Check that sharing changes nothing but the number of tokens to compute."""
+    """Check that sharing changes only the number of computed tokens."""
     (ours, shared, fewer), (theirs, apart, tokens) = (
         updated(make_policy(folder, shares, **train), batch) for shares in (True, False)
     )
@@ -142,7 +143,7 @@ def assert_same(folder: Path, batch: TrainBatch, **train: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradient_are_those_of_a_prompt_per_response(folders: Callable[[str], Path], family: str) -> None:
+def test_loss_and_gradient_equal_those_of_a_prompt_per_response(folders: Callable[[str], Path], family: str) -> None:
     # with a window, rows that are packed with a mask would ignore it: a budget of 1 gives each response a row alone
     batch = grouped_batch()
     ours, theirs = make_policy(folders(family), True), make_policy(folders(family), False, micro_batch_tokens=1)
@@ -169,7 +170,7 @@ def test_loss_and_gradient_are_those_of_a_prompt_per_response(folders: Callable[
     ],
     ids=str,
 )
-def test_every_way_to_train_shares_prompts(folders: Callable[[str], Path], train: dict[str, Any]) -> None:
+def test_every_objective_shares_prompts(folders: Callable[[str], Path], train: dict[str, Any]) -> None:
     batch = grouped_batch()
     batch.rewards = [[1.0, 0.0, 0.0, 2.0], [1.0, 0.0, 1.0, 0.5, 0.7], [1.0, 0.0]]
     if train.get("micro_batch_tokens") == 1:
@@ -185,7 +186,7 @@ def test_every_way_to_train_shares_prompts(folders: Callable[[str], Path], train
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_is_that_of_each_sequence_alone(kv_heads: int, window: int | None) -> None:
+def test_attention_equals_that_of_each_sequence_alone(kv_heads: int, window: int | None) -> None:
     groups = [(5, [3, 0, 4]), (2, [1]), (3, [])]
     row = SharedRow(groups, CPU)
     generator = torch.Generator().manual_seed(0)
@@ -209,7 +210,8 @@ def test_attention_is_that_of_each_sequence_alone(kv_heads: int, window: int | N
 
 
 def sequences(groups: list[tuple[int, list[int]]]) -> Iterator[tuple[list[int], int]]:
-    """Places of each sequence in the row, and how many of its tokens another one has answered for: the prompt's."""
+    """Return the places of each sequence in the row, and how many of its tokens it shares with an earlier sequence:
+    those of the prompt."""
     at = 0
     for prompt, responses in groups:
         before = list(range(at, at + prompt))
@@ -243,7 +245,7 @@ def test_no_mask_is_as_large_as_the_row() -> None:
     [({"softcap": 30.0}, "softcap"), ({"s_aux": torch.zeros(4)}, "s_aux"), ({"dropout": 0.1}, "dropout")],
     ids=["softcap", "sinks", "dropout"],
 )
-def test_attention_that_cannot_be_computed_is_named_and_not_shared(
+def test_prompts_are_not_shared_if_their_attention_cannot_be_computed(
     setting: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build("qwen3")
@@ -260,7 +262,7 @@ def test_attention_that_cannot_be_computed_is_named_and_not_shared(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_layers_beyond_the_registry_are_not_shared(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_are_not_shared_with_unregistered_layers(caplog: pytest.LogCaptureFixture) -> None:
     model = build("lfm2", layer_types=["conv", "full_attention"])
     assert not share_prefixes(model)
     assert "it has layers of type conv" in caplog.text
@@ -270,7 +272,7 @@ def test_layers_beyond_the_registry_are_not_shared(caplog: pytest.LogCaptureFixt
     assert "1 of its 2 layers use transformers' attention registry" in caplog.text
 
 
-def test_a_model_that_computes_something_else_is_not_shared(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_are_not_shared_if_the_model_computes_differently(caplog: pytest.LogCaptureFixture) -> None:
     model = build("qwen3")
     inner = model.base_model.rotary_emb
     before = inner.forward
@@ -292,7 +294,7 @@ def test_layout_by_hand() -> None:
     assert places.flatten().tolist() == [1, 2, 1, 5]
 
 
-def test_sharing_is_chosen_where_it_saves_more_than_more_attention_calls_cost() -> None:
+def test_sharing_is_chosen_if_it_saves_more_than_its_attention_calls_cost() -> None:
     assert shared_tokens(20, [30] * 8) == 20 + 8 * 30
     assert shared_tokens(2, [30] * 8) == 8 * 32, "14 tokens are saved, and 9 calls cost 18"
     assert shared_tokens(20, [30]) == 50
@@ -300,7 +302,7 @@ def test_sharing_is_chosen_where_it_saves_more_than_more_attention_calls_cost() 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=20), st.integers(1, 60))
-def test_every_response_has_one_place_behind_its_prompt_within_the_budget(
+def test_every_response_has_one_place_after_its_prompt_within_the_budget(
     drawn: list[tuple[int, int]], most: int
 ) -> None:
     prompts = [tuple([k] * (3 * k + 1)) for k, _ in drawn]

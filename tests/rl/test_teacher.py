@@ -1,4 +1,4 @@
-"""Harvest that the policy computes anew is what our own engine keeps as it decodes."""
+"""Training data that the policy recomputes equal those that our own engine saves while it decodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def never() -> bool:
 
 
 def decoded(config: Any, target: Any, layout: Any) -> tuple[list[Harvest], list[Transcript]]:
-    """What our engine harvested, and the same responses."""
+    """Return the training data of our engine, and the same responses."""
     found: list[Harvest] = []
     engine = Engine(target, config.engine, layout=layout, on_harvest=found.append)
     lengths = (3, WINDOW, 40, 2 * WINDOW + 1, 2 * WINDOW - 6)  # the last one fills whole windows
@@ -50,7 +50,7 @@ def decoded(config: Any, target: Any, layout: Any) -> tuple[list[Harvest], list[
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
+def test_recomputed_data_equal_those_of_our_engine(kind: Any, world: Any) -> None:
     config, target, policy = world
     layout = eagle_options(target.options, kind, WINDOW).layout
     harvested, transcripts = decoded(config, target, layout)
@@ -73,7 +73,7 @@ def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
 
 
 def test_entries_of_earlier_turns_are_left_out(world: Any) -> None:
-    """Their hidden states are those of the whole context."""
+    """Hidden states depend on the whole context, though."""
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
@@ -86,7 +86,7 @@ def test_entries_of_earlier_turns_are_left_out(world: Any) -> None:
     assert torch.equal(items[-1].features, whole.features[-3:])
 
 
-def test_the_head_of_a_version_stays_what_it_was(world: Any) -> None:
+def test_the_head_of_a_version_does_not_change(world: Any) -> None:
     _, target, policy = world
     teacher = PolicyTeacher(policy, target)
     head, copied = teacher.head, teacher.head.clone()
@@ -99,7 +99,7 @@ def test_the_head_of_a_version_stays_what_it_was(world: Any) -> None:
     assert torch.equal(teacher.embedding, target.embedding)
 
 
-def test_a_pass_that_is_broken_off_is_made_once_more(world: Any) -> None:
+def test_an_interrupted_pass_is_repeated(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
@@ -115,7 +115,7 @@ def test_a_pass_that_is_broken_off_is_made_once_more(world: Any) -> None:
     assert not policy.model.base_model.layers[0]._forward_pre_hooks
 
 
-def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) -> None:
+def test_the_longest_responses_of_a_step_come_first_and_the_oldest_are_dropped(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 30)
@@ -133,7 +133,7 @@ def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) ->
     assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (0, 7), "what is older is too old"
 
 
-def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) -> None:
+def test_data_have_the_teachers_version_and_only_finite_features(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     transcript = Transcript(2, (1, 2, 3, 4))
@@ -145,7 +145,7 @@ def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) 
     assert recompute._harvest(transcript, never) == []
 
 
-def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
+def test_a_drafter_is_trained_and_evaluated_on_the_data(world: Any) -> None:
     config, target, policy = world
 
     class Elsewhere:

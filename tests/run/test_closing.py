@@ -27,7 +27,7 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
+def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     lines = closing(SUMMARY, "runs/x")
     assert "1.75 times as fast as plain decoding" in lines[0].plain
     assert lines[0].plain.endswith(", 85% of the workers' time useful")
@@ -57,7 +57,7 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     assert "plain decoding" not in failed[0].plain
 
 
-def test_a_run_that_gained_little_says_what_would_help() -> None:
+def test_a_run_that_gained_little_gets_advice() -> None:
     def said(times: float) -> bool:
         lines = closing(SUMMARY | {"times_plain": times}, "runs/x")
         return any("tlt draft train" in line.plain for line in lines)
@@ -68,7 +68,7 @@ def test_a_run_that_gained_little_says_what_would_help() -> None:
 @pytest.mark.parametrize(
     ("version", "said"), [(3, "version 3 is the last that was better"), (0, "no version was better")]
 )
-def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said: str) -> None:
+def test_the_last_lines_show_the_result_of_drafter_training(version: int, said: str) -> None:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
     lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
     assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"

@@ -1,4 +1,4 @@
-"""The live view: what the workers are at, at any width, and while another thread changes it."""
+"""The live view: states of the workers, at any terminal width, while another thread changes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_worker_has_a_line_with_its_state_rows_and_longest(clock: Clock) ->
 
 
 class Watched(Display):
-    """Draws itself all the time, from another thread, as a terminal's refresh does."""
+    """Display that another thread draws all the time, as the refresh of a terminal does."""
 
     def __init__(self) -> None:
         super().__init__(Console(file=io.StringIO(), width=80))
@@ -87,7 +87,7 @@ class Watched(Display):
         super().step(result)
 
 
-def test_a_run_is_drawn_from_another_thread_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_can_be_drawn_from_another_thread(tmp_path: Path) -> None:
     display = Watched()
     thread = threading.Thread(target=display.draw)
     thread.start()
@@ -124,7 +124,7 @@ def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
 
 
 def step_metrics(step: int, **changes: Any) -> StepMetrics:
-    """Of a step with made-up numbers, as wide as they get."""
+    """Return metrics of a step with made-up numbers, as wide as they can be."""
     rollout = {
         "strategies": {"mixed d6 b4 n33 p0.05 + ahead 63": 900, "plain": 100},
         "spot": {"version": 12.0, "accept_length": 3.1, "rests": 0.0},
@@ -205,7 +205,7 @@ def test_without_a_reward_there_is_no_sample() -> None:
     assert found.text == "third"
 
 
-def test_keys_are_heard_and_the_terminal_is_left_as_it_was() -> None:
+def test_keys_are_read_and_the_terminal_is_restored() -> None:
     """In a process with a terminal of its own."""
     code = """
 import os, sys, time
@@ -243,12 +243,12 @@ def until_said(terminal: int, what: str) -> str:
     return said
 
 
-def test_without_a_keyboard_nothing_is_listened_to() -> None:
+def test_without_a_keyboard_no_thread_reads_keys() -> None:
     with listening(lambda key: pytest.fail(key)):
         pass
 
 
-def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
+def test_the_line_of_the_drafter_fits_80_columns_with_its_legend() -> None:
     result = {
         "strategy": "eagle d6 b2 n13 p0",
         "accept_length": 3.21,
@@ -281,9 +281,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
     assert "times plain: tokens per second divided by those of plain decoding" in " ".join(text.split())
 
 
-def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_is_acknowledged_in_the_panel_or_on_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     display = Watched()
     run.train(tiny_config(tmp_path), False, display)
     display.stopping("SIGINT: wait")

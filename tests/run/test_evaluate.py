@@ -18,7 +18,7 @@ PROMPTS = [Prompt(i, f"prompt {i}", (i,)) for i in range(3)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_one(n: int) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response(n: int) -> None:
     for right in range(n + 1):
         for k in range(1, n + 1):
             draws = list(combinations([i < right for i in range(n)], k))
@@ -54,13 +54,13 @@ def test_responses_without_a_reward_are_left_out_and_counted() -> None:
     assert found["pass@3"] == 1.0  # of the one prompt that has three
 
 
-def test_where_nothing_has_a_reward_there_is_no_mean() -> None:
+def test_without_any_reward_there_is_no_mean() -> None:
     found = summary_of([respond([None, None])], samples=2, solved=1.0)
     assert found == {"length_mean": 2.0, "length_max": 2, "truncated": 0.0, "without_reward": 2}
 
 
 class Fake:
-    """Decodes in any order; a response's reward is its index."""
+    """Rollout that decodes in any order. A response's reward is its index."""
 
     def __init__(self, shuffle: int) -> None:
         self.shuffle = random.Random(shuffle)
@@ -108,20 +108,20 @@ def run(shuffle: int) -> tuple[dict[str, float], Fake]:
     return evaluate(config, PROMPTS, fake, fake, SamplingParams(), fake, 7), fake
 
 
-def test_the_order_of_arrival_leaves_no_trace() -> None:
+def test_the_order_of_arrival_has_no_effect() -> None:
     found, _ = run(0)
     assert (found["mean@2"], found["pass@1"], found["pass@2"]) == pytest.approx((1 / 6, 1 / 6, 1 / 3))
     assert all(run(shuffle)[0] == found for shuffle in range(1, 5))
 
 
-def test_its_seeds_are_its_own_and_always_the_same() -> None:
+def test_evaluations_have_seeds_of_their_own_which_never_change() -> None:
     _, fake = run(0)
     assert [r.seed for r in fake.requests] == [request_seed(9, "eval", p, 0, i) for p in range(3) for i in range(2)]
     training = {request_seed(9, "train", p, epoch, i) for p in range(3) for epoch in range(2) for i in range(2)}
     assert not training & {r.seed for r in fake.requests}
 
 
-def test_a_sum_that_is_right_but_for_its_rounding_is_right() -> None:
+def test_a_sum_that_is_right_except_for_rounding_counts_as_right() -> None:
     assert 0.6 + 0.3 + 0.1 < 1.0
     assert is_solved(0.6 + 0.3 + 0.1, 1.0)
     assert not is_solved(0.999, 1.0)

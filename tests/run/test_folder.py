@@ -1,4 +1,5 @@
-"""A run's folder: one run at a time, nobody else's files touched, and no run lost to the one that takes its place."""
+"""A run's folder: it has one run at a time, files of others are kept, and a previous run is not lost to the next
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tlt.store import checkpoint
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, saved at its end."""
+    """Return the folder of a run of two steps, saved at its end."""
     home = tmp_path_factory.mktemp("sound")
     train(short(home))
     return home
@@ -62,7 +63,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 class Failing(Display):
-    """Raises as a phase of a step begins."""
+    """Display that raises when a phase of a step begins."""
 
     def __init__(self, step: int, phase: str) -> None:
         super().__init__(Console(quiet=True))
@@ -107,7 +108,7 @@ def test_a_run_that_failed_to_start_leaves_the_folder_free(home: Path) -> None:
     train(afresh(home))
 
 
-def test_a_folder_made_for_a_run_that_never_began_goes_with_it(home: Path, tmp_path: Path) -> None:
+def test_a_folder_made_for_a_run_that_never_began_is_removed(home: Path, tmp_path: Path) -> None:
     nowhere = short(home, model={"path": "nowhere"})
     new = nowhere.model_copy(update={"run": nowhere.run.model_copy(update={"folder": str(tmp_path / "new")})})
     with pytest.raises(ModelError):
@@ -132,14 +133,14 @@ def test_a_folder_made_for_a_run_that_never_began_goes_with_it(home: Path, tmp_p
     ],
     ids=str,
 )
-def test_a_recipe_that_does_not_start_leaves_the_run_before_as_it_was(home: Path, broken: dict[str, Any]) -> None:
+def test_a_recipe_that_does_not_start_changes_nothing_of_the_previous_run(home: Path, broken: dict[str, Any]) -> None:
     before = files(home / "run")
     with pytest.raises((RewardError, DataError, ModelError)):
         train(afresh(home, **broken))
     assert files(home / "run") == before
 
 
-def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -> None:
+def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path) -> None:
     (home / "run" / "notes.txt").write_text("mine", encoding="utf-8")
     before = files(home / "run")
     sha256 = json.loads(before["summary.json"])["policy_sha256"]
@@ -170,7 +171,7 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
     assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
 
 
-def test_runs_that_made_way_are_numbered_on_and_told_the_oldest_first(home: Path) -> None:
+def test_previous_runs_are_numbered_and_listed_oldest_first(home: Path) -> None:
     run = afresh(home).run
     for name in ("previous_2", "previous_10", "previously", "previous_mine"):  # `previous` was taken away
         (home / "run" / name).mkdir()
@@ -180,7 +181,7 @@ def test_runs_that_made_way_are_numbered_on_and_told_the_oldest_first(home: Path
         assert (home / "run" / "previous_11" / "metrics.jsonl").is_file()
 
 
-def test_what_somebody_puts_beside_the_run_before_stays(home: Path) -> None:
+def test_other_files_next_to_the_previous_run_are_kept(home: Path) -> None:
     class Visitor(Display):
         def phase(self, step: int, name: str, total: int) -> None:
             (home / "run" / "previous" / "mine.txt").write_text("mine", encoding="utf-8")
@@ -202,7 +203,7 @@ def test_what_somebody_puts_beside_the_run_before_stays(home: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_no_run_writes_is_refused_by_name_and_stays(tmp_path: Path, name: str, overwrite: bool) -> None:
+def test_files_that_no_run_writes_are_refused_by_name_and_kept(tmp_path: Path, name: str, overwrite: bool) -> None:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("somebody's", encoding="utf-8")
@@ -211,21 +212,21 @@ def test_what_no_run_writes_is_refused_by_name_and_stays(tmp_path: Path, name: s
     assert path.read_text(encoding="utf-8") == "somebody's"
 
 
-def test_a_folder_with_a_model_loses_nothing_of_it(home: Path) -> None:
+def test_a_model_in_the_folder_is_kept(home: Path) -> None:
     before = files(home / "model")
     with pytest.raises(ConfigError, match=r"model/config\.json is not from a run of tlt"):
         train(short(home, run={"folder": str(home / "model")}))
     assert files(home / "model") == before
 
 
-def test_a_log_that_no_run_has_written_stays_and_goes_on(home: Path, tmp_path: Path) -> None:
+def test_an_existing_log_is_kept_and_continued(home: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.log").write_text("somebody's\n", encoding="utf-8")
     train(short(home, run={"folder": str(tmp_path)}))
     assert (tmp_path / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"ste'])
-def test_a_record_that_was_torn_as_it_began_is_a_runs_own(tmp_path: Path, torn: bytes) -> None:
+def test_a_file_with_an_incomplete_beginning_belongs_to_a_run(tmp_path: Path, torn: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(torn)
     with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):  # and not --resume
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
@@ -244,7 +245,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["rollout", "reward", "update"])
-def test_a_run_that_ends_with_an_error_is_saved_and_goes_on_to_the_same_end(home: Path, phase: str) -> None:
+def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home: Path, phase: str) -> None:
     steps = {"train": {"steps": 3}}
     expected = train(afresh(home, **steps))["policy_sha256"]
     with pytest.raises(ValueError, match="what went wrong") as error:
@@ -254,8 +255,8 @@ def test_a_run_that_ends_with_an_error_is_saved_and_goes_on_to_the_same_end(home
     assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
 
 
-def test_an_error_amid_an_update_leaves_the_checkpoint_before(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are then of no step."""
+def test_an_error_during_an_update_keeps_the_previous_checkpoint(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights then belong to no step."""
     from tlt.rl.update import Update
 
     real, calls = Update._optimizer_step, [0]
@@ -276,9 +277,7 @@ def test_an_error_amid_an_update_leaves_the_checkpoint_before(home: Path, monkey
     assert [path.name for path in found.folder.parent.iterdir()] == ["step_00000002"]
 
 
-def test_a_reward_process_that_cannot_be_started_again_loses_nothing(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_process_that_cannot_be_restarted_loses_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = IsolatedScore._start, []
 
     def starts_once(self: IsolatedScore) -> None:
@@ -298,7 +297,7 @@ def test_a_reward_process_that_cannot_be_started_again_loses_nothing(
     assert note_of(error) == f"saved after step 1 in {home / 'run'}: continue with --resume"
 
 
-def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     """nohup tlt train ... &"""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -314,7 +313,7 @@ def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(0, "nothing is saved yet"), (1, "saved after step 1 in ")])
-def test_an_error_whose_state_cannot_be_saved_says_what_is_left(
+def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
     home: Path, monkeypatch: pytest.MonkeyPatch, save_every: int, left: str
 ) -> None:
     real, saved = checkpoint.save, []
@@ -337,7 +336,7 @@ def test_an_error_whose_state_cannot_be_saved_says_what_is_left(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_whom_the_umask_lets_may_read_all_files(tmp_path: Path, home: Path, umask: int, mode: int) -> None:
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path, home: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         train(afresh(home))
@@ -349,7 +348,7 @@ def test_whom_the_umask_lets_may_read_all_files(tmp_path: Path, home: Path, umas
     assert {"model.safetensors", "optimizer.safetensors"} <= found.keys()
 
 
-def test_latest_leads_to_the_newest_checkpoint(home: Path) -> None:
+def test_latest_links_to_the_newest_checkpoint(home: Path) -> None:
     train(afresh(home, train={"steps": 3}, run={"save_every": 1, "keep": 1}))
     link = home / "run" / "latest"
     assert os.readlink(link) == "checkpoints/step_00000003"
@@ -358,7 +357,7 @@ def test_latest_leads_to_the_newest_checkpoint(home: Path) -> None:
     assert (home / "elsewhere" / "latest").resolve() == home / "elsewhere" / "checkpoints" / "step_00000003"
 
 
-def test_what_somebody_calls_latest_stays(home: Path) -> None:
+def test_another_file_named_latest_is_kept(home: Path) -> None:
     shutil.rmtree(home / "run")
     (home / "run" / "latest").mkdir(parents=True)
     train(short(home))
@@ -367,7 +366,7 @@ def test_what_somebody_calls_latest_stays(home: Path) -> None:
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_saved_policy_is_configured_as_its_source_and_says_what_it_is(home: Path, use_cache: bool) -> None:
+def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_cache: bool) -> None:
     config = home / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"use_cache": use_cache}))
     train(afresh(home, model={"dtype": "bfloat16"}))
@@ -384,7 +383,7 @@ def test_a_saved_policy_is_configured_as_its_source_and_says_what_it_is(home: Pa
         assert said in card
 
 
-def test_the_default_saves_now_and_then() -> None:
+def test_checkpoints_are_saved_by_default() -> None:
     assert 0 < RunConfig().save_every <= 50
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down: completions, metrics that a page explains, trackers; none of it lost or doubled."""
+"""Files of a run: completions, metrics that a page explains, and trackers. No line is lost or doubled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(config: Config, resume: bool = False) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has something of each kind to record."""
+    """Return the folder of a run that records something of each kind."""
     home = tmp_path_factory.mktemp("everything")
     rows = [{"question": q, "answer": q[0], "data_source": "odd" if i % 2 else "even"} for i, q in enumerate("abcdef")]
     (home / "held_out.jsonl").write_text('{"question": "x"}\n{"question": "y"}', encoding="utf-8")
@@ -65,13 +65,13 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documented() -> list[str]:
-    """The first column of the page's tables of metrics."""
+    """Return the first column of the page's tables of metrics."""
     text = PAGE.read_text(encoding="utf-8").split("## completions.jsonl")[0].split("## metrics.jsonl")[1]
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
 def names_in(section: str) -> set[str]:
-    """The first column of the tables in a section of the page."""
+    """Return the first column of the tables in a section of the page."""
     text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     return {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
 
@@ -88,7 +88,7 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
     assert not [metric for metric in found if sum(explains(name, metric) for name in names) != 1]
 
 
-def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
+def test_the_page_explains_only_existing_metrics(everything: Path) -> None:
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     rare = {
         "outcomes/<outcome>",
@@ -167,7 +167,7 @@ def test_terms_and_tasks_of_a_run_are_those_of_its_completions(everything: Path)
         assert completion["reward"] == pytest.approx(total)
 
 
-def test_tokens_seen_and_seconds_left_go_on_after_a_resume(tmp_path: Path) -> None:
+def test_tokens_seen_and_seconds_left_continue_after_a_resume(tmp_path: Path) -> None:
     whole = read_metrics(train(config_of(tmp_path, train={"steps": 4})))
     other = {"folder": str(tmp_path / "resumed")}
     train(config_of(tmp_path, train={"steps": 2}, run=other))
@@ -201,7 +201,7 @@ def test_every_response_is_written_once_with_its_advantage(everything: Path) -> 
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """End of the process."""
 
 
 def test_a_killed_and_resumed_run_has_every_completion_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def parquet_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_same_completions_as_parquet_once_each_after_a_resume(tmp_path: Path) -> None:
-    """The last two of four steps are done again, in the other format."""
+    """The last two of four steps are repeated, in the other format."""
     pytest.importorskip("pyarrow")
     steps = {"train": {"steps": 4}}
     expected = read_completions(train(config_of(tmp_path, **steps)))
@@ -297,7 +297,7 @@ def test_parquet_without_pyarrow_is_refused_before_anything_begins(tmp_path: Pat
     assert not Path(config.run.folder).exists()
 
 
-def test_any_text_survives(tmp_path: Path) -> None:
+def test_any_text_can_be_saved(tmp_path: Path) -> None:
     writer = CompletionsWriter(tmp_path, 0, 10**6)
     text = 'line\u2028break "quotes" \ud800 nul\x00 日本\n'
     odd = group([1.0, 0.0])
@@ -308,7 +308,7 @@ def test_any_text_survives(tmp_path: Path) -> None:
     assert "日本" in (tmp_path / "completions.jsonl").read_text(encoding="utf-8")
 
 
-def test_none_are_kept_where_none_are_asked_for(tmp_path: Path) -> None:
+def test_no_completions_are_saved_if_turned_off(tmp_path: Path) -> None:
     folder = train(config_of(tmp_path, run={"completions_mb": 0}))
     assert not list(folder.glob("completions*"))
 
@@ -317,7 +317,7 @@ def test_none_are_kept_where_none_are_asked_for(tmp_path: Path) -> None:
 
 
 class Service(types.ModuleType):
-    """A stand-in for the packages wandb, mlflow and trackio, which records its calls."""
+    """Stand-in for the packages wandb, mlflow and trackio, which records its calls."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -384,7 +384,7 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return service
 
 
-def test_a_service_is_told_every_metric_and_goes_on_after_a_resume(tmp_path: Path, service: Service) -> None:
+def test_a_tracker_gets_every_metric_and_continues_after_a_resume(tmp_path: Path, service: Service) -> None:
     run = {"trackers": [service.__name__]}
     lines = read_metrics(train(config_of(tmp_path, run=run)))
     assert service.told == [(line["step"], dict(scalars(line))) for line in lines]
@@ -413,14 +413,14 @@ def test_responses_go_to_the_tables_of_trackers_that_have_them(
         assert all(known[row["prompt"], row["response"]] == row["reward"] for row in rows)
 
 
-def test_only_a_run_that_is_gone_on_with_is_the_one_a_service_knows(tmp_path: Path) -> None:
+def test_only_a_resumed_run_continues_its_tracker_run(tmp_path: Path) -> None:
     remember_id(Place(tmp_path, 0, {}), "wandb", "the-first")
     assert known_id(Place(tmp_path, 3, {}), "wandb") == "the-first"
     assert known_id(Place(tmp_path, 3, {}), "mlflow") is None
     assert known_id(Place(tmp_path, 0, {}), "wandb") is None
 
 
-def test_what_services_know_survives_an_end_as_it_is_written(tmp_path: Path) -> None:
+def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
     place = Place(tmp_path, 3, {})
     remember_id(place, "wandb", "the-first")
     whole = Path.write_text
@@ -434,7 +434,7 @@ def test_what_services_know_survives_an_end_as_it_is_written(tmp_path: Path) -> 
     assert known_id(place, "wandb") == "the-first"
 
 
-def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(
+def test_a_failing_tracker_is_turned_off_and_the_run_continues(
     tmp_path: Path, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.fails = True
@@ -446,7 +446,7 @@ def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(
     assert list((tmp_path / "tensorboard").glob("events*")), "the other one is told"
 
 
-def test_one_that_is_not_installed_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:
     if find_spec("mlflow"):
         pytest.skip("mlflow is installed")
     with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt-rl\[mlflow\]'"):
@@ -454,7 +454,7 @@ def test_one_that_is_not_installed_is_refused_before_anything_is_made(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_without_tensorboard_a_run_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_need_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names_of(None) == ["tensorboard"]
     monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
     assert names_of(None) == []

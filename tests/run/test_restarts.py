@@ -1,4 +1,4 @@
-"""A run that goes on by itself."""
+"""Runs that restart by themselves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tlt.run.restarts import keep_running
 
 
 class Runs:
-    """Children that end as told: an exit code each, and whether a checkpoint was written. The last one may have been
-    asked to stop."""
+    """Child processes with given exit codes, each with or without a new checkpoint. The last one may have received a
+    signal."""
 
     def __init__(self, folder: Path, ends: list[tuple[int, bool]], asked: bool = False) -> None:
         self.folder, self.ends, self.given, self.asked = folder, ends, [], asked
@@ -45,7 +45,7 @@ class Runs:
         ([(75, True), (75, True), (75, True), (1, False), (0, False)], 0, [5.0, 5.0, 5.0, 10.0]),
     ],
 )
-def test_it_is_restarted_as_long_as_it_gets_on(
+def test_a_run_is_restarted_while_it_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[int, bool]], code: int, pauses: list[float]
 ) -> None:
     runs = Runs(tmp_path, ends)
@@ -58,7 +58,7 @@ def test_it_is_restarted_as_long_as_it_gets_on(
 
 
 @pytest.mark.parametrize(("code", "ends_with"), [(-15, 143), (15, 15), (75, 75)])
-def test_one_that_was_asked_to_stop_is_not_restarted_however_it_ended(
+def test_a_run_stopped_by_a_signal_is_not_restarted_with_any_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, ends_with: int
 ) -> None:
     runs = Runs(tmp_path, [(-9, False), (code, False)], asked=True)
@@ -67,8 +67,9 @@ def test_one_that_was_asked_to_stop_is_not_restarted_however_it_ended(
     assert len(runs.given) == 2
 
 
-def test_the_run_before_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--run.overwrite true`, and killed before it could make room for itself; later it has a checkpoint of its own."""
+def test_the_previous_run_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--run.overwrite true`, the run is killed before it moves the previous one away. Later it has a checkpoint
+    of its own."""
     (tmp_path / "step_00000900").mkdir()
     runs = Runs(tmp_path, [(-9, False), (-9, True), (0, False)])
     monkeypatch.setattr(restarts, "_run", runs)
@@ -90,7 +91,7 @@ def reward(prompt, answer):
 """
 
 
-def test_a_run_that_is_killed_goes_on_and_ends_as_if_it_was_not(tmp_path: Path) -> None:
+def test_a_killed_run_restarts_and_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     (tmp_path / "kills.py").write_text(KILLS_ITS_RUN)
     own = {"reward": {"name": "kills:reward", "folder": str(tmp_path)}, "train": {"steps": 5}}
     path = recovery.write_recipe(tmp_path, **own)
@@ -105,7 +106,7 @@ def test_a_run_that_is_killed_goes_on_and_ends_as_if_it_was_not(tmp_path: Path) 
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(5))
 
 
-def test_resume_auto_starts_a_run_that_has_nothing_yet(tmp_path: Path) -> None:
+def test_resume_auto_starts_a_run_without_checkpoints(tmp_path: Path) -> None:
     path = recovery.write_recipe(tmp_path, train={"steps": 1})
     folder = tmp_path / "run"
     folder.mkdir()
@@ -133,8 +134,8 @@ def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
     assert "stopped by SIGTERM and saved after step" in said
 
 
-def test_sigterm_ends_a_run_that_does_not_hear_it_yet(tmp_path: Path) -> None:
-    """While it imports what it needs, it is killed by it, and is not lost."""
+def test_sigterm_ends_a_run_before_it_has_signal_handlers(tmp_path: Path) -> None:
+    """The signal kills the run during its imports. This does not count as a lost run."""
     path = recovery.write_recipe(tmp_path, train={"steps": 100000})
     command = [sys.executable, "-m", "tlt", "train", str(path), "--restarts", "3"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

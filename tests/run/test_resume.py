@@ -1,4 +1,5 @@
-"""What a resumed run may change: what reaches no weight, or by rounding alone; the rest must be forced, and is told."""
+"""Changes of the recipe of a resumed run: some affect no weight, some only the rounding, and others must be forced.
+They are logged."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ FILES = Contents("hash", "of the reward")
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps of three, as an error left it."""
+    """Return the folder of a run with two of three steps, as an error left it."""
     home = tmp_path_factory.mktemp("sound")
     train(short(home, steps=2))
     return home
@@ -56,7 +57,7 @@ def train(config: Config, display: Display | None = None, **options: Any) -> dic
 
 
 def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str = "float32") -> list[dict[str, Any]]:
-    """What is found where a run without these sections goes on with them."""
+    """Return the changes that are found if a run without these sections is resumed with them."""
     model = {"path": "m", "dtype": dtype}
     base = {"data": {"path": "p.jsonl"}, "reward": {"name": "exact"}}
     before = Config.model_validate({"model": model, **base})
@@ -79,7 +80,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
     ],
     ids=str,
 )
-def test_what_reaches_no_weight_may_change(sections: dict[str, Any]) -> None:
+def test_fields_that_affect_no_weight_may_change(sections: dict[str, Any]) -> None:
     assert compared(sections) == []
 
 
@@ -96,7 +97,7 @@ def test_what_reaches_no_weight_may_change(sections: dict[str, Any]) -> None:
         ({"speculation": {"window": 8}}, "speculation.window"),
     ],
 )
-def test_what_rounds_otherwise_may_change_and_is_told(sections: dict[str, Any], key: str) -> None:
+def test_fields_that_affect_the_rounding_may_change_and_are_logged(sections: dict[str, Any], key: str) -> None:
     (change,) = compared(dict(sections))
     assert (change["key"], change["step"], change["effect"]) == (key, 2, "rounding")
     exact = key.startswith(("engine", "speculation"))
@@ -115,7 +116,7 @@ def test_what_rounds_otherwise_may_change_and_is_told(sections: dict[str, Any], 
         ({"train": {"steps": 50}}, "train.steps"),
     ],
 )
-def test_what_would_end_elsewhere_is_refused_with_the_way_to_force_it(sections: dict[str, Any], key: str) -> None:
+def test_fields_that_affect_the_result_are_refused_unless_forced(sections: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key} = .*--force {key}"):
         compared(dict(sections))
     (change,) = compared(dict(sections), force=(key,))
@@ -150,7 +151,7 @@ def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:
     assert (change["key"], change["before"], change["now"]) == ("speculation.kind", "eagle3", "eagle1")
 
 
-def test_a_model_is_known_by_what_its_files_hold(home: Path) -> None:
+def test_a_model_is_identified_by_the_content_of_its_files(home: Path) -> None:
     shutil.move(home / "model", home / "moved")
     moved = {"path": str(home / "moved")}
     assert train(short(home, model=moved), resume=True)["steps"] == 3
@@ -162,7 +163,7 @@ def test_a_model_is_known_by_what_its_files_hold(home: Path) -> None:
         train(short(home, steps=4, model=moved), resume=True)
 
 
-def test_what_was_forced_is_said_and_stays_on_record(home: Path) -> None:
+def test_forced_changes_are_logged_and_recorded(home: Path) -> None:
     listening = Listening()
     forced = short(home, train={"learning_rate": 0.5, "micro_batch_tokens": 32})
     train(forced, listening, resume=True, force=["train.learning_rate"])
@@ -177,7 +178,7 @@ def test_what_was_forced_is_said_and_stays_on_record(home: Path) -> None:
     assert checkpoint.latest(home / "run" / "checkpoints").state["changes"] == summary["changes"]
 
 
-def test_other_prompts_can_be_forced_and_none_is_asked_twice(home: Path) -> None:
+def test_other_prompts_can_be_forced_and_none_is_repeated(home: Path) -> None:
     prompts = home / "prompts.jsonl"
     prompts.write_text(
         "\n".join(json.dumps({"question": word}) for word in ("new", "newer", "newest")), encoding="utf-8"
@@ -191,7 +192,7 @@ def test_other_prompts_can_be_forced_and_none_is_asked_twice(home: Path) -> None
 
 
 def own_reward(home: Path, steps: int = 3, worth: str = "len(answer)", hint: str = "a") -> Config:
-    """A run with a reward in a file beside the recipe, which may read a column of its own."""
+    """Return a run with a reward in a file next to the recipe, which may read a column of its own."""
     (home / "own_reward.py").write_text(f"def score(prompt, answer):\n    return {worth}\n", encoding="utf-8")
     config = short(home, steps, reward={"name": "own_reward:score", "folder": str(home)})
     rows = [{"question": word, "answer": "", "hint": hint} for word in ("two", "three")]
@@ -200,7 +201,7 @@ def own_reward(home: Path, steps: int = 3, worth: str = "len(answer)", hint: str
 
 
 def as_older(home: Path) -> None:
-    """The newest checkpoint as it was before it knew rewards and columns by what they hold."""
+    """Change the newest checkpoint to the format without hashes of rewards and columns."""
     folder = checkpoint.latest(home / "run" / "checkpoints").folder
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     del state["reward"], state["columns"]
@@ -210,7 +211,7 @@ def as_older(home: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def test_a_reward_and_its_columns_are_known_by_what_they_hold(tmp_path: Path) -> None:
+def test_a_reward_and_its_columns_are_identified_by_their_content(tmp_path: Path) -> None:
     train(own_reward(tmp_path, 1))
     assert train(own_reward(tmp_path, 2), resume=True)["changes"] == []
     with pytest.raises(

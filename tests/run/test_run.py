@@ -1,4 +1,4 @@
-"""A real run of the tiny model: its folder, its checkpoints, and that speculation and interruption change nothing."""
+"""A real run of the tiny model: its folder and its checkpoints. Speculation and interruptions change nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
 
 
 def lessons(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, less times and acceleration."""
+    """Return the lines of metrics.jsonl without times and counters of speculation."""
     kept = []
     for line in read_metrics(folder):
         update = {key: value for key, value in line["update"].items() if not key.startswith("mismatch")}
@@ -52,7 +52,8 @@ def lessons(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model and the prompts, and `whole`: an unbroken run that saves every step and keeps all."""
+    """Return a folder with the model and the prompts, and `whole`: an uninterrupted run that saves every step and keeps
+    all."""
     home = tmp_path_factory.mktemp("home")
     train(whole(home))
     return home
@@ -65,7 +66,7 @@ def whole(home: Path, folder: str = "whole", **sections: dict[str, Any]) -> Conf
 
 
 def copy_of_the_run(home: Path, folder: str, at: int, of: str = "whole") -> Path:
-    """The unbroken run's folder as it stood when the checkpoint after `at` steps was written."""
+    """Return the folder of the uninterrupted run as it was when the checkpoint after `at` steps was written."""
     copy = home / folder
     shutil.copytree(home / of, copy)
     for place in (copy / "checkpoints").iterdir():
@@ -127,12 +128,12 @@ def test_seconds_are_disjoint_and_sum_to_the_total(home: Path) -> None:
         assert sum(parts.values()) == pytest.approx(seconds["total"], rel=1e-9)
 
 
-def test_the_mismatch_of_rollout_and_trainer_is_rounding(home: Path) -> None:
+def test_the_mismatch_of_rollout_and_trainer_is_only_rounding(home: Path) -> None:
     for line in read_metrics(home / "whole"):
         assert 0 <= line["update"]["mismatch_mean"] <= line["update"]["mismatch_p999"] < 1e-4
 
 
-def test_something_was_learned_and_something_drafted(home: Path) -> None:
+def test_the_policy_learned_and_drafts_were_accepted(home: Path) -> None:
     assert all(line["update"]["grad_norm"] > 0 for line in read_metrics(home / "whole"))
     assert sum(line["rollout"]["accepted"] for line in read_metrics(home / "whole")) > 0
 
@@ -150,7 +151,7 @@ def test_transformers_loads_the_last_checkpoint(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "keep", "left"), [(0, 2, [5]), (2, 2, [4, 5])])
-def test_checkpoints_are_saved_every_so_often_and_at_the_end(
+def test_checkpoints_are_saved_regularly_and_at_the_end(
     home: Path, tmp_path: Path, every: int, keep: int, left: list[int]
 ) -> None:
     config = whole(home, train={"steps": 5}, rollout={"max_new_tokens": 2})
@@ -188,7 +189,7 @@ def test_another_seed_changes_everything(home: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [1, STEPS - 1])
-def test_a_resumed_run_ends_as_one_that_was_never_broken(home: Path, at: int) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(home: Path, at: int) -> None:
     copy = copy_of_the_run(home, f"resumed at {at}", at)
     summary = train(whole(home, copy.name), resume=True)
     assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
@@ -196,7 +197,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_broken(home: Path, at: int) ->
     assert lessons(copy) == lessons(home / "whole")
 
 
-def test_a_run_that_is_finished_says_so(home: Path) -> None:
+def test_a_finished_run_reports_it(home: Path) -> None:
     class Listening(Display):
         notes: ClassVar[list[str]] = []
 
@@ -221,7 +222,7 @@ def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """End of the process."""
 
 
 def _dies_at(call: Callable[..., Any], step: int) -> Callable[..., Any]:
@@ -244,7 +245,7 @@ def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path, m
     assert lessons(home / "killed") == lessons(home / "whole")
 
 
-def test_a_run_killed_as_it_resumed_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_during_its_resume_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = copy_of_the_run(home, "killed twice", 2)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", _cut_short(Path.write_text))
@@ -255,7 +256,7 @@ def test_a_run_killed_as_it_resumed_loses_no_line(home: Path, monkeypatch: pytes
 
 
 def _cut_short(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The process ends when metrics.jsonl, or a file to take its place, is open and empty."""
+    """End the process when metrics.jsonl, or a file that will replace it, is open and empty."""
 
     def dying(self: Path, text: str, **options: Any) -> None:
         if "metrics" not in self.name:
@@ -271,7 +272,7 @@ def _cut_short(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Asking(Display):
-    """Sends this process a signal as a phase of a step begins."""
+    """Display that sends a signal to this process when a phase of a step begins."""
 
     def __init__(self, phase: str, step: int, number: int) -> None:
         super().__init__(Console(quiet=True))
@@ -300,7 +301,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_summary_that_does_not_end_is_given_up_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_that_does_not_end_is_abandoned_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
@@ -320,7 +321,7 @@ def test_a_summary_that_does_not_end_is_given_up_too(home: Path, monkeypatch: py
         ("save", 1, signal.SIGTERM),
     ],
 )
-def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: str, step: int, number: int) -> None:
+def test_a_signal_saves_and_the_run_resumes_to_the_same_end(home: Path, phase: str, step: int, number: int) -> None:
     save_every = 1 if phase == "save" else 0  # while it saves for another reason
     config = whole(home, f"{phase} {number}", run={"save_every": save_every})
     before = signal.getsignal(number)
@@ -335,7 +336,7 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: s
 
 
 class Slow(Asking):
-    """And that phase takes long."""
+    """Display that sends a signal, and whose phase takes long."""
 
     def __init__(self, phase: str, step: int, seconds: float = 60.0) -> None:
         super().__init__(phase, step, signal.SIGTERM)
@@ -348,7 +349,7 @@ class Slow(Asking):
 
 
 @pytest.mark.parametrize("phase", ["rollout", "update"])
-def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home: Path, phase: str) -> None:
+def test_a_step_that_does_not_end_is_abandoned_and_the_state_before_it_saved(home: Path, phase: str) -> None:
     config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
     began = time.monotonic()
     with pytest.raises(Stopped, match=r"within 0.1 s .*abandoned; saved after step 2 in .*--resume") as stopped:
@@ -358,7 +359,7 @@ def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home:
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
-def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_its_update_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, seconds = Policy.update, [0.15]
 
     def update(self: Policy, batch: Any, step: int, *group: Any) -> Any:
@@ -407,7 +408,7 @@ def summary_of(home: Path) -> dict[str, Any]:
 # -- exactly once ------------------------------------------------------------------------------------------------------
 
 
-def test_every_prompt_is_consumed_once_an_epoch(home: Path) -> None:
+def test_every_prompt_is_used_once_per_epoch(home: Path) -> None:
     consumed = [tuple(pair) for line in read_metrics(home / "whole") for pair in line["prompts"]]
     assert len(consumed) == len(set(consumed)) == STEPS * 2
     size = len(QUESTIONS)
@@ -450,7 +451,7 @@ def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:
 # -- rewards that fail -------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_fails_now_and_then_is_counted_and_the_run_goes_on(home: Path) -> None:
+def test_a_reward_that_fails_sometimes_is_counted_and_the_run_continues(home: Path) -> None:
     config = whole(home, "failing", reward={"name": "tiny_rewards:raises_now_and_then"})
     summary = train(config)
     assert summary["steps"] == STEPS
@@ -462,7 +463,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_the_run_goes_on(home: P
 
 @pytest.fixture(scope="module")
 def waves(home: Path) -> Path:
-    """An unbroken run with dynamic sampling, of which every step is saved."""
+    """Return an uninterrupted run with dynamic sampling, of which every step is saved."""
     train(in_waves(home, "waves"))
     return home / "waves"
 
@@ -517,8 +518,9 @@ def held_out(home: Path, *questions: str, **fields: Any) -> dict[str, Any]:
     return {"every": 2, "path": str(path), "samples": 2} | fields
 
 
-def test_held_out_prompts_are_answered_by_their_own_sampling(home: Path) -> None:
-    """At temperature 0 both answers to a prompt are one, and no longer than was asked for; training goes on as ever."""
+def test_evaluations_have_their_own_sampling_parameters(home: Path) -> None:
+    """At temperature 0 both responses to a prompt are equal, and within their own limit. Training has the usual
+    parameters."""
     asked: list[list[Response]] = []
 
     def listening(rollout: Rollout) -> Rollout:
@@ -547,7 +549,7 @@ def test_held_out_prompts_are_answered_by_their_own_sampling(home: Path) -> None
         assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
-def test_the_best_policy_of_a_run_is_the_one_that_was_evaluated_best(home: Path) -> None:
+def test_the_best_policy_of_a_run_is_that_of_the_best_evaluation(home: Path) -> None:
     config = whole(home, "best", eval=held_out(home, "unseen", "other", every=1, samples=3), train={"steps": 6})
     train(config)
     found = checkpoint.latest(home / "best" / "best")
@@ -562,7 +564,7 @@ def test_the_best_policy_of_a_run_is_the_one_that_was_evaluated_best(home: Path)
 @pytest.mark.parametrize(
     ("questions", "fields"), [(("x",), {"max_new_tokens": 600}), (("x" * 600,), {})], ids=["answer", "prompt"]
 )
-def test_held_out_prompts_that_the_model_has_no_room_for_are_refused_at_the_start(
+def test_held_out_prompts_that_are_too_long_for_the_model_are_refused_at_the_start(
     home: Path, questions: tuple[str, ...], fields: dict[str, Any]
 ) -> None:
     config = whole(home, "no room", eval=held_out(home, *questions, **fields))

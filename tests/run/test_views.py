@@ -23,7 +23,7 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool, as_
     return capsys.readouterr().out.splitlines(), summary
 
 
-def test_quiet_prints_the_last_line_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_only_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, summary = printed(tmp_path, capsys, quiet=True, as_json=False)
     assert lines == [f"{closing(summary, '')[0].plain}; all files are in {tmp_path / 'run'}"]
     assert isinstance(open_view(True, False), OneLine)
