@@ -1,12 +1,10 @@
-"""A model small enough to enumerate, the law of its responses, and the checks that tell a lossless engine from one
-that is not.
+"""A model small enough to enumerate, the distribution of its responses, and checks that find an engine that changes it.
 
-Nothing here trusts the engine: logits come from transformers' own model (one full pass for each context, no cache),
-the law from a plain-Python temperature / top-k / top-p, and responses decoded from both, one token at a time. What is
-taken from tlt is the noise (`gumbel_noise`, which test_sampling.py holds against a second implementation) and the
-seeds of requests. Each check raises AssertionError; test_losslessness.py holds the engine to them,
-test_planted_bugs.py holds them to bugs.
-"""
+Nothing here trusts the engine. Logits come from transformers' own model (one full pass for each context, no cache). The
+distribution is computed with temperature, top-k and top-p in plain Python, and responses are decoded from both, one
+token at a time. Only the noise (`gumbel_noise`, which test_sampling.py compares with a second implementation) and the
+seeds of requests are taken from tlt. Each check raises AssertionError. test_losslessness.py applies them to the engine,
+and test_planted_bugs.py to bugs."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ Context = tuple[int, ...]
 
 
 class Violation(AssertionError):
-    """A check failed; a class of its own, so that tripping an assertion elsewhere does not count as being caught."""
+    """Error of a check. It has a class of its own, so that another failing assertion does not count as a found bug."""
 
 
 _noise = gumbel_noise  # bound here, so that a bug planted in tlt does not reach the reference
@@ -58,8 +56,8 @@ _noise = gumbel_noise  # bound here, so that a bug planted in tlt does not reach
 
 
 class Target:
-    """A random Qwen3 whose next-token law depends strongly on the context, and the engine's decoder with the same
-    weights."""
+    """Random Qwen3 whose next-token distribution depends strongly on the context, and the engine's decoder with the
+    same weights."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -79,7 +77,7 @@ class Target:
 
     @torch.no_grad()
     def logits(self, contexts: Iterable[Context]) -> list[list[float]]:
-        """Of the token behind each context: full passes, padded at the right, where causal attention does not look."""
+        """Return logits after each context, by full passes, padded at the right, which causal attention ignores."""
         contexts = list(contexts)
         new = [c for c in dict.fromkeys(contexts) if c not in self._logits]
         if new:
@@ -91,20 +89,20 @@ class Target:
         return [self._logits[c] for c in contexts]
 
     def law(self, context: Context, params: SamplingParams) -> list[float]:
-        """Probabilities of the next token."""
+        """Return the probabilities of the next token."""
         key = (context, params)
         if key not in self._laws:
             self._laws[key] = plain_law(self.logits([context])[0], params)
         return self._laws[key]
 
     def step_law(self, prompt: Prompt, params: SamplingParams, t: int) -> np.ndarray:
-        """Probability of token t given every possible response before it, [VOCAB] * (t + 1)."""
+        """Return the probability of token t given every possible response before it, [VOCAB] * (t + 1)."""
         contexts = [prompt.token_ids + tokens for tokens in np.ndindex(*[VOCAB] * t)]
         self.logits(contexts)
         return np.array([self.law(c, params) for c in contexts]).reshape([VOCAB] * (t + 1))
 
     def sequence_law(self, prompt: Prompt, params: SamplingParams, length: int) -> np.ndarray:
-        """Probability of every response of `length` tokens, [VOCAB] * length."""
+        """Return the probability of every response of `length` tokens, [VOCAB] * length."""
         law = np.ones(())
         for t in range(length):
             law = law[..., None] * self.step_law(prompt, params, t)
@@ -112,7 +110,8 @@ class Target:
 
 
 def widen(model: nn.Module) -> nn.Module:
-    """transformers keeps norms and rotary angles in float32 even under float64; a reference for float64 must not."""
+    """Compute norms and rotary angles in float64. transformers keeps them in float32, but a reference for float64 must
+    not."""
 
     def norm(self: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
@@ -131,7 +130,7 @@ def widen(model: nn.Module) -> nn.Module:
 
 
 def plain_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """softmax(logits / temperature) cut by top-k, then by top-p, one token at a time."""
+    """Return softmax(logits / temperature) cut by top-k, then by top-p, one token at a time."""
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))
     if params.temperature == 0:
         return [float(v == order[0]) for v in range(len(logits))]
@@ -149,7 +148,8 @@ def plain_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
 def make_requests(
     prompts: Iterable[Prompt], params: Sequence[SamplingParams], group: int = 2, epochs: int = 1, run_seed: int = 0
 ) -> list[Request]:
-    """Epoch by epoch, prompt by prompt, the group in order; sampling parameters are dealt out in turn."""
+    """Return requests epoch by epoch, prompt by prompt, each group in order. Sampling parameters are assigned in
+    turn."""
     places = [(epoch, prompt, index) for epoch in range(epochs) for prompt in prompts for index in range(group)]
     return [
         Request(prompt, index, epoch, _seed(run_seed, prompt, epoch, index), params[i % len(params)])
@@ -162,7 +162,7 @@ def _seed(run_seed: int, prompt: Prompt, epoch: int, index: int) -> int:
 
 
 class Reference(NamedTuple):
-    """What a request must come out as."""
+    """Expected result of a request."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -171,7 +171,7 @@ class Reference(NamedTuple):
 
 
 def reference(target: Target, requests: Sequence[Request]) -> list[Reference]:
-    """argmax of log p + g, token by token, from full passes: design section 2, and no engine."""
+    """Decode by argmax of log p + g, token by token, with full passes and without an engine."""
     out = [Reference([], [], [], "length") for _ in requests]
     noise = [_noise_of(request) for request in requests]
     open_ = list(range(len(requests)))
@@ -194,7 +194,7 @@ def reference(target: Target, requests: Sequence[Request]) -> list[Reference]:
 
 
 def _noise_of(request: Request) -> list[list[float]]:
-    """[position][token]"""
+    """Return noise [position][token]."""
     seed = torch.tensor([request.seed], dtype=torch.uint64).view(torch.int64)
     T = request.sampling.max_new_tokens
     return _noise(seed.expand(T), torch.arange(T), VOCAB).double().tolist()
@@ -208,11 +208,11 @@ def _log(p: float) -> float:
 
 
 class ContextDrafter(NodeDrafter):
-    """log q = `trust` times the target's own log p, plus noise of size `spread` that is a function of the context.
+    """Drafter whose log q = `trust` times the target's own log p, plus noise of size `spread` that is a function of the
+    context.
 
-    trust 1 and spread 0 is the oracle; trust 0 knows nothing; a negative trust is wrong wherever it can be. `listed`
-    > 0 gives the sparse form: that many of the likeliest tokens, the least likely first, padded by one.
-    """
+    trust 1 and spread 0 is the oracle. trust 0 knows nothing. A negative trust is wrong wherever possible. `listed` > 0
+    gives the sparse form: this number of the likeliest tokens, the least likely first, padded by one."""
 
     name = "context"
 
@@ -246,12 +246,12 @@ class ContextDrafter(NodeDrafter):
 
 
 def oracle(target: Target) -> ContextDrafter:
-    """The target itself, by full passes without a cache."""
+    """Return the target itself as a drafter, by full passes without a cache."""
     return ContextDrafter(target, trust=1.0, spread=0.0)
 
 
 def learned(target: Target, seed: int = 0, kind: Kind = "eagle3", window: int = 16) -> EagleDrafter:
-    """Random weights, sharp enough that it proposes something else in every context."""
+    """Return a drafter with random weights, large enough that it proposes different tokens in every context."""
     torch.manual_seed(seed)
     layer = EagleLayer(eagle_options(target.decoder.options, kind, window)).double()
     with torch.no_grad():
@@ -274,11 +274,10 @@ def build(
     beside: Sequence[Drafter] = (),
     tuner: Tuner | None = None,
 ) -> Engine:
-    """An engine that always drafts with this drafter and the shape of `strategy`; plain decoding without one. `beside`
-    are drafters that it has too; a `tuner` picks among them all.
+    """Return an engine that always drafts with this drafter and the shape of `strategy`, or decodes plainly without
+    one. `beside` are further drafters. A `tuner` chooses among all.
 
-    `bound_tokens` sets the cache's bound below what a config in MiB could say.
-    """
+    `bound_tokens` sets the cache's bound below the smallest one of a configuration in MiB."""
     config = EngineConfig(max_rows=max_rows, prefill_tokens=prefill_tokens)
     drafters = [*beside, *([] if drafter is None else [drafter])]
     layout = next((d.options.layout for d in drafters if isinstance(d, EagleDrafter)), None)
@@ -287,7 +286,7 @@ def build(
 
 
 def strategy_for(drafter: Drafter | None, shape: Strategy) -> Strategy:
-    """The shape (a strategy whose `drafter` says nothing) with this drafter."""
+    """Return the shape (a strategy whose `drafter` is ignored) with this drafter."""
     return PLAIN if drafter is None else shape._replace(drafter=drafter.name)
 
 
@@ -297,8 +296,8 @@ def decode(
     shuffle: int | None = None,
     after_round: Callable[[Engine], None] | None = None,
 ) -> list[Response]:
-    """Responses in the order of `requests`, whatever the order they were submitted (`shuffle`: a seed) or finished
-    in."""
+    """Return the responses in the order of `requests`, whatever the order in which they were submitted (`shuffle` is a
+    seed) or finished."""
     if after_round is not None:
         _after_each_round(engine, after_round)
     submitted = list(requests)
@@ -320,7 +319,7 @@ def _after_each_round(engine: Engine, action: Callable[[Engine], None]) -> None:
 
 
 class Step(NamedTuple):
-    """What one round did to one row."""
+    """Effect of one round on one row."""
 
     request: Request
     tree: DraftTree
@@ -330,7 +329,7 @@ class Step(NamedTuple):
 
 
 def record_steps(engine: Engine) -> list[Step]:
-    """The list fills up while the engine runs."""
+    """Return a list that is filled while the engine runs."""
     steps: list[Step] = []
     commit = engine._commit
 
@@ -347,7 +346,7 @@ def record_steps(engine: Engine) -> list[Step]:
 
 
 def draw(engine: Engine, params: SamplingParams, epochs: int, group: int = 2, run_seed: int = 0) -> np.ndarray:
-    """Tokens [epoch, prompt, index in the group, LENGTH] of every response the engine gives to PROMPTS."""
+    """Return the tokens [epoch, prompt, index in the group, LENGTH] of all responses of the engine to PROMPTS."""
     requests = make_requests(PROMPTS, [params], group, epochs, run_seed)
     tokens = [response.token_ids for response in decode(engine, requests)]
     return np.array(tokens).reshape(epochs, len(PROMPTS), group, LENGTH)
@@ -356,7 +355,8 @@ def draw(engine: Engine, params: SamplingParams, epochs: int, group: int = 2, ru
 def reference_draw(
     target: Target, params: SamplingParams, epochs: int, group: int = 2, run_seed: int = 0
 ) -> np.ndarray:
-    """What `draw` must give: argmax of log p + g over a table of all contexts. Quick enough for a million responses."""
+    """Return the expected result of `draw`: argmax of log p + g over a table of all contexts. It is fast enough for a
+    million responses."""
     requests = [(p, e, i) for e in range(epochs) for p in range(len(PROMPTS)) for i in range(group)]
     prompt = np.array([p for p, _, _ in requests])
     seeds = torch.tensor([_seed(run_seed, PROMPTS[p], e, i) for p, e, i in requests], dtype=torch.uint64)
@@ -380,7 +380,8 @@ def _require(holds: bool, message: str) -> None:
 
 
 def check_law(observed: np.ndarray, law: np.ndarray, what: str) -> None:
-    """Chi-square of counts against probabilities; cells that expect fewer than 5 are pooled, impossible ones empty."""
+    """Compare counts with probabilities by chi-square. Cells that expect fewer than 5 are pooled, and impossible ones
+    must be empty."""
     counts, expected = observed.ravel(), law.ravel() * observed.sum()
     impossible = int(counts[expected == 0].sum())
     _require(impossible == 0, f"{what}: {impossible} draws of sequences that the law excludes")
@@ -396,7 +397,7 @@ def check_law(observed: np.ndarray, law: np.ndarray, what: str) -> None:
 
 
 def detectable_bias(cells: int, draws: int, power: float = 0.95) -> float:
-    """The total variation, spread evenly over the cells, that `check_law` finds with this power."""
+    """Return the total variation, spread evenly over the cells, that `check_law` finds with this power."""
     critical = stats.chi2.isf(ALPHA, cells - 1)
     low, high = 0.0, float(draws)
     for _ in range(60):
@@ -406,14 +407,14 @@ def detectable_bias(cells: int, draws: int, power: float = 0.95) -> float:
 
 
 def count(tokens: np.ndarray) -> np.ndarray:
-    """Sequences [n, L] -> how often each came, [VOCAB] * L."""
+    """Return how often each of the sequences [n, L] occurs, as [VOCAB] * L."""
     counts = np.zeros([VOCAB] * tokens.shape[1], dtype=np.int64)
     np.add.at(counts, tuple(tokens.T), 1)
     return counts
 
 
 def check_joint(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
-    """The first 1, 2, 3 and 4 tokens of each prompt's responses follow the enumerated law."""
+    """Check that the first 1, 2, 3 and 4 tokens of each prompt's responses follow the enumerated distribution."""
     for p, prompt in enumerate(PROMPTS):
         for length in range(1, LENGTH + 1):
             law = target.sequence_law(prompt, params, length)
@@ -421,14 +422,15 @@ def check_joint(draws: np.ndarray, target: Target, params: SamplingParams) -> No
 
 
 def check_group_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
-    """First two tokens of responses 0 and 1 of a group: the product of their laws."""
+    """Check that the first two tokens of responses 0 and 1 of a group follow the product of their distributions."""
     for p, prompt in enumerate(PROMPTS):
         law = target.sequence_law(prompt, params, 2)
         _check_product(draws[:, p, 0, :2], draws[:, p, 1, :2], law, law, f"prompt {p}, responses 0 and 1")
 
 
 def check_request_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
-    """First two tokens of requests with different prompts, and of one prompt in two epochs: products of their laws."""
+    """Check that the first two tokens of requests with different prompts, and of one prompt in two epochs, follow the
+    products of their distributions."""
     laws = [target.sequence_law(prompt, params, 2) for prompt in PROMPTS]
     _check_product(draws[:, 0, 0, :2], draws[:, 1, 0, :2], laws[0], laws[1], "prompts 0 and 1")
     even, odd = draws[0::2, 0, 0, :2], draws[1::2, 0, 0, :2]
@@ -440,20 +442,20 @@ def _check_product(one: np.ndarray, other: np.ndarray, law: np.ndarray, other_la
 
 
 def check_same_draws(draws: np.ndarray, expected: np.ndarray) -> None:
-    """Token for token."""
+    """Compare draws token for token."""
     different = int((draws != expected).any(axis=-1).sum())
     _require(different == 0, f"{different} of {draws[..., 0].size} responses differ from the reference")
 
 
 def check_tokens(responses: Sequence[Response], expected: Sequence[Reference]) -> None:
-    """Token for token, and ended for the same reason."""
+    """Compare responses token for token, and their finish reasons."""
     for i, (response, right) in enumerate(zip(responses, expected, strict=True)):
         got, want = (response.token_ids, response.finish_reason), (right.token_ids, right.finish_reason)
         _require(got == want, f"request {i}: {got}, but should be {want}")
 
 
 def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference], tolerance: float = 1e-9) -> None:
-    """Both log-probs of every token."""
+    """Compare both log-probs of every token."""
     for i, (response, right) in enumerate(zip(responses, expected, strict=True)):
         for name in ("logprobs", "full_logprobs"):
             got, want = np.array(getattr(response, name)), np.array(getattr(right, name))
@@ -465,13 +467,13 @@ def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference],
 
 
 def cache_for(target: Decoder, bound_tokens: int) -> KVCache:
-    """Empty, with slots for this decoder."""
+    """Return an empty cache with slots for this decoder."""
     shape = HeadShape.of(target.options, target.dtype, target.device)
     return KVCache(SlotAttention(shape), bound_tokens)
 
 
 def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
-    """Keys and values [0, kv_length) of every live row are those of a fresh prefill of its context."""
+    """Check that keys and values [0, kv_length) of every active row are those of a new prefill of its context."""
     live = list(engine.rows)
     if not live:
         return
@@ -489,10 +491,10 @@ def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
 
 
 def check_oracle(steps: Sequence[Step], strategy: Strategy) -> None:
-    """The drafter is the target: the first child is the target's token at every node, and a chain is taken whole.
+    """Check that the drafter is the target: the first child is the target's token at every node, and a chain is
+    accepted whole.
 
-    For requests without stop tokens, which may end a run early.
-    """
+    It is for requests without stop tokens, which may end a run of tokens early."""
     _require(bool(steps) and any(len(step.tree.tokens) > 1 for step in steps), "nothing was drafted")
     for step in steps:
         node, reached = 0, 0

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start."""
+"""Notes of a run at its start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tlt.run.about import about_folder, about_memory, about_prompts
         ),
     ],
 )
-def test_what_will_be_written_where(tmp_path: Path, run: dict[str, Any], said: str) -> None:
+def test_the_files_that_a_run_will_write(tmp_path: Path, run: dict[str, Any], said: str) -> None:
     defaults = {"folder": "R", "save_every": 20, "keep": 2}
     assert about_folder(tiny_config(tmp_path, run=defaults | run)) == said
 

@@ -1,4 +1,4 @@
-"""The public interface: what it is, that it stays so, and that its examples run."""
+"""The public interface: its names, their stability, and its examples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SURFACE = {
 
 
 def signature(thing: object) -> str:
-    """Names and plain defaults, without types."""
+    """Return names and plain defaults of parameters, without types."""
     parts, keywords_alone = [], False
     for name, parameter in inspect.signature(thing).parameters.items():  # type: ignore[arg-type]
         if parameter.kind is parameter.KEYWORD_ONLY and not keywords_alone:
@@ -54,7 +54,7 @@ def signature(thing: object) -> str:
     return f"({', '.join(parts)})"
 
 
-def test_the_surface_is_pinned() -> None:
+def test_the_public_names_and_signatures_are_fixed() -> None:
     assert sorted(tlt.__all__) == sorted(SURFACE)
     for name, pinned in SURFACE.items():
         thing = getattr(tlt, name)
@@ -75,7 +75,7 @@ def test_every_name_has_its_docstring_and_is_the_one_of_its_module() -> None:
         _ = tlt.nonsense
 
 
-def test_names_for_type_checkers_are_those_that_are_imported_when_asked_for() -> None:
+def test_names_for_type_checkers_are_those_imported_at_first_use() -> None:
     tree = ast.parse(Path(tlt.__file__).read_text(encoding="utf-8"))
     homes = {
         alias.name: node.module
@@ -96,7 +96,7 @@ def test_importing_tlt_imports_nothing_else() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and a recipe for it."""
+    """Return a folder with a tiny model and a recipe for it."""
     folder = tmp_path_factory.mktemp("examples")
     tiny_model(folder / "model")
     rows = [json.dumps({"question": f"what is {i}?", "answer": "1"}) for i in range(20)]
@@ -116,7 +116,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_example(name: str, *arguments: object) -> str:
-    """Run it as a program, but in this process, because a new one takes seconds to import what it needs."""
+    """Run an example as a program, but in this process, because a new one takes seconds for its imports."""
     written = io.StringIO()
     with redirect_stdout(written), patch.object(sys, "argv", [name, *map(str, arguments)]):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -154,7 +154,7 @@ def test_training_a_drafter(home: Path) -> None:
     assert all(1.0 <= point["accept_length"] <= 8.0 for point in curve), "the mean over a chain of 7 guesses"
 
 
-def test_a_loop_of_ones_own_learns_and_decodes_with_what_was_learned(home: Path) -> None:
+def test_a_users_own_loop_learns_and_decodes_with_the_new_weights(home: Path) -> None:
     first = run_example("own_loop.py", home / "recipe.toml")
     rewards = [float(line.split("reward ")[1].split(",")[0]) for line in first.splitlines()]
     assert len(rewards) == 3

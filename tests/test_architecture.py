@@ -1,4 +1,5 @@
-"""The shape of the house: imports point one way, functions and files stay short, and nothing unpickles or evaluates."""
+"""Structure of the code: imports between layers go one way, functions and files are short, and nothing unpickles or
+evaluates."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all that is imported, inside functions too."""
+    """Return the dotted names of all imports, including those inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -83,7 +84,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def as_run(tree: ast.Module) -> ast.Module:
-    """Without what only type checkers see."""
+    """Return the code without imports for type checkers."""
     hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     return ast.Module([node for node in tree.body if node not in hidden], [])
 
@@ -94,19 +95,19 @@ def module_of(path: Path) -> str:
 
 
 def wrong_way(module: str, tree: ast.AST) -> list[str]:
-    """Imports of a layer below the module's own."""
+    """Return the imports from a layer above the module's own."""
     inner = {name.split(".")[1] for name in imports(tree) if name.startswith("tlt.") and name.split(".")[1] in LAYER_OF}
     return sorted(name for name in inner if LAYER_OF[name] > LAYER_OF[module])
 
 
 def imported(module: str) -> set[str]:
-    """First names under tlt that a package or module imports."""
+    """Return the first names under tlt that a package or module imports."""
     names = [name for path in files() if module_of(path) == module for name in imports(parse(path))]
     return {name.split(".")[1] for name in names if name.startswith("tlt.")} - {module}
 
 
 def reachable(arrows: set[tuple[str, str]], start: str) -> set[str]:
-    """Nodes that the arrows lead to from `start`, directly or by way of others."""
+    """Return the nodes that arrows lead to from `start`, directly or through others."""
     found, left = set[str](), [start]
     while left:
         new = {there for here, there in arrows if here == left[-1]} - found
@@ -166,7 +167,7 @@ def test_the_page_shows_the_imports_between_packages() -> None:
 
 
 def faults(check: Callable[[Path], list[str]]) -> dict[str, list[str]]:
-    """What the check finds in each file, where it finds something."""
+    """Return the findings of a check for each file that has some."""
     return {str(path.relative_to(SOURCE)): found for path in files() if (found := check(path))}
 
 
@@ -234,6 +235,6 @@ def test_the_size_of_a_class_is_counted() -> None:
 
 
 def test_every_test_file_has_a_name_of_its_own() -> None:
-    """pytest takes two of one name for one module, and runs neither."""
+    """pytest takes two files of one name for one module, and runs neither."""
     names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, after in pairwise(names) if name == after] == []

@@ -1,7 +1,6 @@
-"""Bad inputs, each with the one sentence that `tlt train` says before it exits with 2: no traceback, nothing invented.
+"""Invalid inputs, each with the one sentence that `tlt train` prints before it exits with 2. There is no traceback.
 
-A case breaks one thing of a sound recipe, model, data file, reward, disk or checkpoint.
-"""
+A case breaks one thing of a valid recipe, model, data file, reward, disk or checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tlt.run.train import train
 
 
 class Case:
-    """A sound recipe as a tree, its files under `home`, and what the command line adds."""
+    """Valid recipe as a tree, its files under `home`, and further arguments of the command."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.options = home, [] if home.name != "resumed" else ["--resume"]
@@ -84,7 +83,7 @@ def misshape_a_weight(case: Case) -> None:
 
 
 def spoil_a_weight(case: Case) -> None:
-    """Of a token that no prompt has."""
+    """Make a weight of a token NaN that is in no prompt."""
     weights = load_file(case.weights)
     weights["model.embed_tokens.weight"][3, 0] = math.nan
     save_file(weights, case.weights, metadata={"format": "pt"})
@@ -451,7 +450,7 @@ RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sound inputs, and a run of two steps with both its checkpoints."""
+    """Return valid inputs, and a run of two steps with both its checkpoints."""
     home = tmp_path_factory.mktemp("sound")
     train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}), False, Display(Console(quiet=True)))
     return home
@@ -483,7 +482,7 @@ def test_a_bad_input_gets_one_sentence(
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_that_cannot_go_on_says_why(
+def test_a_run_that_cannot_be_resumed_is_an_error_with_the_reason(
     name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "resumed"

@@ -1,9 +1,8 @@
-"""Every numeric field of the configuration at its bounds: a run of two steps ends well, or with one sentence that names
+"""Every numeric field of the configuration at its bounds. A run of two steps ends well, or with one sentence that names
 the field.
 
-The values are read from the schema, so that a new field is covered. Values share a run, because most do no harm; a
-group that fails is halved for as long as a half of it fails.
-"""
+The values are read from the schema, so that a new field is covered. Values share a run, because most have no effect on
+others. A group that fails is halved while one of its halves fails."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ class Value(NamedTuple):
 
 
 def values(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Value]:
-    """The least and the most of every number in a section, in those within it and in the tables of its lists."""
+    """Return the smallest and the largest value of every number in a section, in nested sections, and in tables of
+    lists."""
     for name, field in section.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         for inner in kinds:
@@ -58,7 +58,7 @@ def values(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Valu
 
 
 def bounds(kind: type, metadata: Sequence[Any]) -> tuple[float, float]:
-    """The least and the greatest number that is allowed. What is open ends next to the number that is not."""
+    """Return the smallest and the largest allowed number. An open bound gives the nearest number that is allowed."""
     most = WHOLE if kind is int else sys.float_info.max
     least = -most
     for each in metadata:
@@ -104,12 +104,12 @@ OTHERS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
 
 
 def place_of(value: Value) -> int:
-    """The number of the settings that give the field an effect."""
+    """Return the number of the settings in which the field has an effect."""
     return next((i for i, keys in enumerate(OTHERS, 1) if value.key.startswith(keys)), 0)
 
 
 def tree_of(home: Path, group: Sequence[Value]) -> dict[str, Any]:
-    """A recipe with these values, which belong to the same settings."""
+    """Return a recipe with these values, which belong to the same settings."""
     tree = copy.deepcopy(tiny_tree(home, **EVERYTHING))
     tree["eval"]["path"] = str(home / "held_out.jsonl")
     for name, changes in [{}, *OTHERS.values()][place_of(group[0])].items():
@@ -127,7 +127,8 @@ def tree_of(home: Path, group: Sequence[Value]) -> dict[str, Any]:
 
 
 def faults(home: Path, group: Sequence[Value]) -> list[str]:
-    """Run all values at once. Go on without a value that is refused by name, and halve a group that fails otherwise."""
+    """Run all values at once. If a value is refused by name, continue without it. If a group fails otherwise, halve
+    it."""
     if not group:
         return []
     try:
@@ -143,7 +144,7 @@ def faults(home: Path, group: Sequence[Value]) -> list[str]:
 
 
 def refused(home: Path, value: Value) -> str | None:
-    """The sentence with which the configuration alone refuses a value."""
+    """Return the error of the configuration for a value."""
     try:
         parse_config(tree_of(home, [value]))
     except ConfigError as error:
@@ -177,8 +178,8 @@ def test_a_number_at_its_bound_runs_or_is_refused_by_name(
     assert faults(home, group) == []
 
 
-def test_the_schema_is_read_to_its_ends() -> None:
-    """A few by hand, one of each kind of bound and of each kind of place."""
+def test_all_fields_of_the_schema_are_read() -> None:
+    """Some by hand, one for each kind of bound and of each kind of place."""
     found = {(value.key, value.bound): value.value for value in values()}
     assert found["train.adam_beta1", "most"] == math.nextafter(1, 0)
     assert found["rollout.group_size", "least"] == 2
@@ -189,7 +190,7 @@ def test_the_schema_is_read_to_its_ends() -> None:
     assert set(NOT_TRIED) <= set(found)
 
 
-def test_no_field_takes_what_is_no_finite_number() -> None:
+def test_no_field_accepts_a_number_that_is_not_finite() -> None:
     for value in values():
         *path, last = value.key.split(".")
         section: Any = Config

@@ -1,4 +1,4 @@
-"""What a recipe asks for is the same whoever builds it."""
+"""Engines, targets and prompts of a recipe are the same in every command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tlt.run.about import about_model
 from tlt.run.parts import make_parts
 
 
-def test_a_bench_decodes_the_prompts_that_training_sees(tmp_path: Path) -> None:
+def test_a_benchmark_decodes_the_prompts_of_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no chat template"):
         open_workplace(tiny_config(tmp_path, data={"chat": True}))
     config = tiny_config(tmp_path, data={"template": "Q: {question}"})
@@ -42,10 +42,10 @@ def by_vllm(home: Path, workers: int, **speculation: Any) -> Config:
     ("workers", "speculation", "expected"),
     [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "off"), (1, {}, "off"), (1, {"path": "folder"}, "eagle")],
 )
-def test_adaptive_in_vllm_is_what_there_is_time_for(
+def test_adaptive_in_vllm_is_look_ahead_if_workers_can_be_idle(
     workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    """Look-ahead needs idle workers: where none is, nothing would draft."""
+    """Look-ahead needs idle workers. Without them nothing would draft."""
     assert by_vllm(tmp_path, workers, **speculation).speculation.drafter == expected
 
 
@@ -59,13 +59,13 @@ def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Pa
     ("cluster", "is_said"),
     [({"workers": 2}, True), ({"workers": 1}, False), ({"workers": 2, "address": "auto"}, False)],
 )
-def test_workers_that_share_one_cpu_are_told_of_one_with_all_cores(
+def test_a_note_suggests_one_worker_if_workers_share_a_cpu(
     cluster: dict[str, Any], is_said: bool, tmp_path: Path
 ) -> None:
     assert ("one worker with all cores may be faster" in about_model(tiny_config(tmp_path, cluster=cluster))) == is_said
 
 
-def test_a_family_that_was_never_tried_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_family_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path)
     assert "not tested" not in about_model(config)
     monkeypatch.setattr("tlt.run.about.TRIED", frozenset())
@@ -86,8 +86,8 @@ VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_vllm_is_given_no_head_that_parts_from_its_embedding(tmp_path: Path, target: str) -> None:
-    """Before vLLM is started: its weights would differ from the policy's after the first update."""
+def test_vllm_refuses_an_untied_head_of_a_tied_config(tmp_path: Path, target: str) -> None:
+    """The error comes before vLLM starts. Its weights would differ from the policy's after the first update."""
     lora: dict[str, Any] = {"rank": 2, "targets": ["q_proj", target]}
     config = tiny_config(tmp_path, **VLLM, train={"lora": lora})
     with pytest.raises(
@@ -97,7 +97,7 @@ def test_vllm_is_given_no_head_that_parts_from_its_embedding(tmp_path: Path, tar
 
 
 def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.9 reads the variable only once, and then refuses every product of a deterministic update."""
+    """PyTorch 2.9 reads the variable only once, and without it refuses every product of a deterministic update."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch_device(ModelConfig(path="model", device="cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

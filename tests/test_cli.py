@@ -1,4 +1,4 @@
-"""The command line: quick to help, and one sentence for whatever is wrong."""
+"""The command line: help is fast, and every error is one sentence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def exit_code(*arguments: str) -> int:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a bad input gets."""
+    """Return the one line that a bad input gets."""
     assert exit_code(*arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
@@ -89,7 +89,7 @@ REPORT = "print('HEAVY', [m for m in {heavy} if m in sys.modules], code)"
         (["tlt", "train", "{recipe}", "--train.step", "3"], 2),
     ],
 )
-def test_help_and_faults_of_the_recipe_need_nothing_heavy(recipe: str, argv: list[str], code: int) -> None:
+def test_help_and_errors_of_the_recipe_need_no_heavy_imports(recipe: str, argv: list[str], code: int) -> None:
     argv = [word.replace("{recipe}", recipe) for word in argv]
     done = python(MAIN.format(argv=argv) + REPORT.format(heavy=HEAVY))
     assert f"HEAVY [] {code}" in done.stdout, done.stderr
@@ -128,7 +128,7 @@ def test_the_help_of_every_command_explains_its_options_and_shows_their_defaults
     assert not [text for text in shown.values() if re.search(r"\(default: (None|False|\[\])?\)", text)]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"tlt {__version__}\n"
 
@@ -171,7 +171,7 @@ def test_a_bad_option_gets_one_sentence(
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_train_ends_with_what_it_did_and_where_it_is(
+def test_train_ends_with_its_results_and_its_folder(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
 ) -> None:
     assert exit_code("train", recipe, "--train.steps", "1") == 0
@@ -182,7 +182,7 @@ def test_train_ends_with_what_it_did_and_where_it_is(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
+def test_a_signal_saves_prints_how_to_continue_and_sets_the_exit_code(
     capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     monkeypatch.setattr(
@@ -195,7 +195,7 @@ def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
     assert exit_code("train", recipe, "--train.steps", "2", "--resume") == 0
 
 
-def test_two_signals_end_a_run_at_once_and_it_says_what_was_saved(
+def test_two_signals_end_a_run_at_once_and_the_saved_step_is_printed(
     capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop_twice(self: Display, step: int, name: str, total: int) -> None:
@@ -218,7 +218,7 @@ def test_train_for_scripts_prints_nothing_else(recipe: str, option: str, first: 
 
 
 @pytest.mark.parametrize(("options", "is_shown"), [([], True), (["--quiet"], False), (["--json"], False)])
-def test_progress_is_shown_to_people_alone(
+def test_progress_is_not_shown_to_scripts(
     recipe: str, monkeypatch: pytest.MonkeyPatch, options: list[str], is_shown: bool
 ) -> None:
     seen: list[bool] = []
@@ -243,7 +243,7 @@ def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> 
 
 
 def responses_of(printed: str) -> dict[str, str]:
-    """Title -> response, less the line of speed."""
+    """Return title -> response, without the line of the speed."""
     parts: dict[str, list[str]] = {}
     for line in printed.splitlines():
         if line.startswith("prompt ") or set(line) == {"─"}:
@@ -259,15 +259,13 @@ def test_generate_prints_every_response(capsys: pytest.CaptureFixture[str], home
     assert len(set(found.values())) == 4
 
 
-def test_generate_is_a_function_of_its_seed_and_not_of_the_drafter(
-    capsys: pytest.CaptureFixture[str], home: Path
-) -> None:
+def test_generate_depends_on_its_seed_and_not_on_the_drafter(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     one = responses_of(generated(capsys, home, "--samples", "2"))
     assert responses_of(generated(capsys, home, "--samples", "2", "--drafter", "off")) == one
     assert responses_of(generated(capsys, home, "--samples", "2", "--seed", "1")) != one
 
 
-def test_generate_takes_a_runs_folder_and_a_checkpoints(
+def test_generate_accepts_the_folder_of_a_run_or_a_checkpoint(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
 ) -> None:
     assert exit_code("train", recipe, "--train.learning_rate", "0.1", "--run.save_every", "1") == 0
@@ -294,7 +292,7 @@ def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) 
 def test_the_exit_code_of_verify_is_its_verdict(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agree: bool, code: int
 ) -> None:
-    """tests/verify shows what the verdict says."""
+    """tests/verify tests the verdict itself."""
     asked: list[Any] = []
     monkeypatch.setattr("tlt.verify.verify.verify", lambda config, *rest: bool(asked.append(rest)) or agree)
     assert exit_code("verify", recipe, "--steps", "1", "--json", str(tmp_path / "v.json")) == code
@@ -323,8 +321,8 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
 
 
-def test_generate_writes_in_the_order_of_the_prompts_however_they_finish(tmp_path: Path) -> None:
-    """Each as soon as none before it is still to come; at an interrupt, those that are there."""
+def test_generate_writes_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    """A response is written as soon as no earlier one is missing. At an interrupt, all finished ones are written."""
     prompts = [Prompt(row, str(row), (1,), {"q": row}) for row in range(3)]
     requests = make_requests(prompts, 2, SamplingParams(), 0)
     done = [Response(request, [], [], [], "stop") for request in requests]
@@ -346,7 +344,7 @@ def test_generate_writes_in_the_order_of_the_prompts_however_they_finish(tmp_pat
 
 
 @pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60, dtype=torch.uint8)])
-def test_a_lack_of_memory_is_one_sentence(
+def test_a_lack_of_memory_is_an_error_of_one_sentence(
     capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
 ) -> None:
 
@@ -365,7 +363,7 @@ def test_a_lack_of_memory_is_one_sentence(
     )
 
 
-def test_words_of_others_are_printed_as_they_are(
+def test_texts_of_models_and_users_are_printed_unchanged(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "a[b] [/i] :warning:"
@@ -378,7 +376,7 @@ def test_words_of_others_are_printed_as_they_are(
     assert said in generated(capsys, home)
 
 
-def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
+def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
     model, data = home / "model", home / "prompts.jsonl"
     before = {path: path.read_bytes() for path in (*model.iterdir(), data)}
     for command in (
@@ -399,7 +397,7 @@ def test_generate_refuses_rows_whose_columns_it_would_overwrite(
     assert "columns that --out writes for each response: rename index, response" in refusal(capsys, *command)
 
 
-def test_waiting_threads_sleep_early_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_threads_sleep_early_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     with suppress(SystemExit):
         main(["config"])

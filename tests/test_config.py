@@ -1,4 +1,4 @@
-"""The configuration: what it refuses, and that each refusal is one sentence that names the key and the remedy."""
+"""The configuration: the values that it refuses. Each error is one sentence that names the key and the remedy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tree(**sections: dict[str, Any]) -> dict[str, Any]:
     return {"model": {"path": "m"}, "data": {"tasks": [{"name": "chain_sum"}]}} | sections
 
 
-def test_a_recipe_is_read_and_the_rest_has_defaults(recipe: Path) -> None:
+def test_a_recipe_is_read_and_other_fields_have_defaults(recipe: Path) -> None:
     config = load_config(recipe)
     assert (config.model.path, config.rollout.group_size) == ("some/model", 4)
     assert config.data.tasks[0].params == {"min_terms": 2}
@@ -74,7 +74,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(recipe: Path, key: str,
     assert f"did you mean {near}?" in message
 
 
-def test_an_unknown_key_like_no_other_is_refused_with_all_that_are_known(recipe: Path) -> None:
+def test_an_unknown_key_without_a_similar_one_is_refused_with_all_known_keys(recipe: Path) -> None:
     message = refusal(recipe, "--engine.zzz", "1")
     assert "engine.zzz" in message
     assert "max_rows" in message
@@ -84,7 +84,7 @@ def test_an_unknown_key_like_no_other_is_refused_with_all_that_are_known(recipe:
 @pytest.mark.parametrize(
     ("key", "most"), [("train.epochs", 1000), ("eval.samples", 10_000), ("rollout.max_waves", 1000)]
 )
-def test_how_much_a_step_does_is_bounded(recipe: Path, key: str, most: int) -> None:
+def test_the_size_of_a_step_is_bounded(recipe: Path, key: str, most: int) -> None:
     load_config(recipe, [f"--{key}", str(most)])
     assert f"{key}: input should be less than or equal to {most}" in refusal(recipe, f"--{key}", str(most + 1))
 
@@ -163,7 +163,7 @@ def test_a_date_without_quotes_is_refused(recipe: Path, override: str, value: st
         {"engine": {"vllm": {"x": Path()}}},
     ],
 )
-def test_arguments_that_a_checkpoint_cannot_hold_are_refused(section: dict[str, Any]) -> None:
+def test_arguments_that_cannot_be_saved_in_a_checkpoint_are_refused(section: dict[str, Any]) -> None:
     assert "input was not a valid JSON value" in refusal_of(section)
 
 
@@ -262,7 +262,7 @@ def test_a_learned_drafter_that_would_not_be_used_is_refused(drafter: str) -> No
 
 
 @pytest.mark.parametrize("speculation", [{"drafter": "suffix"}, {"drafter": "adaptive", "look_ahead": 0}])
-def test_plain_decoding_beside_a_vllm_that_always_drafts_is_refused(speculation: dict[str, Any], recipe: Path) -> None:
+def test_a_comparison_with_a_vllm_that_always_drafts_is_refused(speculation: dict[str, Any], recipe: Path) -> None:
     words = ["--engine.backend", "vllm", "--run.compare_every", "2", "--model.dtype", "float32"]
     looks_ahead = ["--speculation.drafter", "adaptive", "--cluster.workers", "2"]
     assert load_config(recipe, [*words, *looks_ahead]).looks_ahead_in_vllm
@@ -274,7 +274,7 @@ def test_plain_decoding_beside_a_vllm_that_always_drafts_is_refused(speculation:
         load_config(recipe, [*words, *looks_ahead[:2]])
 
 
-def test_arguments_for_vllm_are_refused_where_it_does_not_decode(recipe: Path) -> None:
+def test_arguments_for_vllm_are_refused_with_another_backend(recipe: Path) -> None:
     given = ["--engine.vllm.enforce_eager", "true", "--model.dtype", "float32"]
     assert load_config(recipe, [*given, "--engine.backend", "vllm"]).engine.vllm == {"enforce_eager": True}
     with pytest.raises(ConfigError, match=r"engine\.vllm\.enforce_eager needs engine\.backend = 'vllm': set that, or"):
@@ -282,7 +282,7 @@ def test_arguments_for_vllm_are_refused_where_it_does_not_decode(recipe: Path) -
     assert not load_config(recipe, [*given, "--engine.vllm", "{}"]).engine.vllm
 
 
-def test_an_empty_override_takes_a_field_away_that_may_be_left_out(recipe: Path) -> None:
+def test_an_empty_override_removes_an_optional_field(recipe: Path) -> None:
     named = ["--speculation.drafter", "adaptive", "--speculation.path", "drafter"]
     assert load_config(recipe, named).speculation.path == "drafter"
     assert load_config(recipe, [*named, "--speculation.path", ""]).speculation.path is None
@@ -320,7 +320,7 @@ def test_a_configuration_cannot_be_changed_afterwards(recipe: Path) -> None:
         config.rollout.group_size = 2
 
 
-def test_the_configuration_survives_a_round_trip_through_json(recipe: Path) -> None:
+def test_the_configuration_is_restored_from_json(recipe: Path) -> None:
     config = load_config(recipe)
     assert parse_config(config.model_dump(mode="json")) == config
 
@@ -340,7 +340,7 @@ def test_the_configuration_imports_neither_torch_nor_transformers() -> None:
         ("drafter.learning_rate", "speculation.training.learning_rate"),
     ],
 )
-def test_the_former_section_of_the_drafter_is_answered_with_the_new_key(recipe: Path, old: str, new: str) -> None:
+def test_the_former_section_of_the_drafter_is_an_error_with_the_new_key(recipe: Path, old: str, new: str) -> None:
     with pytest.raises(ConfigError, match=rf"{old} is now {new}: rename it$"):
         load_config(recipe, [f"--{old}", "7"])
     recipe.write_text(recipe.read_text(encoding="utf-8") + "\n[drafter]\n", encoding="utf-8")
@@ -349,7 +349,7 @@ def test_the_former_section_of_the_drafter_is_answered_with_the_new_key(recipe: 
 
 
 @pytest.mark.parametrize(("name", "value"), [("decay", "0.4"), ("warmup_steps", "20"), ("max_grad_norm", "0.5")])
-def test_a_removed_field_is_answered_with_its_fixed_value(recipe: Path, name: str, value: str) -> None:
+def test_a_removed_field_is_an_error_with_its_fixed_value(recipe: Path, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"speculation\.training\.{name} is always {value}: remove it$"):
         load_config(recipe, [f"--speculation.training.{name}", "1"])
     today = load_config(recipe).model_dump(mode="json")
@@ -358,7 +358,7 @@ def test_a_removed_field_is_answered_with_its_fixed_value(recipe: Path, name: st
     assert moved.renamed(older) == today, "a checkpoint that has it is resumed"
 
 
-def test_the_former_name_of_a_loss_is_answered_with_the_new_one(recipe: Path) -> None:
+def test_the_former_name_of_a_loss_is_an_error_with_the_new_name(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.loss = 'agreement' is now 'acceptance_rate': rename it$"):
         load_config(recipe, ["--speculation.training.loss", "agreement"])
     old = {"speculation": {"training": {"loss": "agreement"}}}

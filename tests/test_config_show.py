@@ -1,4 +1,4 @@
-"""`tlt config`: what it prints is a recipe, and says what every field means."""
+"""`tlt config`: its output is a valid recipe, and explains every field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_field_is_printed_once_with_its_meaning() -> None:
         assert all(len(line) <= 120 for line in lines)
 
 
-def test_what_is_commented_out_can_be_uncommented() -> None:
+def test_commented_fields_can_be_uncommented() -> None:
     text = re.sub(r"^# ((?:\w+ = |\[\[).*)$", r"\1", commented(), flags=re.MULTILINE)
     text = re.sub(r"^(\w+) =  \((required|left out)\)$", r"# \1", text, flags=re.MULTILINE)
     tree = tomllib.loads(text)
@@ -88,7 +88,7 @@ def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureF
         (["train", "--train.steps", "3"], "--train.steps is for a recipe"),
     ],
 )
-def test_what_cannot_be_printed_is_one_sentence(
+def test_wrong_arguments_are_an_error_of_one_sentence(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = said(capsys, *argv)

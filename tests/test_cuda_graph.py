@@ -1,4 +1,4 @@
-"""Captures on a stand-in for CUDA graphs. Those on a device are tested there (tests/gpu)."""
+"""Captures on a stand-in for CUDA graphs. tests/gpu tests captures on a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_counts_share_few_shapes() -> None:
 
 
 def test_a_computation_is_captured_at_its_second_call_and_then_replayed() -> None:
-    """A replay reads the tensors again, and no numbers of the host."""
+    """A replay reads the tensors again, but no numbers of the host."""
     read, calls = torch.zeros(2), list[int]()
 
     def compute() -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def test_a_computation_is_captured_at_its_second_call_and_then_replayed() -> Non
 
 
 def test_all_captures_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuBLAS keeps a workspace for each stream, and PyTorch has 32 of them."""
+    """cuBLAS keeps a workspace for each stream, and PyTorch has 32 of them."""
     used: list[Any] = []
     with fake_graphs():
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))

@@ -1,4 +1,5 @@
-"""The pages: their commands run, their links lead somewhere, and the messages that they explain are in the source."""
+"""The pages of the documentation: their commands run, their links lead to files, and the messages that they explain are
+in the source."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def commands(page: Path) -> list[str]:
 
 
 def names(command: str) -> bool:
-    """Return whether a command says what it works on, and is not only named."""
+    """Return whether a command has an argument, and is not only named."""
     return command.startswith("cp ") or any("/" in word or word.isupper() for word in command.split()[2:])
 
 
@@ -60,7 +61,7 @@ GIVEN = {"model.path": "assets/tiny-reasoner", "data.path": "bench/prompts.jsonl
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_is_one_that_tlt_takes(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words in map(words_of, commands(page)):
         if words[0] == "cp":

@@ -1,4 +1,4 @@
-"""Energy and CPU time, from fake counters: which are read, how they wrap, and what is never mixed."""
+"""Energy and CPU time from fake counters: the counters that are read, their overflow, and what is never mixed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_a_readable_package_there_is_no_cpu_energy(tmp_path: Path) -> No
 
 
 def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
-    """A pynvml with one card for each number of millijoules."""
+    """Return a pynvml with one card for each number of millijoules."""
 
     def energy(card: int) -> int:
         if error:
@@ -98,7 +98,7 @@ def meter(tmp_path: Path, used: list[int]) -> Meter:
     return Meter(rapl=Rapl(tmp_path / "none"), nvml=Nvml(library(used)), proc=tmp_path / "no proc")
 
 
-def test_a_step_says_what_each_phase_used_and_the_next_one_begins_at_zero(tmp_path: Path) -> None:
+def test_the_energy_of_each_phase_is_recorded_and_reset_after_a_step(tmp_path: Path) -> None:
     used = [0]
     tracer = MeteredTracer(meter(tmp_path, used))
     for millijoules in (3_000, 1_000):
@@ -126,7 +126,7 @@ def test_the_price_is_that_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tracer.step_energy(run) == {"cost": pytest.approx(4 * seconds / 3600)}
 
 
-def test_an_estimate_never_stands_where_a_counter_measures(tmp_path: Path) -> None:
+def test_energy_is_not_estimated_if_a_counter_measures_it(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
     tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
     step = tracer.step_energy(RunConfig(watts_per_core=10.0))
@@ -145,13 +145,14 @@ def test_a_counter_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path, cap
     assert "cpu_joules" not in tracer.step_energy(RunConfig())
 
 
-def test_workers_on_other_machines_leave_nothing_to_measure() -> None:
+def test_nothing_is_measured_with_workers_on_other_machines() -> None:
     assert Meter(one_machine=False).read() == {}
     assert MeteredTracer().step_energy(RunConfig()) == {}
 
 
 def lines(*rewards: float) -> list[dict]:
-    """Steps of 10 J and 500 tokens. Every second one compares 3 J of plain decoding with 2 J of the run's own."""
+    """Return metrics of steps with 10 J and 500 tokens. Every second one compares 3 J of plain decoding with 2 J of the
+    run's own."""
     phases = [{"rollout": {"gpu_joules": 2.0}} | ({"compare": {"gpu_joules": 3.0}} if i % 2 else {}) for i in range(9)]
     return [
         {"step": i, "tokens": 500, "reward": reward, "energy": {"gpu_joules": 10.0, "phases": phases[i]}}

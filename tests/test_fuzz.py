@@ -1,8 +1,7 @@
-"""Bad inputs that nobody thought of: each run ends well, or with one sentence and 2; none with a traceback, none hangs,
-and no checkpoint that was whole is lost.
+"""Random invalid inputs. Each run ends well, or with one sentence and exit code 2. There is no traceback, no hang, and
+no loss of a complete checkpoint.
 
-`TLT_FUZZ=20` tries twenty times as many.
-"""
+`TLT_FUZZ=20` tries twenty times as many."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ SECTIONS: dict[str, Any] = {
 
 
 class Hangs(BaseException):
-    """No error that anything would catch."""
+    """Error of a run that hangs. No handler catches it."""
 
 
 def _hangs(*_: Any) -> None:
@@ -61,7 +60,7 @@ def in_time() -> Iterator[None]:
 
 
 def ends_in_a_sentence(*arguments: str) -> int:
-    """The exit status: 0, or 2 with one line that says why."""
+    """Return the exit code: 0, or 2 with one line that gives the reason."""
     said = io.StringIO()
     with in_time(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -80,8 +79,8 @@ def ends_in_a_sentence(*arguments: str) -> int:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sound inputs, and a run of two steps with both its checkpoints. No path in the recipe is absolute, so that none
-    that is changed by a letter leads anywhere else."""
+    """Return valid inputs, and a run of two steps with both its checkpoints. No path in the recipe is absolute, so that
+    a changed letter does not lead to another place."""
     home = tmp_path_factory.mktemp("sound")
     tree = tiny_tree(home, **SECTIONS)
     for section, field, path in (
@@ -101,7 +100,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def copy_of(sound: Path) -> Iterator[Path]:
-    """Where the command runs."""
+    """Return a copy of the inputs, in which the command runs."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(shutil.copytree(sound, Path(folder) / "home"))
         with contextlib.chdir(home):
@@ -138,7 +137,7 @@ def _put(words: str | bytes) -> Change:
 
 
 def _set(place: int, value: Any) -> Change:
-    """One value of a JSON object, or of an object in it, becomes another."""
+    """Change one value of a JSON object, or of an object in it."""
 
     def change(content: bytes) -> bytes:
         try:
@@ -179,7 +178,7 @@ AGAIN = ("train", "recipe.toml", "--run.overwrite", "true", "--train.steps", "1"
 @settings(max_examples=CASES["recipe"] * TIMES)
 @given(key=st.sampled_from(FIELDS), text=deep | texts | values.map(json.dumps))
 def test_values_of_the_recipe(sound: Path, key: str, text: str) -> None:
-    """Those that the configuration takes are no bad input: a run with them may well take a week."""
+    """Values that the configuration accepts are skipped, because a run with them may take a week."""
     with contextlib.chdir(sound):
         try:
             load_config("recipe.toml", [f"--{key}={text}"])
@@ -240,12 +239,12 @@ def test_checkpoints(sound: Path, name: str, change: Change, both: bool) -> None
 
 
 def step_of(home: Path) -> int:
-    """Of the checkpoint that a run would go on from; 0 if there is none."""
+    """Return the step of the checkpoint that a run would continue from; 0 if there is none."""
     try:
         return latest(home / "run" / "checkpoints").state["step"]
     except CheckpointError:
         return 0
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_invalid_inputs() -> None:
     assert sum(CASES.values()) >= 300

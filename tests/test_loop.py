@@ -28,7 +28,7 @@ PROMPTS = [Prompt(i, f"prompt {i}", (i, i + 1)) for i in range(4)]
 
 @dataclass
 class Fake:
-    """Engine, policy, reward and watcher in one: it writes down what is asked of it, and in what order."""
+    """Engine, policy, reward and watcher in one. It records its calls in their order."""
 
     shuffle: int | None = None
     events: list[Any] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Fake:
         return {"loss": -1.0, "step_seen": float(step)}
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """The policy's number."""
+        """Return the number of the policy as each log-prob."""
         self.events.append("logprobs")
         return [[self.weight] * len(response) for response in batch.response_ids]
 
@@ -156,7 +156,7 @@ def test_the_engine_gets_the_weights_of_each_update_with_their_version() -> None
     assert fake.loaded == [(1.0, 1), (2.0, 2), (3.0, 3)]
 
 
-def test_a_resumed_run_counts_on_from_its_first_step() -> None:
+def test_a_resumed_run_counts_from_its_first_step() -> None:
     fake = Fake()
     results = run(fake, make_config(steps=4), first=2)
     assert [r.metrics.step for r in results] == [2, 3]
@@ -167,7 +167,7 @@ def test_a_resumed_run_counts_on_from_its_first_step() -> None:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_prompt_is_asked_for_a_group_under_the_runs_law() -> None:
+def test_each_prompt_gets_a_group_with_the_runs_sampling_parameters() -> None:
     fake = Fake()
     run(fake, make_config(steps=1))
     assert [(r.prompt.prompt_id, r.index) for r in fake.requests] == [(p, i) for p in (0, 1) for i in range(G)]
@@ -182,7 +182,7 @@ def test_every_request_of_a_run_has_a_seed_of_its_own() -> None:
         assert r.seed == request_seed(9, "train", r.prompt.prompt_id, r.epoch, r.index)
 
 
-def test_a_batch_that_spans_epochs_keeps_the_groups_of_one_prompt_apart() -> None:
+def test_a_batch_that_spans_epochs_has_separate_groups_of_one_prompt() -> None:
     fake = Fake()
     (result,) = run(fake, make_config(prompts_per_step=6, steps=1))
     asked = [(group.prompt.prompt_id, group.responses[0].request.epoch) for group in result.groups]
@@ -216,8 +216,8 @@ def test_the_order_of_arrival_has_no_effect(seed: int) -> None:
         assert one.metrics.lengths == other.metrics.lengths
 
 
-def test_rewards_are_asked_for_in_prompt_order() -> None:
-    """A reward that draws random numbers, or remembers, must not see the order of arrival."""
+def test_rewards_are_computed_in_prompt_order() -> None:
+    """The order of arrival must not affect a reward that draws random numbers or has a memory."""
     fake = Fake(shuffle=1)
     run(fake, make_config(steps=1))
     asked = [event[1] for event in fake.events if isinstance(event, tuple) and event[0] == "reward" and len(event) == 2]
@@ -230,12 +230,12 @@ MANY = [Prompt(row, f"prompt {row}", (row, row + 1)) for row in range(40)]
 
 
 def spread_in(rows: set[int]) -> Callable[[Prompt, int], float]:
-    """Rewards differ within the groups of these prompts alone."""
+    """Return a reward that differs only within the groups of these prompts."""
     return lambda prompt, index: float(index) if prompt.prompt_id in rows else 0.5
 
 
 def drawn(fake: Fake) -> list[int]:
-    """The prompts of all requests, in order."""
+    """Return the prompts of all requests, in order."""
     return [r.prompt.prompt_id for r in fake.requests if r.index == 0]
 
 
@@ -243,7 +243,7 @@ def trained(batch: TrainBatch) -> list[int]:
     return [prompt_ids[0] for prompt_ids in batch.prompt_ids[::G]]
 
 
-def test_waves_are_drawn_until_enough_groups_have_spread() -> None:
+def test_waves_are_decoded_until_enough_groups_have_spread() -> None:
     fake = Fake(score=spread_in({1, 3}))
     parts = make_parts(fake, prompts=MANY)
     result = one_step(parts, make_config(max_waves=9), fake, 0)
@@ -276,7 +276,7 @@ def test_the_batch_is_the_first_groups_in_prompt_order_and_the_rest_open_the_nex
     assert [[g.prompt.prompt_id for g in result.groups] for result in (first, second)] == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_what_is_left_over_may_be_dropped() -> None:
+def test_groups_left_over_may_be_dropped() -> None:
     fake = Fake(score=spread_in({1, 2, 3, 5, 6}))
     parts = make_parts(fake, prompts=[Prompt(i, f"prompt {i}", (i, i + 1)) for i in range(8)])
     for step in range(2):
@@ -286,7 +286,7 @@ def test_what_is_left_over_may_be_dropped() -> None:
     assert "logprobs" not in fake.events
 
 
-def test_waves_are_bounded_and_then_the_step_goes_on_with_what_there_is() -> None:
+def test_waves_are_bounded_and_the_step_then_uses_the_groups_so_far() -> None:
     fake = Fake(score=spread_in({5}))
     parts = make_parts(fake, prompts=MANY)
     one_step(parts, make_config(prompts_per_step=2, max_waves=2), fake, 0)
@@ -298,7 +298,7 @@ def test_waves_are_bounded_and_then_the_step_goes_on_with_what_there_is() -> Non
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_dynamic_sampling_does_not_see_the_order_of_arrival(seed: int) -> None:
+def test_dynamic_sampling_does_not_depend_on_the_order_of_arrival(seed: int) -> None:
     still, shuffled = (Fake(shuffle=s, score=spread_in({1, 2, 3, 6, 7, 9, 12, 13, 14, 15, 17})) for s in (None, seed))
     for fake in (still, shuffled):
         parts = make_parts(fake, prompts=MANY)
@@ -309,7 +309,7 @@ def test_dynamic_sampling_does_not_see_the_order_of_arrival(seed: int) -> None:
     assert still.requests == shuffled.requests
 
 
-def test_every_prompt_is_drawn_once_an_epoch_and_trained_on_at_most_once() -> None:
+def test_every_prompt_is_drawn_once_per_epoch_and_trained_on_at_most_once() -> None:
     rows = {row for row in range(40) if row % 3}
     fake = Fake(score=spread_in(rows))
     parts = make_parts(fake, shuffle=True, prompts=MANY)
@@ -368,12 +368,12 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
     assert result.metrics.tokens == 42  # they were decoded all the same
 
 
-def test_equal_rewards_are_explained_in_the_first_step_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_rewards_are_explained_only_in_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     run(Fake(score=lambda prompt, index: 0.0), make_config(steps=3))
     assert [said.partition(",")[0] for said in caplog.messages] == ["all 6 rewards of the first step are 0"]
 
 
-def test_a_step_in_which_nothing_is_rewarded_is_told_and_a_second_one_ends_the_run(
+def test_a_step_without_rewards_is_logged_and_a_second_one_ends_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake = Fake(score=lambda prompt, index: None)
@@ -391,7 +391,7 @@ def test_steps_without_a_reward_that_are_not_in_a_row_end_nothing() -> None:
     assert [result.metrics.reward for result in run(fake, make_config(steps=4))] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_a_run_that_would_end_with_nothing_rewarded_ends_with_an_error() -> None:
+def test_a_last_step_without_rewards_is_an_error() -> None:
     fake = Fake(score=lambda prompt, index: None)
     with pytest.raises(RewardError, match=r"none of the 6 responses of step 1 has a reward"):
         run(fake, make_config(steps=1))

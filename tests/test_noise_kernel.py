@@ -1,4 +1,4 @@
-"""The noise in Triton: in its interpreter it is that of `sampling.py`, and its compiler takes it for GPUs."""
+"""The noise in Triton: in its interpreter it equals `sampling.py`, and its compiler accepts it for GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by the test
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it runs this file")
-def test_in_tritons_interpreter() -> None:
+def test_the_kernel_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", __file__]
     ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:]
@@ -38,7 +38,7 @@ def test_in_tritons_interpreter() -> None:
 @in_the_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [7, 1024, 4099])
-def test_the_scores_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
+def test_the_scores_equal_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
     from tlt import noise_kernel
 
     logits = torch.randn(len(SEEDS), 2 * vocab_size, dtype=dtype)[:, :vocab_size]  # rows of a wider tensor
@@ -57,7 +57,7 @@ def test_the_scores_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> N
 
 @in_the_interpreter
 @pytest.mark.parametrize("vocab_size", [7, 4099])
-def test_the_noise_alone_is_that_of_torch(vocab_size: int) -> None:
+def test_the_noise_alone_equals_that_of_torch(vocab_size: int) -> None:
     from tlt import noise_kernel
 
     seeds, times = torch.tensor(SEEDS), torch.tensor(TIMES)
@@ -65,7 +65,7 @@ def test_the_noise_alone_is_that_of_torch(vocab_size: int) -> None:
 
 
 @in_the_interpreter
-def test_a_table_that_writes_by_it_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noise_table_filled_by_the_kernel_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt import noise_kernel
 
     monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise.write_scores)
@@ -86,8 +86,8 @@ def test_a_table_that_writes_by_it_draws_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(INTERPRETED, reason="not in the interpreter")
-def test_it_compiles_for_a_gpu() -> None:
-    """Without one: what only the interpreter takes is found here."""
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    """No GPU is needed. This finds code that only the interpreter accepts."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
     from triton.compiler import ASTSource  # type: ignore[import-not-found]
     from triton.compiler import compile as compiled
@@ -101,8 +101,8 @@ def test_it_compiles_for_a_gpu() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs Triton that fails")
-def test_where_triton_fails_pytorch_computes_the_noise(caplog: pytest.LogCaptureFixture) -> None:
-    """For example without a C compiler, which images for inference lack."""
+def test_if_triton_fails_pytorch_computes_the_noise(caplog: pytest.LogCaptureFixture) -> None:
+    """For example without a C compiler, which inference images lack."""
     has_kernel.cache_clear()
     assert not has_kernel(torch.device("cuda"))
     assert "Triton does not run on cuda" in caplog.text
@@ -110,7 +110,7 @@ def test_where_triton_fails_pytorch_computes_the_noise(caplog: pytest.LogCapture
 
 
 @pytest.mark.skipif(INTERPRETED, reason="not in the interpreter")
-def test_it_starts_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_starts_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt import noise_kernel
 
     current: list[Any] = [None]

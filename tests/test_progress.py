@@ -1,4 +1,4 @@
-"""Progress of long work: lines in a log by a clock, a bar in a terminal, nothing in a library call."""
+"""Progress of long work: lines in a log by a clock, a bar in a terminal, and no output in a library call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt.progress import Work, shown, working
 
 
 class Clock:
-    """Stands still but while something waits."""
+    """Clock that advances only while something waits."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def waits(clock: Clock, seconds: float, at: Callable[[float], None]) -> Callable[[float], bool]:
-    """The wait of work that takes so many seconds; `at` is called with the seconds so far."""
+    """Return the wait function of work that takes this many seconds. `at` is called with the seconds so far."""
     end, began = clock.now + seconds, clock.now
 
     def wait(pause: float) -> bool:
@@ -49,7 +49,7 @@ def lines(clock: Clock, work: Work, seconds: float, capsys: pytest.CaptureFixtur
     return err.splitlines()
 
 
-def test_a_log_has_a_line_every_30_seconds_one_at_the_begin_and_one_at_the_end(
+def test_a_log_has_a_line_at_the_begin_every_30_seconds_and_at_the_end(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert lines(clock, Work("harvest", 1000, "tokens"), 75, capsys) == [
@@ -64,8 +64,8 @@ def test_short_work_has_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]
     assert lines(clock, Work("harvest", 1000, "tokens"), 1.9, capsys) == []
 
 
-def test_what_a_line_says(clock: Clock) -> None:
-    """An amount that is not known, seconds as the amount, a slow rate, a note, and work that has not begun."""
+def test_the_text_of_a_line(clock: Clock) -> None:
+    """An unknown total, seconds as the amount, a slow rate, a note, and work that has not begun."""
     unknown, timed, slow = Work("load", None, "s"), Work("train", 300, "s"), Work("rollout", 8, "responses")
     clock.now += 20
     timed.update(15, "1 - TV 0.61")
@@ -80,7 +80,7 @@ def test_what_a_line_says(clock: Clock) -> None:
 def test_a_command_writes_lines_while_its_work_blocks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing reports while a profile or a load is in progress."""
+    """A profile or a load does not report its progress."""
     monkeypatch.setattr(progress, "_QUIET", 0.02)
     monkeypatch.setattr(progress, "_EVERY", 0.02)
     with shown(), working("load"):

@@ -1,4 +1,5 @@
-"""Every recipe is short and runs; the data beside them is what its script writes; the forecast's reward is proper."""
+"""Every recipe is short and can be trained. The data next to the recipes are the output of their scripts. The reward of
+the forecast recipe is a proper score."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_there_is_a_recipe_of_each_kind() -> None:
     assert {path.stem for path in RECIPES} >= {"quickstart", "word_problems", "curriculum", "forecast", "smollm2"}
 
 
-def test_the_data_is_what_its_script_writes(tmp_path: Path) -> None:
+def test_the_data_are_the_output_of_their_scripts(tmp_path: Path) -> None:
     load("make_data").write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
@@ -108,7 +109,7 @@ def test_crps_is_the_integral_that_defines_it(mean: float, deviation: float, cam
 
 
 @pytest.mark.parametrize("answer", ["", "about forty", "40", "40 0", "40 -1", "1 2 3", "40 1e999", "9" * 400 + " 1"])
-def test_an_answer_that_names_no_distribution_gets_the_worst(answer: str) -> None:
+def test_an_answer_without_a_distribution_gets_the_lowest_score(answer: str) -> None:
     assert forecast.crps(Prompt(0, "", (1,), {"answer": 41, "scale": 2.0}), answer) == forecast.WORST
 
 

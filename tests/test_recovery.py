@@ -1,4 +1,4 @@
-"""A run cut short at any point of a save, or killed in a real process, goes on to the same end."""
+"""A run interrupted at any point of a save, or killed in a real process, resumes to the same end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Saving:
-    """A run that has saved steps 1 and 2; one of its weights tells the step."""
+    """Run that has saved steps 1 and 2. One of its weights is the number of the step."""
 
     def __init__(self, home: Path, name: str) -> None:
         self.root = home / name / "checkpoints"
@@ -60,7 +60,7 @@ class Saving:
         run_module._save(self.run)
 
     def found(self) -> int:
-        """The step of the checkpoint that a resumed run would take."""
+        """Return the step of the checkpoint that a resumed run would use."""
         checkpoint = latest(self.root)
         step = checkpoint.state["step"]
         assert read_safetensors(checkpoint.folder / "policy")["model.embed_tokens.weight"][0, 0] == step
@@ -75,7 +75,7 @@ def saving(home: Path) -> Saving:
     return Saving(home, "saving")
 
 
-def test_a_save_may_be_cut_short_at_any_write_flush_rename_or_unlink(saving: Saving, tmp_path: Path) -> None:
+def test_a_save_may_be_interrupted_at_any_write_flush_rename_or_unlink(saving: Saving, tmp_path: Path) -> None:
     shutil.copytree(saving.root, tmp_path / "before")
 
     def cut_short(at: int) -> Any:
@@ -101,7 +101,7 @@ def test_a_save_may_be_cut_short_at_any_write_flush_rename_or_unlink(saving: Sav
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_that_fails_is_a_named_error_and_the_checkpoint_before_stays(saving: Saving, code: int) -> None:
+def test_a_failing_disk_is_a_named_error_and_the_previous_checkpoint_is_kept(saving: Saving, code: int) -> None:
     def fail() -> None:
         raise OSError(code, "the disk's own words")
 
@@ -126,15 +126,15 @@ def test_a_disk_that_fails_is_a_named_error_and_the_checkpoint_before_stays(savi
 
 
 @pytest.mark.slow
-def test_a_real_process_that_is_killed_goes_on_to_the_same_end(home: Path) -> None:
+def test_a_real_process_that_is_killed_resumes_to_the_same_end(home: Path) -> None:
     recipe = home / "recipe.toml"
     expected = recovery.train_here(recipe, home / "whole", steps=4)["policy_sha256"]
     found = recovery.at_random_moments(recipe, home, signal.SIGKILL, trials=1, expected=expected, lasts=0.5)
     assert found["ended_equal"] == 1, found
 
 
-def test_a_resumed_step_may_be_cut_short_anywhere(home: Path, tmp_path: Path) -> None:
-    """The whole of it, metrics and all, at a few of its points; `bench/recovery.py` takes every one."""
+def test_a_resumed_step_may_be_interrupted_anywhere(home: Path, tmp_path: Path) -> None:
+    """The whole step with its metrics, interrupted at some of its points. `bench/recovery.py` tests all of them."""
     found = recovery.at_every_point(home / "recipe.toml", tmp_path, most=5)
     assert found["points"] > 80
     assert not found["failed"]

@@ -1,4 +1,4 @@
-"""What a recipe may name: each entry can be made, and what is not there is refused by its name."""
+"""Names in recipes: each entry can be created, and unknown names are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exa
 
 
 @pytest.mark.parametrize("entry", [*DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()], ids=lambda e: e.make)
-def test_every_entry_leads_to_something_to_call(entry: object) -> None:
+def test_every_entry_leads_to_a_callable(entry: object) -> None:
     assert callable(maker(entry))  # type: ignore[arg-type]
 
 
@@ -26,13 +26,13 @@ def test_every_entry_leads_to_something_to_call(entry: object) -> None:
         ({"reward": {"name": "lenght"}}, "lenght"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_there_is(section: dict[str, object], named: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(section: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as refused:
         parse_config({**RECIPE, **section})
     assert any(known in str(refused.value) for known in ("suffix", "wandb", "length"))
 
 
-def test_a_reward_that_nobody_made_is_no_other_one() -> None:
+def test_an_unknown_reward_is_refused() -> None:
     term = RewardTerm.model_construct(name="fluency", weight=1.0)
     config = parse_config(RECIPE)
     reward = RewardConfig.model_construct(**{**dict(config.reward), "terms": [term]})

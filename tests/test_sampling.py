@@ -1,4 +1,4 @@
-"""The noise, the law p, and their sum, held against published vectors, plain Python and transformers."""
+"""The noise, the distribution p, and their sum, against published vectors, plain Python and transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VECTORS = {  # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key,
 
 
 def slow_philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
-    """Philox4x32-10 on Python integers, which do not wrap."""
+    """Return Philox4x32-10 computed with Python integers, which do not overflow."""
     c, k = list(counter), list(key)
     for _ in range(10):
         p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -70,13 +70,13 @@ words = st.integers(0, 2**32 - 1)
 
 
 @given(st.tuples(words, words, words, words), st.tuples(words, words))
-def test_philox_is_its_slow_twin(counter: tuple[int, ...], key: tuple[int, ...]) -> None:
-    """Shows a product that wraps, or a shift that drags a sign along."""
+def test_philox_equals_its_slow_twin(counter: tuple[int, ...], key: tuple[int, ...]) -> None:
+    """This finds a product that overflows, or a shift that extends a sign."""
     assert fast_philox(counter, key) == slow_philox(counter, key)
 
 
-def test_words_of_a_device_are_those_of_the_host() -> None:
-    """Shows a counter that begins elsewhere: the host's words come from another library."""
+def test_random_words_of_a_device_are_those_of_the_host() -> None:
+    """This finds a counter that begins elsewhere. The words of the host come from another library."""
     seeds, positions = signed([0, 5, 2**32, 2**64 - 1]), torch.tensor([0, 1, 2**31, 2**32 - 1])
     for count in (1, 6, 1003):
         here = torch.stack([_host_words(*pair, count) for pair in zip(seeds.tolist(), positions.tolist(), strict=True)])
@@ -101,14 +101,14 @@ def slow_noise(seed: int, position: int, token: int) -> np.float32:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20), st.integers(0, 300))
-def test_noise_is_its_slow_twin(seed: int, position: int, token: int) -> None:
-    """In float32, to the last bit but one: the two logarithms are of different libraries."""
+def test_noise_equals_its_slow_twin(seed: int, position: int, token: int) -> None:
+    """In float32, up to the last bit, because the two logarithms are of different libraries."""
     ours, twin = noise(seed, position, token + 1)[token].item(), slow_noise(seed, position, token)
     assert abs(ours - twin) <= np.spacing(abs(twin))
 
 
-def test_noise_does_not_depend_on_company() -> None:
-    """To the bit, whatever else is computed with it: other rows, other tokens, more threads."""
+def test_noise_does_not_depend_on_other_rows_and_tokens() -> None:
+    """It is equal bit for bit, whatever else is computed with it: other rows, other tokens, more threads."""
     generator = torch.Generator().manual_seed(0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (37,), generator=generator)
     positions = torch.randint(0, 5000, (37,), generator=generator)
@@ -136,7 +136,7 @@ def test_noise_does_not_depend_on_threads() -> None:
 
 
 def test_noise_is_standard_gumbel() -> None:
-    """Kolmogorov-Smirnov over a million numbers (a shift of 0.3 % of the mass shows)."""
+    """A Kolmogorov-Smirnov test over a million numbers. It finds a shift of 0.3 % of the mass."""
     seeds = signed([request_seed(0, "test", p, 0, 0) for p in range(100)]).repeat_interleave(100)
     g = gumbel_noise(seeds, torch.arange(100).repeat(100), 100)
     assert stats.kstest(g.flatten().numpy(), "gumbel_r").pvalue > 1e-6
@@ -146,7 +146,7 @@ def test_noise_is_standard_gumbel() -> None:
 
 
 def test_noise_differs_by_seed_position_and_token() -> None:
-    """Shows a part of the key or of the counter that is dropped: the seed's upper half, say, or a token's lane."""
+    """This finds a dropped part of the key or the counter, such as the upper half of the seed."""
     seeds = [0, 1, 2, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
     rows = [(seed, position) for seed in seeds for position in (0, 1, 2, 3, 4, 255, 256, 65_536, 2**31)]
     g = gumbel_noise(signed([s for s, _ in rows]), torch.tensor([p for _, p in rows]), 64)
@@ -157,7 +157,7 @@ def test_noise_differs_by_seed_position_and_token() -> None:
 
 
 def test_winners_do_not_tie() -> None:
-    """Shows a uniform of 24 bits, whose smallest values, where the winners lie, are few."""
+    """This finds uniform numbers of 24 bits. Few of them are near 0, where the winners are."""
     for first in range(0, 64, 16):
         g = gumbel_noise(signed([7]).expand(16), torch.arange(first, first + 16), BIG_VOCAB)
         top = g.topk(8, dim=-1).values
@@ -166,7 +166,7 @@ def test_winners_do_not_tie() -> None:
 
 
 def test_the_first_and_the_last_word_have_finite_noise() -> None:
-    """Each comes once in 2^32 draws: u = 2^-33 and 1 - 2^-33, and -log(-log(1 - u))."""
+    """Each occurs once in 2^32 draws: u = 2^-33 and 1 - 2^-33, and -log(-log(1 - u))."""
     assert _gumbel(torch.tensor([0, 2**32 - 1])).tolist() == pytest.approx(
         [33 * math.log(2), -math.log(33 * math.log(2))], abs=1e-5
     )
@@ -176,13 +176,13 @@ def test_the_first_and_the_last_word_have_finite_noise() -> None:
 
 
 def test_request_seed_is_stable() -> None:
-    """A run that is resumed with a later version must decode the same answers."""
+    """A run that is resumed with a later version must decode the same responses."""
     assert request_seed(0, "train", 0, 0, 0) == 4044430428229421024
     assert request_seed(1, "eval", 23, 4, 5) == 9747506720172578356
 
 
 def test_request_seed_depends_on_every_field() -> None:
-    """Fields that run together ("1/11" and "11/1") would give two requests one seed."""
+    """Fields that are joined without a separator ("1/11" and "11/1") would give two requests one seed."""
     fields = [(1, 11, 111), ("train", "eval", "1"), (1, 11, 111), (1, 11, 111), (1, 11, 111)]
     seeds = {request_seed(*chosen) for chosen in product(*fields)}
     assert len(seeds) == 3**5
@@ -193,14 +193,15 @@ def test_request_seed_depends_on_every_field() -> None:
 
 
 def law_of(*rows: tuple[float, int, float]) -> Law:
-    """(temperature, top_k, top_p) of each row"""
+    """Return the sampling parameters of rows, each (temperature, top_k, top_p)."""
     temperature, top_k, top_p = zip(*rows, strict=True)
     restricted = any(k > 0 or p < 1 for _, k, p in rows)
     return Law(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), restricted)
 
 
 def brute_force(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float] | None:
-    """The law in exact sums; None where the mass of a prefix is too close to top_p for floats to decide."""
+    """Return the distribution in exact sums, or None if the mass of a prefix is too close to top_p for floats to
+    decide."""
     best = max(logits)
     weight = [Fraction(math.exp((x - best) / temperature)) for x in logits]
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or None]
@@ -223,8 +224,8 @@ top_ps = st.sampled_from([1.0, 0.99, 0.9, 0.7, 0.5, 0.2, 1e-6, 0.0])
 
 @settings(max_examples=300)
 @given(some_logits, temperatures, top_ks, top_ps)
-def test_law_against_brute_force(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
-    """With ties: of equal logits the lower id stays."""
+def test_distribution_against_brute_force(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
+    """If logits are equal, the lower token id is kept."""
     right = brute_force(logits, temperature, top_k, top_p)
     assume(right is not None)
     assert right is not None
@@ -238,7 +239,7 @@ def test_law_against_brute_force(logits: list[float], temperature: float, top_k:
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.1])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 500])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_law_against_transformers(temperature: float, top_k: int, top_p: float) -> None:
+def test_distribution_against_transformers(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(20, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
@@ -250,8 +251,8 @@ def test_law_against_transformers(temperature: float, top_k: int, top_p: float) 
     assert torch.allclose(log_law(logits, law)[0].exp(), scores.softmax(-1), rtol=0, atol=1e-12)
 
 
-def test_each_row_has_its_own_law() -> None:
-    """Trees of several nodes a row, rows of different sampling parameters in one batch."""
+def test_each_row_has_its_own_sampling_parameters() -> None:
+    """Trees of several nodes per row, and rows with different sampling parameters in one batch."""
     rows = [(1.0, 0, 1.0), (0.5, 2, 1.0), (0.7, 0, 0.6), (2.0, 3, 0.9)]
     logits = torch.randn(4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     log_p, full = log_law(logits, law_of(*rows))
@@ -264,8 +265,9 @@ def test_each_row_has_its_own_law() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_what_is_off_stays_off_beside_a_row_that_has_it_on(dtype: torch.dtype) -> None:
-    """A row's law may not depend on its neighbours by a bit: top_p = 1 keeps every token, however small its mass."""
+def test_a_filter_of_one_row_does_not_affect_the_others(dtype: torch.dtype) -> None:
+    """A row's distribution must not depend on other rows by a bit. top_p = 1 keeps every token, however small its
+    probability."""
     logits = torch.randn(2, 5000, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4
     alone, _ = log_law(logits[:1], law_of((1.0, 0, 1.0)))
     beside, _ = log_law(logits, law_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
@@ -286,15 +288,16 @@ def test_top_p_is_never_empty(top_p: float) -> None:
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
-def test_a_prefix_that_has_exactly_the_mass_is_enough(top_p: float, kept: int) -> None:
-    """Four equal tokens: all sums are exact."""
+def test_a_prefix_with_exactly_the_mass_of_top_p_is_enough(top_p: float, kept: int) -> None:
+    """Four equal tokens, whose sums are exact."""
     log_p, _ = log_law(torch.zeros(1, 4), law_of((1.0, 0, top_p)))
     assert log_p[0].exp().tolist() == pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))
 
 
 @pytest.mark.parametrize("top_p", [0.9999, 0.99995])
 def test_the_mass_of_a_long_tail_is_summed_exactly(top_p: float) -> None:
-    """100,000 tokens of about 2e-9 each behind one: next to 1 a float32 is good to 6e-8, which is 30 of them."""
+    """One token, and 100,000 tokens of about 2e-9 each. Next to 1 a float32 has an error of 6e-8, which is 30 of
+    them."""
     logits = 0.5 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)) - 20
     logits[0, 0] = 0.0
     log_p, full = log_law(logits, law_of((1.0, 0, top_p)))
@@ -304,7 +307,7 @@ def test_the_mass_of_a_long_tail_is_summed_exactly(top_p: float) -> None:
 
 
 def test_dtypes_are_kept_or_widened() -> None:
-    """No cast to float32 under float64, none to bfloat16 above it."""
+    """float64 is not cast to float32, and no wider type to bfloat16."""
     logits = torch.randn(3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     for rows in ([(0.7, 0, 1.0)] * 3, [(0.7, 5, 0.9)] * 3):
         law = law_of(*rows)
@@ -314,8 +317,8 @@ def test_dtypes_are_kept_or_widened() -> None:
         assert all(torch.equal(a, b) for a, b in zip(log_law(narrow, law), log_law(wide, law), strict=True))
 
 
-def test_temperature_zero_counts_as_one() -> None:
-    """Its argmax is the greedy token, the first of equals; its full log-probs are those of temperature 1."""
+def test_temperature_zero_is_greedy() -> None:
+    """The argmax is the greedy token, the first of equal ones. The full log-probs are those of temperature 1."""
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]], dtype=torch.float64)
     for top_k, top_p in ((0, 1.0), (2, 0.5)):
         log_p, full = log_law(logits, law_of((0.0, top_k, top_p)))
@@ -329,10 +332,10 @@ LOWEST = [1e-29, 1e-37, 1e-39, 1e-42, 1e-46, 1e-300, 1e-310, 5e-324]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (3, 0.4)])
 @pytest.mark.parametrize("logits", [[0.25, 100.0, -3.0, 100.0, 99.5], [-1e4, 1e4, 0.0], [0.0, 0.0, -1e-3]], ids=str)
-def test_the_lowest_temperatures_share_the_law_among_the_best(
+def test_the_lowest_temperatures_share_the_probability_among_the_best(
     logits: list[float], top_k: int, top_p: float, dtype: torch.dtype
 ) -> None:
-    """Below 1e-38 a temperature is subnormal or 0 in float32, and a logit divided by it infinite."""
+    """Below 1e-38 a temperature is subnormal or 0 in float32, and a logit divided by it is infinite."""
     rows = [(temperature, top_k, top_p) for temperature in (*LOWEST, 1.0, 0.0)]
     law = law_of(*rows)._replace(temperature=torch.tensor([row[0] for row in rows], dtype=torch.float64))
     log_p, full = log_law(torch.tensor([logits] * len(rows), dtype=dtype), law)
@@ -343,7 +346,7 @@ def test_the_lowest_temperatures_share_the_law_among_the_best(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_no_bit_of_another_law_depends_on_that(dtype: torch.dtype) -> None:
+def test_other_rows_do_not_depend_on_the_lowest_temperatures(dtype: torch.dtype) -> None:
     temperatures = torch.tensor([10.0**k for k in range(-29, 30)] + [0.3, 0.6, 1.0, 1.7], dtype=torch.float64)
     count = len(temperatures)
     logits = (torch.randn(count, 400, generator=torch.Generator().manual_seed(7)) * 9).to(dtype)
@@ -357,8 +360,9 @@ def test_no_bit_of_another_law_depends_on_that(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("across", ["seeds", "positions"])
-def test_argmax_has_the_law(across: str) -> None:
-    """Chi-square of 1,000,000 draws of 20 tokens, alpha 1e-6: shows a total variation of 0.5 % with 95 % power."""
+def test_argmax_has_the_distribution(across: str) -> None:
+    """Chi-square of 1,000,000 draws of 20 tokens with alpha 1e-6. It finds a total variation of 0.5 % with 95 %
+    power."""
     N, V = 1_000_000, 20
     p = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).softmax(-1)
     counts = torch.zeros(V, dtype=torch.int64)
@@ -369,8 +373,8 @@ def test_argmax_has_the_law(across: str) -> None:
     assert stats.chisquare(counts.numpy(), (p * N).numpy()).pvalue > 1e-6
 
 
-def test_rank_orders_the_runners_up() -> None:
-    """Best first, as a sort of the sums gives it; ties of the sample go to the lower index; -inf comes last."""
+def test_rank_orders_the_best_tokens() -> None:
+    """The best comes first, as in a sort of the sums. Equal scores go to the lower index, and -inf comes last."""
     log_p = torch.log_softmax(torch.randn(7, 30, generator=torch.Generator().manual_seed(6)), dim=-1)
     log_p[:, 3] = -INF
     g = gumbel_noise(torch.arange(7), torch.arange(7), 30)

@@ -1,4 +1,5 @@
-"""The distribution's name: the same everywhere, and what happens if the other package called tlt is installed too."""
+"""The distribution's name is the same everywhere. If the other package called tlt is installed too, an error names the
+remedy."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_every_extra_that_is_named_is_one_of_this_distribution() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder of packages with our modules that name the remedy, in which the other package lies too."""
+    """Return a folder of packages with our modules, in which the other package is installed too."""
     (tmp_path / "tlt" / "models").mkdir(parents=True)
     shutil.copy(ROOT / "src" / "tlt_rl.py", tmp_path)
     shutil.copy(ROOT / "src" / "tlt" / "__init__.py", tmp_path / "tlt")
@@ -62,12 +63,12 @@ def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
 REMEDY = "pip uninstall -y tlt, then pip install --force-reinstall --no-deps tlt-rl"
 
 
-def test_ours_alone_is_whole(site: Path) -> None:
+def test_our_package_alone_is_accepted(site: Path) -> None:
     (site / "tlt" / "models" / "lvvit.py").unlink()
     assert python(site, "import tlt; print(tlt.__version__)").stdout == f"{PROJECT['version']}\n"
 
 
-def test_ours_over_theirs_is_refused_at_import(site: Path) -> None:
+def test_our_package_over_the_other_one_is_refused_at_import(site: Path) -> None:
     done = python(site, "import tlt")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: another package, tlt (Token Labeling Toolbox)")
@@ -75,8 +76,8 @@ def test_ours_over_theirs_is_refused_at_import(site: Path) -> None:
 
 
 @pytest.mark.parametrize("uninstalled", [False, True])
-def test_theirs_over_ours_is_refused_by_the_command(site: Path, uninstalled: bool) -> None:
-    """Whether it is still there, or was uninstalled with our `__init__.py`."""
+def test_the_other_package_over_ours_is_refused_by_the_command(site: Path, uninstalled: bool) -> None:
+    """It is still there, or it was uninstalled together with our `__init__.py`."""
     (site / "tlt" / "__init__.py").write_text("")
     if uninstalled:
         (site / "tlt" / "models" / "lvvit.py").unlink()
@@ -88,7 +89,7 @@ def test_theirs_over_ours_is_refused_by_the_command(site: Path, uninstalled: boo
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_an_interrupt_amid_the_imports_is_one_line(site: Path) -> None:
+def test_an_interrupt_during_the_imports_is_one_line(site: Path) -> None:
     (site / "tlt" / "models" / "lvvit.py").unlink()
     (site / "tlt" / "cli.py").write_text("raise KeyboardInterrupt")
     done = python(site, "import tlt_rl; tlt_rl.main()")

@@ -1,4 +1,4 @@
-"""Spans, states, and the trace file, whatever became of the run that wrote it."""
+"""Spans, states, and the trace file, also after a run was killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def overlapping(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of one thread that neither follow nor hold one another."""
+    """Return pairs of spans of one thread that overlap without one containing the other."""
     faults, threads = [], {(e["pid"], e["tid"]) for e in found}
     for thread in threads:
         open_: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ def overlapping(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
 # -- spans -------------------------------------------------------------------------------------------------------------
 
 
-def test_spans_of_one_name_that_follow_closely_are_one_with_the_sum_of_their_counts() -> None:
+def test_consecutive_spans_of_one_name_are_joined_and_their_counts_summed() -> None:
     tracer = Tracer()
     tracer.add("plain", 1.0, 2.0, tokens=3)
     tracer.add("plain", 2.004, 3.0, tokens=4, rounds=1)
@@ -76,7 +76,7 @@ def test_a_block_that_raises_leaves_its_span() -> None:
     assert [(s.name, s.facts) for s in tracer.drain()] == [("update", {})]
 
 
-def test_states_fill_the_wall_clock_across_drains() -> None:
+def test_states_cover_the_whole_time_across_drains() -> None:
     tracer = Tracer()
     start = time.time()
     spans = []
@@ -96,7 +96,7 @@ def test_states_fill_the_wall_clock_across_drains() -> None:
 SPANS = [Span("plain", 1.0, 2.0, {"tokens": 5}), Span(ROLLOUT, 1.0, 2.5, {})]
 
 
-def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
+def test_the_file_has_the_format_of_chrome_and_perfetto(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     TraceFile(path).write({"driver": [], "worker 0": SPANS})
     found = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -107,7 +107,7 @@ def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
     assert events(path) == [plain, where | {"name": "ROLLOUT", "tid": 1, "dur": 1_500_000}]
 
 
-def test_every_write_leaves_a_whole_file_and_another_writer_goes_on(tmp_path: Path) -> None:
+def test_every_write_leaves_a_valid_file_and_another_writer_continues_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for run_ in range(2):
         file = TraceFile(path)
@@ -116,7 +116,7 @@ def test_every_write_leaves_a_whole_file_and_another_writer_goes_on(tmp_path: Pa
             assert len(events(path)) == 2 * (3 * run_ + write + 1)
 
 
-def test_a_torn_file_is_mended_where_its_last_whole_line_ends(tmp_path: Path) -> None:
+def test_a_damaged_file_is_continued_after_its_last_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     TraceFile(path).write({"worker 0": SPANS * 3})
     whole = path.read_bytes()
@@ -128,7 +128,7 @@ def test_a_torn_file_is_mended_where_its_last_whole_line_ends(tmp_path: Path) ->
         assert found[:-1] == ["plain", "ROLLOUT"] * 3 if cut == len(whole) else len(found) <= 7
 
 
-def test_a_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"trace.json cannot be written \(No such file"):
         TraceFile(tmp_path / "gone" / "trace.json").write({"worker 0": SPANS})
 
@@ -141,7 +141,7 @@ PHASES = ("rollout", "reward", "update", "sync", "save", "eval")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of two steps, resumed for a third."""
+    """Return the folder of a run of two steps, resumed for a third."""
     home = tmp_path_factory.mktemp("home")
     for steps in (2, 3):
         run_section = {"folder": str(home / "run"), "save_every": 1, "report": False}  # a page takes time between steps
@@ -163,14 +163,14 @@ def test_a_run_leaves_a_trace_of_all_its_work(folder: Path) -> None:
     assert tokens == sum(line["tokens"] for line in lines)
 
 
-def test_the_engine_works_only_while_its_worker_rolls_out(folder: Path) -> None:
+def test_the_engine_works_only_in_the_state_rollout(folder: Path) -> None:
     found = [e for e in events(folder / "trace.json") if e["pid"] == 1]
     stays = [(e["ts"], e["ts"] + e["dur"]) for e in found if e["name"] == ROLLOUT]
     for event in (e for e in found if e["tid"] == 2):
         assert any(a <= event["ts"] and event["ts"] + event["dur"] <= b for a, b in stays)
 
 
-def test_the_summary_has_what_a_plot_over_the_steps_needs(folder: Path) -> None:
+def test_the_summary_has_the_series_for_plots_over_steps(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     lines = read_metrics(folder)
     assert summary["by_step"] == {

@@ -13,7 +13,7 @@ from tlt.types import Prompt
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
+def test_every_test_named_on_the_page_exists() -> None:
     rows = [line for line in (ROOT / "docs" / "trust.md").read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
     named = [re.search(r"`(tests/\S+\.py)::(\w+)` \|$", row) for row in rows if not row.startswith("| risk ")]
     assert named

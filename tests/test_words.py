@@ -1,4 +1,5 @@
-"""Plain English in docstrings and messages: no first words without a subject, no words that must be decoded."""
+"""Plain English in docstrings, messages and names of tests: no first words without a subject, no words that must be
+decoded."""
 
 from __future__ import annotations
 

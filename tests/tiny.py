@@ -1,7 +1,7 @@
 """A random Qwen3 of two layers with a byte-level tokenizer, as an ordinary model folder, and a configuration for it.
 
-Its weights are large for its size, so that its law depends on the context, and its rewards vary within a group.
-"""
+Its weights are large for its size, so that its distribution depends on the context and its rewards vary within a
+group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EOS = 256
 
 
 def decoder_options(**changes: Any) -> DecoderOptions:
-    """Options of a decoder small enough to follow by hand; `changes` name what a test cares about."""
+    """Return options of a decoder small enough to compute by hand. `changes` are those that a test needs."""
     plain: dict[str, Any] = {
         "vocab_size": 7,
         "hidden_size": 8,
@@ -49,7 +49,7 @@ QUESTIONS = ("two and two", "a", "name a colour", "why?", "3 * 7 =", "go")
 
 
 def qwen3(seed: int = 0, **changes: Any) -> Any:
-    """transformers' own model, random, in float64; `changes` of its configuration."""
+    """Return transformers' own random model in float64, with these changes of its configuration."""
     torch.manual_seed(seed)
     plain = {
         "hidden_size": 32,
@@ -65,14 +65,14 @@ def qwen3(seed: int = 0, **changes: Any) -> Any:
 
 
 def save_weights(folder: Path, vocab_size: int = 257, layers: int = 2, seed: int = 0, scale: float = 0.5) -> Path:
-    """config.json and model.safetensors, float64, eos the last token."""
+    """Save config.json and model.safetensors in float64. The end token is the last one."""
     sizes = {"vocab_size": vocab_size, "num_hidden_layers": layers, "eos_token_id": vocab_size - 1}
     qwen3(seed, **sizes, tie_word_embeddings=True, initializer_range=scale).save_pretrained(folder)
     return folder
 
 
 def save_tokenizer(folder: Path) -> Path:
-    """Every byte is a token; the end of a sequence is number 256."""
+    """Save a tokenizer in which every byte is a token. The end token has number 256."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -86,7 +86,7 @@ def tiny_model(folder: Path, seed: int = 0) -> Path:
 
 
 def tiny_tree(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as a recipe would hold it, all of its files under `folder`; `sections` are laid over it."""
+    """Return a configuration as a tree, with all its files in `folder`. `sections` override its values."""
     if not (folder / "model").is_dir():
         tiny_model(folder / "model")
         lines = [json.dumps({"question": q, "answer": q[0]}) for q in QUESTIONS]
@@ -111,8 +111,8 @@ def tiny_config(folder: Path, **sections: dict[str, Any]) -> Config:
 
 
 def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:
-    """Random sequences of random lengths, each a group of its own; advantages of both signs; rollout log-probs and
-    rewards that mean nothing."""
+    """Return random sequences of random lengths, each a group of its own, with advantages of both signs. Rollout
+    log-probs and rewards are meaningless."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(shortest: int) -> list[int]:
@@ -133,7 +133,7 @@ def compare_here(out: Path, facts: Path) -> None:
 
 
 def add_node(tree: DraftTree, parent: int, token: int) -> int:
-    """A new child, and its number."""
+    """Add a child, and return its number."""
     tree.tokens.append(token)
     tree.parents.append(parent)
     tree.depths.append(tree.depths[parent] + 1)

@@ -1,4 +1,4 @@
-"""Environments for tests, in a module that imports nothing heavy: their process starts in a moment."""
+"""Environments for tests, in a module without heavy imports, so that their process starts fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tlt import Tools
 
 
 class Echo:
-    """Replies with the letters of the turn, each one further in the alphabet; an episode has up to three turns."""
+    """Environment that replies with the letters of the turn, each shifted in the alphabet. An episode has up to three
+    turns."""
 
     def reset(self, prompt: Any) -> str | None:
         self.turns, self.opens = 0, prompt.text.startswith("a")
@@ -25,7 +26,7 @@ class Echo:
 
 
 class Unsure(Echo):
-    """Echo, with a reply that differs each time. It writes down what it was asked, in the file that the row names."""
+    """Echo with a reply that differs each time. It records its calls in the file that the row names."""
 
     def reset(self, prompt: Any) -> str | None:
         self.calls = Path(prompt.data["calls"])
@@ -45,7 +46,7 @@ class AsyncEcho(Echo):
 
 
 class Nap:
-    """The turn is the number of seconds that it takes."""
+    """Environment whose turn is the number of seconds that it takes."""
 
     def reset(self, prompt: Any) -> None:
         self.turns = 0
@@ -63,7 +64,7 @@ class Slow(Echo):
 
 
 class Trouble:
-    """The turn says what happens. `again` counts the turns."""
+    """Environment whose turn names the fault. `again` counts the turns."""
 
     def reset(self, prompt: Any) -> None:
         self.turns = 0

@@ -1,4 +1,4 @@
-"""Rewards for tests, in a module that imports nothing heavy: their process starts in a moment."""
+"""Rewards for tests, in a module without heavy imports, so that their process starts fast."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 
 def share_of_low_bytes(prompt: Any, answer: str) -> float:
-    """A reward that varies between the answers of a random model."""
+    """Return a reward that varies between the responses of a random model."""
     return sum(char < "m" for char in answer) / max(1, len(answer))
 
 
 def every_third(prompt: Any, answer: str) -> float:
-    """A reward that many groups of a random model agree on, by the first letter."""
+    """Return a reward that is equal in many groups of a random model. It depends on the first letter."""
     return float(sum(map(ord, answer[:1])) % 3 == 0)
 
 
 def trouble(prompt: Any, answer: str) -> Any:
-    """The answer says what happens."""
+    """Cause the fault that the answer names."""
     match answer.split():
         case ["hang"]:
             time.sleep(3600)
@@ -52,7 +52,7 @@ def raises_now_and_then(prompt: Any, answer: str) -> float:
 
 
 def waits(prompt: Any, answer: str) -> float:
-    """As one that asks a server would."""
+    """Wait, like a reward that calls a server."""
     time.sleep(float(answer))
     return 1.0
 
@@ -63,7 +63,7 @@ async def asks_a_server(prompt: Any, answer: str, length: int) -> float:
 
 
 def of_lists(prompts: list[Any], answers: list[str], task: list[str]) -> list[float | None]:
-    """How many were given at once; nothing for an empty answer."""
+    """Return the number of responses in the call, and None for an empty answer."""
     match answers:
         case ["raise", *_]:
             raise KeyError("bonus")
@@ -102,13 +102,13 @@ _HOLDS = "import sys, time; held = b'x' * (int(sys.argv[1]) * 2**20); time.sleep
 
 
 def starts_programs(prompt: Any, answer: str) -> float:
-    """Four of them, each of which may hold so many MiB."""
+    """Start four programs, each of which allocates this many MiB."""
     programs = [subprocess.Popen([sys.executable, "-c", _HOLDS, answer]) for _ in range(4)]
     return float(sum(program.wait() for program in programs))
 
 
 def forks(prompt: Any, answer: str) -> float:
-    """Four times, with so many MiB that all of them share."""
+    """Fork four processes that share this many MiB."""
     held = b"x" * (int(answer) * 2**20)
     children = []
     for _ in range(4):
@@ -120,7 +120,7 @@ def forks(prompt: Any, answer: str) -> float:
 
 
 def leaves_a_child(prompt: Any, answer: str) -> float:
-    """In a session of its own, started by a program that has ended."""
+    """Leave a child in a session of its own, started by a program that has ended."""
     command = "setsid sleep 3600 >/dev/null 2>&1 & echo $!"
     return float(subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout)
 

@@ -1,4 +1,4 @@
-"""An environment as the documentation of verifiers writes them: tasks with a reward and a metric, a tool, a user."""
+"""An environment as in the documentation of verifiers: tasks with a reward and a metric, a tool, and a user."""
 
 from __future__ import annotations
 

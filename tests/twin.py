@@ -38,7 +38,7 @@ class Entry:
 
 
 class Twin:
-    """`tensors` by their published names; `embedding`, `head` and `inv_freq` are the target's."""
+    """Learned drafter with `tensors` by their published names. `embedding`, `head` and `inv_freq` are the target's."""
 
     def __init__(
         self, layer: EagleLayer, embedding: Tensor, head: Tensor, inv_freq: Tensor, scaling: float = 1.0
@@ -58,7 +58,7 @@ class Twin:
         return x / math.sqrt(sum(v * v for v in x.tolist()) / len(x) + self.options.rms_norm_eps) * weight
 
     def rope(self, x: Tensor, position: int) -> Tensor:
-        """[E], Hugging Face's order: dimension i turns with dimension i + E/2."""
+        """Return [E] in Hugging Face's order: dimension i rotates with dimension i + E/2."""
         half = len(x) // 2
         out = x.clone()
         for i in range(half):
@@ -69,12 +69,12 @@ class Twin:
         return out
 
     def fused(self, features: Tensor) -> Tensor:
-        """[F] = [h_low; h_mid; h_high; last] or [last] -> g [D]"""
+        """Return g [D] from [F] = [h_low; h_mid; h_high; last] or [last]."""
         D = self.options.hidden_size
         return self.tensors["fc.weight"] @ features[: 3 * D] if self.three else features[-D:]
 
     def inputs(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """What attention reads, and the residual stream."""
+        """Return the input of attention, and the residual stream."""
         if self.three:
             e = self.rms(entry.embedded, self.weight("input_layernorm"))
             return torch.cat([e, self.rms(entry.g, self.weight("hidden_norm"))]), entry.g
@@ -86,7 +86,7 @@ class Twin:
         return self.weight(f"self_attn.{name}_proj")[head * E : (head + 1) * E] @ x
 
     def output(self, entry: Entry, seen: Sequence[Entry]) -> Tensor:
-        """[D] before the output norm; `seen` holds the entry itself."""
+        """Return [D] before the output norm. `seen` includes the entry itself."""
         o = self.options
         x, residual = self.inputs(entry)
         others = [(self.inputs(other)[0], other.position) for other in seen]
@@ -108,11 +108,11 @@ class Twin:
         return self.head @ (self.rms(output, self.tensors["norm.weight"]) if self.three else output)
 
     def true_entries(self, features: Tensor, next_tokens: Sequence[int], start: int) -> list[Entry]:
-        """Entries start, start + 1, ...: features [n, F] and the token behind each."""
+        """Return entries start, start + 1, ...: features [n, F], and the token after each."""
         return [Entry(start + i, self.embedding[token], self.fused(features[i])) for i, token in enumerate(next_tokens)]
 
     def chain(self, known: Sequence[Entry], guesses: Sequence[int]) -> list[Tensor]:
-        """Outputs at the last known entry, and at each guess behind it; the window is cut here."""
+        """Return the outputs at the last known entry, and at each draft token after it. The window is applied here."""
         seen = list(known[-self.options.window :])
         outputs = [self.output(seen[-1], seen)]
         for token in guesses:
@@ -126,7 +126,7 @@ class Twin:
 
 @dataclass
 class Model:
-    """transformers' own, in float64, and the engine's decoder with the same weights."""
+    """Transformers' own model in float64, and the engine's decoder with the same weights."""
 
     hf: Any
     decoder: Decoder
@@ -138,13 +138,13 @@ class Model:
 
     @torch.no_grad()
     def features(self, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-        """[T, F]: transformers' hidden states at the taps, then the one after the final norm."""
+        """Return [T, F]: transformers' hidden states at the taps, then the one after the final norm."""
         hidden = self.hf(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         return torch.cat([*(hidden[tap][0] for tap in taps), hidden[-1][0]], dim=-1)
 
 
 def make_model(seed: int = 0, vocab_size: int = 11, layers: int = 4, dtype: torch.dtype = torch.float64) -> Model:
-    """A random Qwen3 whose law depends strongly on the context."""
+    """Return a random Qwen3 whose distribution depends strongly on the context."""
     sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
     model = qwen3(seed, **sizes)
     _sharpen(model)
@@ -155,7 +155,7 @@ def make_model(seed: int = 0, vocab_size: int = 11, layers: int = 4, dtype: torc
 
 
 def make_layer(decoder: Decoder, kind: Kind, window: int, seed: int = 0) -> EagleLayer:
-    """Random, and sharp enough that every input of it shows in the output."""
+    """Return a random layer with large weights, so that each of its inputs affects the output."""
     torch.manual_seed(seed)
     layer = EagleLayer(eagle_options(decoder.options, kind, window)).double()
     _sharpen(layer)

@@ -149,7 +149,7 @@ def test_a_model_with_few_positions_is_compared_within_them(tmp_path: Path, posi
     check_parity(make_decoder(tmp_path), make_policy(tmp_path))
 
 
-def test_a_comparison_leaves_no_gradients_or_cache(tmp_path: Path) -> None:
+def test_a_comparison_changes_no_state(tmp_path: Path) -> None:
     folder = sound(tmp_path)
     policy, decoder = make_policy(folder), make_decoder(folder)
     random, digest = torch.get_rng_state(), policy.sha256()

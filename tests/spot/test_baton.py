@@ -1,4 +1,4 @@
-"""The baton: who trains, and from which state."""
+"""The baton: the worker that trains, and the state from which it continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tlt.spot.baton import Baton
 
 
-def test_one_trains_and_the_next_goes_on_from_its_state() -> None:
+def test_one_worker_trains_and_the_next_continues_from_its_state() -> None:
     baton = Baton[str]()
     assert baton.pass_to(0) is None, "all begin alike"
     baton.trained(0)
@@ -25,7 +25,7 @@ def test_one_trains_and_the_next_goes_on_from_its_state() -> None:
     assert [baton.pass_to(worker) for worker in (0, 1, 2)] == ["second", None, "second"]
 
 
-def test_a_lost_holder_takes_its_training_with_it() -> None:
+def test_the_training_of_a_lost_holder_is_lost() -> None:
     baton = Baton[str]()
     baton.pass_to(0)
     baton.trained(0)
@@ -38,13 +38,13 @@ def test_a_lost_holder_takes_its_training_with_it() -> None:
     assert baton.pass_to(1) == "first", "the new worker"
 
 
-def test_one_that_only_loaded_the_state_keeps_nobody_from_training() -> None:
+def test_a_worker_that_only_loaded_the_state_does_not_block_others() -> None:
     baton = Baton[str]()
     baton.restart("saved")
     assert [baton.pass_to(worker) for worker in (0, 1, 0)] == ["saved", "saved", None]
 
 
-def test_training_that_is_not_finite_is_forgotten() -> None:
+def test_training_that_is_not_finite_is_dropped() -> None:
     baton = Baton[str]()
     baton.restart("saved")
     baton.pass_to(0)
@@ -54,8 +54,8 @@ def test_training_that_is_not_finite_is_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["train", "take", "lose"])), max_size=30))
-def test_training_is_one_chain_whatever_happens(events: list[tuple[int, str]]) -> None:
-    """A state is how many times it was trained. Without a loss, nothing is trained twice from the same state."""
+def test_training_is_one_chain_in_any_case(events: list[tuple[int, str]]) -> None:
+    """A state is the number of times that it was trained. Without a loss, no state is trained twice."""
     baton, states = Baton[int](), [0, 0, 0]
     newest = 0
     for worker, event in events:

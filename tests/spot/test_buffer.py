@@ -1,4 +1,4 @@
-"""The harvest's buffer: what it takes, what it drops, and how many tokens it holds."""
+"""The buffer of training data: the responses that it takes and drops, and its bound in tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:
 
 
 @given(start=st.integers(0, 20), length=st.integers(1, 20), prompt_length=st.integers(1, 30))
-def test_drafted_counts_the_entries_whose_next_guess_is_of_the_response(
+def test_drafted_counts_entries_whose_next_draft_token_is_of_the_response(
     start: int, length: int, prompt_length: int
 ) -> None:
-    """Entry p predicts token p + 2, and its teacher is entry p + 1 of the same harvest."""
+    """Entry p predicts token p + 2, and its teacher is entry p + 1 of the same response."""
     entries = range(start, start + length)
     want = sum(p + 1 in entries and p + 2 >= prompt_length for p in entries)
     assert harvest(start, length, prompt_length).drafted == want
 
 
 @given(lengths=st.lists(st.integers(2, 30), max_size=30), most=st.integers(1, 60))
-def test_the_newest_stay_under_the_bound(lengths: list[int], most: int) -> None:
+def test_the_newest_responses_are_kept_within_the_bound(lengths: list[int], most: int) -> None:
     buffer = HarvestBuffer(most)
     for i, length in enumerate(lengths):
         buffer.add(harvest(i, length))
@@ -41,7 +41,7 @@ def test_the_newest_stay_under_the_bound(lengths: list[int], most: int) -> None:
 
 
 @pytest.mark.parametrize("item", [harvest(0, 5, prompt_length=9), harvest(3, 1)], ids=["a prompt", "one entry"])
-def test_what_teaches_nothing_is_not_kept(item: Harvest) -> None:
+def test_responses_without_training_tokens_are_not_kept(item: Harvest) -> None:
     buffer = HarvestBuffer(100)
     buffer.add(harvest(0, 5))
     buffer.add(item)
@@ -56,7 +56,7 @@ def test_what_teaches_nothing_is_not_kept(item: Harvest) -> None:
     now=st.lists(st.tuples(st.integers(0, 300), st.integers(2, 30)), max_size=30),
     most=st.integers(20, 200),
 )
-def test_the_longest_of_the_step_before_stay_beside_this_steps(
+def test_the_longest_responses_of_the_previous_step_are_kept_too(
     before: list[tuple[int, int]], now: list[tuple[int, int]], most: int
 ) -> None:
     buffer = HarvestBuffer(most)
@@ -104,8 +104,8 @@ def numbered(start: int, length: int) -> Harvest:
     return Harvest(0, start, 0, tokens, tokens[:, None].expand(-1, 2).float())
 
 
-def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
-    """The last whole rollout is what drafters are judged on, and the one under way is for neither."""
+def test_samples_are_from_earlier_rollouts_and_newer_items_are_drawn_more_often() -> None:
+    """The last whole rollout is for evaluations, and the present one for neither."""
     buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
     for version in range(5):
         buffer.rollout_ended()
@@ -118,8 +118,8 @@ def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
         assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.03)
 
 
-def test_what_is_forgotten_is_trained_on_no_more() -> None:
-    """The last whole rollout and the one under way stay; what was forgotten makes room."""
+def test_dropped_responses_are_not_trained_on() -> None:
+    """The last whole rollout and the present one are kept. The space of the others is free."""
     buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
     for version in range(5):
         buffer.rollout_ended()
@@ -145,7 +145,7 @@ def test_a_sample_is_of_one_version() -> None:
     assert set.union(*drawn) == {0, 1}
 
 
-def test_what_comes_late_displaces_the_oldest() -> None:
+def test_late_responses_replace_the_oldest() -> None:
     buffer = HarvestBuffer(40, steps=2)
     for past in (True, False):
         buffer.add_late(harvest(0, 5), past)
@@ -167,7 +167,7 @@ def test_what_comes_late_displaces_the_oldest() -> None:
 
 
 def test_newer_items_are_drawn_more_often() -> None:
-    """An item that is 40 steps older weighs 0.97^40 = 0.296 times as much, so it is drawn first in 22.8 % of draws."""
+    """An item that is 40 steps older has 0.97^40 = 0.296 times the weight, so it is drawn first in 22.8 % of draws."""
     buffer = HarvestBuffer(1000, steps=2)
     for version in (0, 40, 41):
         buffer.add(harvest(0, 20)._replace(target_version=version))

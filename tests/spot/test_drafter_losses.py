@@ -1,4 +1,5 @@
-"""The drafter's losses against hand-worked numbers, and the rejection rate against a count of shared draws."""
+"""The drafter's losses against hand-worked numbers, and the rejection rate against a count of draws with shared
+noise."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def law(*of: float) -> Tensor:
     return torch.tensor([of], dtype=torch.float64)
 
 
-def test_losses_are_the_hand_worked_ones() -> None:
+def test_losses_by_hand() -> None:
     p, log_q = law(*P), law(*Q).log()
     cross = -(0.5 * math.log(0.2) + 0.3 * math.log(0.2) + 0.2 * math.log(0.6))
     entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
@@ -31,8 +32,9 @@ def test_losses_are_the_hand_worked_ones() -> None:
     assert losses.rejection_rate(p, log_q, 3).item() == pytest.approx(1 - agree)
 
 
-def test_the_gradient_of_the_hybrid_is_that_of_its_parts() -> None:
-    """By each log q: of the KL -p, of the total variation q / 2 with the sign of q - p. The weight has none."""
+def test_the_gradient_of_the_hybrid_loss_is_that_of_its_parts() -> None:
+    """With respect to each log q: -p of the KL divergence, and q / 2 with the sign of q - p of the total variation. The
+    weight has none."""
     p, log_q = law(*P), law(*Q).log().requires_grad_()
     (gradient,) = torch.autograd.grad(losses.hybrid(p, log_q).sum(), log_q)
     weight = math.exp(-3 * (1 - 0.4))
@@ -41,7 +43,7 @@ def test_the_gradient_of_the_hybrid_is_that_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_least_where_the_laws_are_equal(name: str) -> None:
+def test_a_loss_is_smallest_for_equal_distributions(name: str) -> None:
     torch.manual_seed(0)
     log_p = torch.log_softmax(torch.randn(5, 9, dtype=torch.float64), -1)
     at_p = LOSSES[name](log_p.exp(), log_p)
@@ -51,7 +53,7 @@ def test_a_loss_is_least_where_the_laws_are_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("sharpness", [0.5, 2.0])
-def test_acceptance_is_how_often_shared_noise_picks_the_same(sharpness: float) -> None:
+def test_the_acceptance_rate_is_how_often_shared_noise_picks_the_same_token(sharpness: float) -> None:
     torch.manual_seed(1)
     log_p, log_q = torch.log_softmax(sharpness * torch.randn(2, 4, 9, dtype=torch.float64), -1)
     draws = 400_000
@@ -64,8 +66,8 @@ def test_acceptance_is_how_often_shared_noise_picks_the_same(sharpness: float) -
         assert overlap / (2 - overlap) - 1e-9 <= chance <= overlap + 1e-9, "between (1 - TV) / (1 + TV) and 1 - TV"
 
 
-def test_acceptance_where_a_token_is_never_said() -> None:
-    """Among the eight likeliest of a law in float32, some have a chance of exactly 0."""
+def test_the_acceptance_rate_with_tokens_of_probability_zero() -> None:
+    """Among the eight likeliest tokens of a float32 distribution, some have a probability of exactly 0."""
     p = torch.softmax(torch.tensor([[200.0, 0.0, -200.0]]), -1)
     log_q = torch.log_softmax(torch.tensor([[1.0, 0.0, 0.0]]), -1).requires_grad_()
     loss = losses.rejection_rate(p, log_q)
@@ -79,7 +81,7 @@ def test_acceptance_where_a_token_is_never_said() -> None:
 
 
 def guesses() -> dict[str, Tensor]:
-    """Guesses of several columns: some entries have two, some none, and their weights differ."""
+    """Return draft tokens of several columns. Some entries have two, some none, and their weights differ."""
     torch.manual_seed(3)
     outs, teacher, head, known = (torch.randn(n, 4, dtype=torch.float64) for n in (9, 6, 11, 11))
     at = torch.tensor([0, 1, 2, 4, 5, 1, 2, 5, 5])
@@ -88,8 +90,8 @@ def guesses() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 100])
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_are_those_of_the_plain_sum(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
-    """The twin computes each guess alone, and leaves the gradient to autograd."""
+def test_value_and_gradient_equal_those_of_the_plain_sum(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    """The twin computes each draft token alone, and leaves the gradient to autograd."""
     monkeypatch.setattr(losses, "LOGITS", rows * 11)
     given, of = guesses(), guesses()["outs"].requires_grad_()
     laws = torch.softmax(given["teacher"] @ given["known"].T, -1)[given["at"]]
@@ -105,7 +107,7 @@ def test_value_and_gradient_are_those_of_the_plain_sum(monkeypatch: pytest.Monke
     assert torch.allclose(overlap, torch.minimum(laws, log_q.exp()).sum(-1))
 
 
-def test_it_can_be_broken_off_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_interrupted_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LOGITS", 3 * 11)
     looks = list[int]()
     losses.draft_loss("cross_entropy", **guesses(), check_stop=lambda: looks.append(1))

@@ -1,4 +1,4 @@
-"""The fault barrier: an error switches it off, and nothing else happens."""
+"""The fault barrier: an error turns it off, and has no other effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_after_an_error_each_method_returns_its_default(caplog: pytest.LogCaptur
     assert Counter().is_on, "another one is not switched off"
 
 
-def test_errors_of_the_run_are_raised_on() -> None:
+def test_errors_of_the_run_are_raised_again() -> None:
     counter = Counter()
     with pytest.raises(KeyError):
         counter.look_up("c")

@@ -1,4 +1,4 @@
-"""Expected rounds against a walk through all that may happen, and against rounds that are played."""
+"""Expected rounds against an enumeration of all outcomes, and against simulated rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def played(right: Sequence[Sequence[float]], rng: random.Random) -> tuple[float, float]:
-    """One sequence, decoded once: rounds, the last one by its share within it, and right first guesses."""
+    """Decode one sequence once. Return the rounds, the last one by its share within it, and the number of accepted
+    first draft tokens."""
     at, rounds, firsts = 0, 0.0, 0.0
     while at < len(right):
         guesses = 0
@@ -43,7 +44,7 @@ def played(right: Sequence[Sequence[float]], rng: random.Random) -> tuple[float,
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 20), depth=st.integers(1, 5))
-def test_it_is_the_mean_of_rounds_that_are_played(seed: int, length: int, depth: int) -> None:
+def test_it_is_the_mean_of_simulated_rounds(seed: int, length: int, depth: int) -> None:
     rng = random.Random(seed)
     right = [[rng.random() for _ in range(depth)] for _ in range(length)]
     many = [played(right, rng) for _ in range(4000)]
@@ -52,9 +53,9 @@ def test_it_is_the_mean_of_rounds_that_are_played(seed: int, length: int, depth:
     assert firsts == pytest.approx(sum(one for _, one in many) / len(many), rel=0.1, abs=0.02)
 
 
-def test_a_judgement_says_what_decoding_shows() -> None:
-    """Of a real drafter. Guesses are right a little less often than 1 - TV says, and the last round of a response is
-    cut short."""
+def test_an_evaluation_predicts_decoding() -> None:
+    """With a real drafter. Draft tokens are accepted slightly less often than 1 - TV, and the last round of a response
+    is cut short."""
     config = load_config(ROOT / "recipes" / "longtail.toml", ["--rollout.max_new_tokens", "200", "--data.size", "12"])
     _, prompts, target, params = open_workplace(config)
     layer = load_drafter(ROOT / "assets" / "tiny-drafter", target.options)
@@ -74,8 +75,9 @@ def test_a_judgement_says_what_decoding_shows() -> None:
     assert 1.5 < seen < 6.0
 
 
-def test_by_hand() -> None:
-    """Two guesses, each right with 1/2, at three entries: a round commits 1, 2 or 3 with 1/2, 1/4 and 1/4."""
+def test_expected_rounds_by_hand() -> None:
+    """Two draft tokens at three entries, each accepted with 1/2: a round commits 1, 2 or 3 tokens with 1/2, 1/4 and
+    1/4."""
     half = torch.full((3, 2), 0.5)
     last = 1 / 2 + 1 / 4 / 2 + 1 / 4 / 3  # at the last entry, a round is within it by so much
     second = 1 / 2 + 1 / 4 + 1 / 4 * 2 / 3
@@ -83,7 +85,7 @@ def test_by_hand() -> None:
     assert expected_rounds(half, torch.zeros(3))[0] == pytest.approx(whole)
 
 
-def test_guesses_that_are_always_or_never_right() -> None:
+def test_draft_tokens_that_are_always_or_never_accepted() -> None:
     assert expected_rounds(torch.ones(12, 3), torch.zeros(12)) == (3.0, 3.0)
     assert expected_rounds(torch.zeros(12, 3), torch.zeros(12)) == (12.0, 0.0)
     assert expected_rounds(torch.zeros(0, 3), torch.zeros(0)) == (0.0, 0.0)
@@ -95,6 +97,6 @@ def test_every_sequence_begins_with_a_round_of_its_own() -> None:
     assert expected_rounds(right, segments) == pytest.approx([sum(column) for column in zip(*alone, strict=True)])
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_values_that_are_not_finite_stay_so() -> None:
     rounds, _ = expected_rounds(torch.full((4, 2), torch.nan), torch.zeros(4))
     assert rounds != rounds

@@ -1,4 +1,4 @@
-"""Saving the drafter: in the background, whole or not at all, and training goes on from it."""
+"""Saving the drafter in the background, complete or not at all. Training continues from a save."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model() -> Model:
 
 
 def state(model: Model, seed: int = 0) -> TrainerState:
-    """As after some training: no two tensors alike."""
+    """Return a state after some training, in which no two tensors are equal."""
     spot = SpotTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, CONFIG)
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: torch.rand(t.shape, generator=generator) for n, t in (spot.state() or {}).items() if n != "steps"}
@@ -59,7 +59,7 @@ def test_a_saved_drafter_is_loaded_unchanged(model: Model, tmp_path: Path) -> No
     assert torch.equal(layer.fc.weight, weights_of(states[0])["fc.weight"]), "a drafter's folder as any other"
 
 
-def test_training_goes_on_from_it(model: Model, tmp_path: Path) -> None:
+def test_training_continues_from_a_save(model: Model, tmp_path: Path) -> None:
     want = state(model)
     write(tmp_path, options(model), 1, want, None)
     found = loaded(model, tmp_path)
@@ -69,7 +69,7 @@ def test_training_goes_on_from_it(model: Model, tmp_path: Path) -> None:
     assert spot.trainer.steps == 12.5
 
 
-def test_it_saves_what_is_trained_and_nothing_else(model: Model, tmp_path: Path) -> None:
+def test_only_trained_tensors_are_saved(model: Model, tmp_path: Path) -> None:
     """The target's embedding and head are not in it."""
     write(tmp_path, options(model), 1, state(model), None)
     size = sum(path.stat().st_size for path in (tmp_path / "drafter_00000001").iterdir())
@@ -78,21 +78,21 @@ def test_it_saves_what_is_trained_and_nothing_else(model: Model, tmp_path: Path)
     assert trained < size < trained + 12_000
 
 
-def test_the_newest_two_are_kept(model: Model, tmp_path: Path) -> None:
+def test_the_newest_two_saves_are_kept(model: Model, tmp_path: Path) -> None:
     for number in (3, 9, 12, 15):
         write(tmp_path, options(model), number, state(model), None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter_00000012", "drafter_00000015"]
 
 
 class Killed(BaseException):
-    """The process is gone: nothing is cleaned up."""
+    """End of the process, without any clean-up."""
 
 
 @pytest.mark.parametrize("moment", range(40))
-def test_a_kill_at_any_moment_leaves_the_last_whole_one(
+def test_a_kill_at_any_moment_leaves_the_last_complete_save(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """Before or after each touch of the disk, with files half written; and the next save works."""
+    """The process ends before or after each write to the disk, with partly written files. The next save works."""
     old, new = state(model, 1), state(model, 2)
     write(tmp_path, options(model), 1, old, None)
     touches = 0
@@ -154,7 +154,7 @@ def test_the_caller_does_not_wait_and_only_the_newest_is_written(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("No space left in memory")])
-def test_a_disk_that_fails_costs_the_save_alone(
+def test_a_failing_disk_only_costs_the_save(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def full(*arguments: Any) -> None:
@@ -172,8 +172,8 @@ def test_a_disk_that_fails_costs_the_save_alone(
     assert loaded(model, tmp_path).number == 2
 
 
-def test_one_that_is_damaged_is_written_anew(model: Model, tmp_path: Path) -> None:
-    """A run that goes on from the one before it gives the next one the same number."""
+def test_a_damaged_save_is_written_again(model: Model, tmp_path: Path) -> None:
+    """A run that resumes from the previous save gives the next one the same number."""
     assert load_latest(tmp_path / "nowhere", model.decoder.options) is None
     for number in (1, 2):
         write(tmp_path, options(model), number, state(model), None)

@@ -1,4 +1,4 @@
-"""The schedule: hand-worked sequences of events, and what holds for all of them."""
+"""The schedule: hand-worked sequences of events, and properties of all sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
 
 
 def stretch(schedule: Schedule, found: Evaluation, seconds: float = 0.0) -> Evaluation | None:
-    """Train a stretch in one call, and evaluate it."""
+    """Train for one interval in one call, and evaluate."""
     schedule.trained(SpotReport(RULE.stretch, 40, seconds))
     return schedule.evaluated(found)
 
@@ -31,7 +31,7 @@ def at_rest() -> Schedule:
     return schedule
 
 
-def test_an_evaluation_is_due_after_each_stretch() -> None:
+def test_an_evaluation_is_due_after_each_interval() -> None:
     schedule, seen = Schedule(20, RULE), []
     for _ in range(4):
         seen.append(schedule.due())
@@ -43,7 +43,7 @@ def test_an_evaluation_is_due_after_each_stretch() -> None:
 
 
 def test_a_burst_ends_after_candidates_that_were_not_published() -> None:
-    """One that is published begins the count anew: better, worse, worse, better, worse, worse, worse."""
+    """A published candidate restarts the count: better, worse, worse, better, worse, worse, worse."""
     schedule, rests = Schedule(20, RULE), []
     for found in (BETTER, WORSE, WORSE, BETTER, WORSE, WORSE, WORSE):
         stretch(schedule, found)
@@ -52,8 +52,8 @@ def test_a_burst_ends_after_candidates_that_were_not_published() -> None:
     assert schedule.due() is None
 
 
-def test_at_rest_training_takes_an_eighth_of_the_rollouts() -> None:
-    """Rollouts of 2 s are worth 0.25 s each, and a call takes 0.625 s."""
+def test_paused_training_takes_an_eighth_of_the_rollouts() -> None:
+    """Rollouts of 2 s allow 0.25 s each, and a call takes 0.625 s."""
     schedule, trained = at_rest(), []
     for rollout in range(6):
         schedule.rollout_ended(2.0, None)
@@ -63,7 +63,7 @@ def test_at_rest_training_takes_an_eighth_of_the_rollouts() -> None:
     assert trained == [0, 2, 5]  # credit: 0.25, -0.125, 0.125, -0.25, 0, 0.25
 
 
-def test_an_evaluation_at_rest_is_paid_for_and_its_publication_begins_a_burst() -> None:
+def test_an_evaluation_while_paused_uses_the_time_and_its_publication_begins_a_burst() -> None:
     schedule = at_rest()
     schedule.rollout_ended(10.0, None)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.5))
@@ -75,8 +75,8 @@ def test_an_evaluation_at_rest_is_paid_for_and_its_publication_begins_a_burst() 
     assert not schedule.rests
 
 
-def test_the_task_has_changed_after_two_fallen_rollouts_in_a_row() -> None:
-    """Of a mean of 0.8, 0.64 is the bound; the mean over three rollouts leaves fallen ones out."""
+def test_two_rollouts_in_a_row_with_low_acceptance_are_a_change_of_the_task() -> None:
+    """With a mean of 0.8 the bound is 0.64. The mean over three rollouts leaves low ones out."""
     schedule = at_rest()
     changes = [schedule.rollout_ended(1.0, rate) for rate in (0.8, 0.6, 0.8, 0.6, 0.5, 0.5)]
     assert changes == [False, False, False, False, True, False]
@@ -85,7 +85,7 @@ def test_the_task_has_changed_after_two_fallen_rollouts_in_a_row() -> None:
     assert schedule.due() is Due.TRAIN
 
 
-def test_a_change_of_the_task_begins_a_new_stretch() -> None:
+def test_a_change_of_the_task_begins_a_new_interval() -> None:
     schedule = Schedule(20, RULE)
     schedule.rollout_ended(1.0, 0.9)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
@@ -97,7 +97,7 @@ def test_a_change_of_the_task_begins_a_new_stretch() -> None:
 
 
 def test_interrupted_evaluations_add_up() -> None:
-    """40 tokens are wanted: two parts of 15 are too few, and with a third one they are enough."""
+    """40 tokens are needed. Two parts of 15 are too few, and with a third one they are enough."""
     schedule = Schedule(20, RULE)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
     part = Evaluation(15, 8.0, 5.0, 3.0, interrupted=True, seconds=0.5)
@@ -130,7 +130,7 @@ def test_a_candidate_must_save_two_percent_of_the_rounds(in_use: float, candidat
     assert schedule.in_vain == 1 - is_published
 
 
-def test_a_resumed_run_goes_on_with_the_same_schedule_and_a_new_stretch() -> None:
+def test_a_resumed_run_continues_the_schedule_with_a_new_interval() -> None:
     before = at_rest()
     before.rollout_ended(3.0, 0.7)
     before.rollout_ended(3.0, 0.1)
@@ -143,7 +143,7 @@ def test_a_resumed_run_goes_on_with_the_same_schedule_and_a_new_stretch() -> Non
 
 
 def steps() -> st.SearchStrategy[Callable[[Schedule], tuple[float, float]]]:
-    """Something happens. Returns (seconds of rollouts, seconds that training took at rest)."""
+    """Apply random events. Return (seconds of rollouts, seconds of training while paused)."""
 
     def work(schedule: Schedule, micro_batches: int, seconds: float, found: Evaluation) -> tuple[float, float]:
         due, rested = schedule.due(), schedule.rests
@@ -166,7 +166,7 @@ def steps() -> st.SearchStrategy[Callable[[Schedule], tuple[float, float]]]:
 
 
 @given(st.lists(steps(), max_size=60))
-def test_at_rest_training_never_takes_more_than_its_share_and_one_call(
+def test_paused_training_never_takes_more_than_its_share_and_one_call(
     events: list[Callable[[Schedule], tuple[float, float]]],
 ) -> None:
     schedule, rollouts, trained = Schedule(20, RULE), 0.0, 0.0

@@ -1,4 +1,4 @@
-"""The spot trainer: interruption, hand-over, evaluation, and training data of several target versions."""
+"""The spot trainer: interruption, transfer, evaluation, and training data of several target versions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def items(model: Model) -> list[Harvest]:
-    """Of 24 prompts."""
+    """Return training data of 24 prompts."""
     found: list[Harvest] = []
     layout = eagle_options(model.decoder.options, "eagle3", 32).layout
     engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append)
@@ -57,7 +57,8 @@ def fresh_layer(model: Model, seed: int = 0) -> EagleLayer:
 def make_spot(
     model: Model, items: list[Harvest], seed: int = 0, layer: EagleLayer | None = None, now: list[Harvest] | None = None
 ) -> SpotTrainer:
-    """It is trained on four prompts of five, and judged on the fifth, which is of the last rollout; or on `now`."""
+    """Return a trainer with training data of four prompts of five. It is evaluated on the fifth, which is of the last
+    rollout, or on `now`."""
     spot = SpotTrainer(layer or fresh_layer(model), model.decoder, CONFIG, seed)
     for item in items:
         if now is not None or not is_new(item):
@@ -87,7 +88,7 @@ def same(one: TrainerState, other: TrainerState) -> bool:
 
 
 def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> None:
-    """Ten calls of one micro-batch, and one trainer handed from worker to worker, end where one call does."""
+    """Ten calls of one micro-batch, and one trainer moved from worker to worker, end with the state of one call."""
     whole = make_spot(model, items)
     while whole.trainer.steps < 10:
         whole.train(0)
@@ -104,7 +105,7 @@ def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> Non
     assert same(state_of(whole), state_of(steps))
 
 
-def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, items: list[Harvest]) -> None:
+def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
     spot.train(0)
     looks = count()
@@ -120,7 +121,7 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     assert not same(before, state_of(spot))
 
 
-def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rate(
+def test_after_a_change_of_the_task_it_trains_first_draft_tokens_at_the_full_rate(
     model: Model, items: list[Harvest]
 ) -> None:
     layer = fresh_layer(model)
@@ -142,7 +143,7 @@ def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rat
     assert spot.trainer.reach > 1.5, "it begins anew once"
 
 
-def test_without_harvest_nothing_is_trained(model: Model) -> None:
+def test_without_training_data_nothing_is_trained(model: Model) -> None:
     spot = make_spot(model, [])
     before = state_of(spot)
     assert not spot.ready
@@ -151,7 +152,7 @@ def test_without_harvest_nothing_is_trained(model: Model) -> None:
     assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
 
 
-def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest]) -> None:
+def test_the_given_layer_is_not_changed(model: Model, items: list[Harvest]) -> None:
     layer = fresh_layer(model)
     spot = make_spot(model, items, layer=layer)
     spot.train(0)
@@ -172,7 +173,7 @@ def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> N
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_of_many_responses_and_stays_the_same_until_the_target_moves(
+def test_an_evaluation_has_many_responses_and_is_the_same_until_the_target_changes(
     model: Model, items: list[Harvest]
 ) -> None:
     spot = make_spot(model, items, now=items)
@@ -187,10 +188,10 @@ def test_an_evaluation_is_of_many_responses_and_stays_the_same_until_the_target_
     assert now == pytest.approx(before), "what comes by and by is of those who end first"
 
 
-def test_drafters_are_judged_on_the_last_rollout_and_trained_on_those_before(
+def test_drafters_are_evaluated_on_the_last_rollout_and_trained_on_earlier_ones(
     model: Model, items: list[Harvest]
 ) -> None:
-    """So whatever they are judged on they have not seen, and nothing is kept from training for ever."""
+    """So evaluations have data that no drafter was trained on, and all data are used for training later."""
     spot = make_spot(model, items)
     sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
     assert sampled
@@ -206,7 +207,7 @@ def test_drafters_are_judged_on_the_last_rollout_and_trained_on_those_before(
 
 
 def test_an_interrupted_evaluation_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
-    """It returns the parts that both drafters were compared on by then."""
+    """It returns the parts on which both drafters were compared by then."""
     spot = make_spot(model, items)
     spot.load_state(state_of(make_spot(model, items, layer=fresh_layer(model, 1))))
     looks = count()
@@ -228,9 +229,9 @@ def test_an_interrupted_evaluation_ends_at_the_next_column(model: Model, items: 
     assert not whole.interrupted
 
 
-def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
-    """By the law of how far each round gets, a_k = 1 - TV(target at entry + k, twin's guess k), rounds are counted from
-    the end: those that one from here, and all behind it, take."""
+def test_an_evaluation_by_hand(model: Model, items: list[Harvest]) -> None:
+    """A round accepts draft token k with a_k = 1 - TV(target at entry + k, the twin's draft token k). Rounds are
+    counted from the end: the round that begins here, and all rounds after it."""
     layer = make_layer(model.decoder, "eagle3", 32)
     item = items[0]
     twin, head = model.twin(layer), model.hf.lm_head.weight.detach()
@@ -247,7 +248,7 @@ def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]
     count = len(right)
 
     def left(at: int) -> tuple[float, float]:
-        """Rounds from there on, and their right first guesses."""
+        """Return the expected rounds from there on, and their accepted first draft tokens."""
         if at >= count:
             return 0.0, 0.0
         a, b, c = right[at]
@@ -266,7 +267,7 @@ def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]
     assert entries == count
 
 
-def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Model, items: list[Harvest]) -> None:
+def test_a_better_candidate_is_published_and_is_then_the_reference(model: Model, items: list[Harvest]) -> None:
     spot, schedule = make_spot(model, items), Schedule(CONFIG.micro_batch_tokens)
     first = spot.evaluate()
     assert first.candidate == first.in_use
@@ -287,7 +288,7 @@ def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Mode
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 
 
-def test_the_draft_vocabulary_goes_with_the_state_and_is_published(
+def test_the_draft_vocabulary_is_part_of_the_state_and_published(
     model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
@@ -304,9 +305,7 @@ def test_the_draft_vocabulary_goes_with_the_state_and_is_published(
     assert torch.equal(published, chosen)
 
 
-def test_a_candidate_that_is_not_finite_never_passes_and_training_starts_again(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_a_candidate_that_is_not_finite_is_rejected_and_training_restarts(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
     spot.train(0)
     spot.mean[0].view(-1)[0] = math.nan
@@ -317,7 +316,7 @@ def test_a_candidate_that_is_not_finite_never_passes_and_training_starts_again(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("part", ["weight", "moment", "mean"])
-def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
+def test_training_that_is_not_finite_restarts_from_the_drafter_in_use(
     model: Model, items: list[Harvest], part: str, value: float
 ) -> None:
     spot = make_spot(model, items)
@@ -338,8 +337,8 @@ def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
 # -- the target moves --------------------------------------------------------------------------------------------------
 
 
-def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old item's loss is what it was, though the head has changed; a planted mix-up shows."""
+def test_the_teacher_is_the_target_of_the_datas_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of an old item stays the same although the head has changed. A planted mix-up is found."""
     monkeypatch.setattr("tlt.spot.spot._STEPS", 8)
     model = make_model(seed=1)
     engine_items: list[Harvest] = []
@@ -376,7 +375,7 @@ def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (4.5, 3), (99, 64)])
-def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
+def test_training_data_are_kept_for_the_steps_whose_heads_fit(
     model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int
 ) -> None:
     monkeypatch.setattr("tlt.spot.spot._HEADS", int(heads * model.decoder.head.nbytes))
@@ -384,7 +383,7 @@ def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
 
 
 class Waiting:
-    """Responses whose harvest is computed late, one at a time."""
+    """Responses whose training data are computed later, one at a time."""
 
     def __init__(self, items: list[Harvest]) -> None:
         self.items = items
@@ -398,7 +397,7 @@ class Waiting:
     def rollout_ended(self) -> None: ...
 
 
-def test_what_is_computed_and_not_yet_trained_on_is_no_micro_batch(model: Model, items: list[Harvest]) -> None:
+def test_computed_data_are_no_micro_batch_until_they_are_trained_on(model: Model, items: list[Harvest]) -> None:
     spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
     for _ in range(2):  # a rollout before the last one, both without harvest so far
         spot.target_moved()
@@ -407,7 +406,7 @@ def test_what_is_computed_and_not_yet_trained_on_is_no_micro_batch(model: Model,
     assert (report.micro_batches, report.tokens) == (0, 0)
 
 
-def test_what_is_computed_for_an_evaluation_is_not_trained_on(model: Model, items: list[Harvest]) -> None:
+def test_data_computed_for_an_evaluation_are_not_trained_on(model: Model, items: list[Harvest]) -> None:
     spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
     for _ in range(2):
         spot.target_moved()

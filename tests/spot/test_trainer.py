@@ -1,5 +1,5 @@
 """Training of the learned drafter: the unrolled pass against sequential drafting, the losses against hand-worked
-numbers, the rejection rate against a count of shared draws, and that a few steps teach something."""
+numbers, the acceptance rate, and learning in a few steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def harvest(kind: Kind, start: int, length: int, prompt_length: int = 0, seed: i
 
 
 class Recorded(EagleDrafter):
-    """Keeps the laws it gave, level by level."""
+    """Drafter that records its distributions, level by level."""
 
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         super().__init__(layer, target)
@@ -68,8 +68,9 @@ class Recorded(EagleDrafter):
 def drafted(
     model: Model, layer: EagleLayer, items: Sequence[Harvest], steps: int
 ) -> dict[tuple[int, int, int], Tensor]:
-    """(item, entry, column) -> the law, as the engine drafts it: a row an item, one more entry of the target every
-    round (so that keys and values come from the cache), and noise that makes the true tokens the guesses."""
+    """Return (item, entry, column) -> distribution, as the engine drafts it: one row per item, one more entry of the
+    target in every round (so that keys and values come from the cache), and noise that makes the true tokens the draft
+    tokens."""
     drafter, rows = Recorded(layer, model.decoder), len(items)
     window = FeatureWindow(layer.options.layout, layer.options.hidden_size, torch.float64, CPU)
     request = Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams())
@@ -103,10 +104,10 @@ def drafted(
 @pytest.mark.parametrize("queries", [1, 7, 128])
 @pytest.mark.parametrize("window", [3, 8, 64])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_column_is_what_sequential_drafting_gives(
+def test_every_column_equals_sequential_drafting(
     model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int, queries: int
 ) -> None:
-    """Several sequences in a pack, of different lengths, some from the middle of a text; attention in blocks of any
+    """Several sequences in a pack, of different lengths, some from the middle of a text, with attention blocks of any
     size."""
     monkeypatch.setattr("tlt.spot.unroll._QUERIES", queries)
     layer, steps = make_layer(model.decoder, kind, window), 5
@@ -125,10 +126,10 @@ def test_every_column_is_what_sequential_drafting_gives(
 
 @pytest.mark.parametrize("queries", [1, 7, 128])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_columns_of_some_entries_are_those_of_all(
+def test_columns_of_some_entries_equal_those_of_all(
     model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, queries: int
 ) -> None:
-    """Blocks without a root among them."""
+    """Some blocks have no root."""
     monkeypatch.setattr("tlt.spot.unroll._QUERIES", queries)
     layer, roots = make_layer(model.decoder, kind, 8), torch.tensor([1, 5, 18, 25, 31, 44, 51])
     batch = pack([harvest(kind, start, n) for start, n in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))], CPU)
@@ -148,15 +149,15 @@ MIX = (("eagle3", 0, 13, 6), ("eagle3", 40, 7, 6), ("eagle3", 2, 9, 6), ("eagle3
 
 
 def mixed_items() -> list[Harvest]:
-    """A prompt and its response; a response's middle; one that starts in the prompt; a prompt alone."""
+    """Return a prompt and its response, the middle of a response, one that starts in the prompt, and a prompt alone."""
     return [harvest("eagle3", start, length, prompt) for _, start, length, prompt in MIX]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name: str) -> None:
-    """Column t of entry i predicts token i + t + 2; its teacher is the head on the target's last state of entry
-    i + t + 1. The later columns count at every fourth entry of the pack, with each step another one; and sixteen
-    times the smooth L1 distance between what the head is given and that state."""
+def test_the_loss_is_the_mean_over_draft_tokens_of_responses(model: Model, name: str) -> None:
+    """Column t of entry i predicts token i + t + 2. Its teacher is the head on the target's last state of entry i + t +
+    1. Later columns count at every fourth entry of the pack, another one in each step. Sixteen times the smooth L1
+    distance between the input of the head and that state is added."""
     layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.4
     config = DrafterTrainConfig(unroll=4, loss=name)
     made = DrafterTrainer(layer, model.decoder, config)
@@ -187,7 +188,7 @@ def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name
     assert loss.item() == pytest.approx(total / weight, abs=1e-12)
 
 
-def test_a_pack_with_nothing_to_learn_changes_nothing(model: Model) -> None:
+def test_a_pack_without_draft_tokens_changes_nothing(model: Model) -> None:
     layer = make_layer(model.decoder, "eagle3", 8)
     made, before = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=3)), layer.fc.weight.clone()
     for items in ([harvest("eagle3", 0, 1)], [harvest("eagle3", 0, 4, prompt_length=100)]):
@@ -197,7 +198,7 @@ def test_a_pack_with_nothing_to_learn_changes_nothing(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_loss_in_chunks_equals_the_whole_loss(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layer, batch = make_layer(model.decoder, "eagle3", 8), pack(mixed_items(), CPU)
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=3, loss=name))
     made.reach = 3.0
@@ -218,7 +219,7 @@ def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPa
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
-def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_in_chunks_equals_the_whole_evaluation(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, batch = [make_layer(model.decoder, "eagle3", 8, seed) for seed in (0, 1)], pack(mixed_items(), CPU)
     made = DrafterTrainer(layers[0], model.decoder, DrafterTrainConfig(unroll=3))
     alone = [made.judge([layer], batch) for layer in layers]
@@ -229,7 +230,7 @@ def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytes
     ]
 
 
-def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
+def test_distributions_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
@@ -257,8 +258,8 @@ def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
     assert found == results() != whole
 
 
-def test_the_acceptance_of_a_sample_is_that_of_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all packs, in chunks, for every guess of a chain whatever is trained by now."""
+def test_the_acceptance_rate_of_a_sample_is_that_of_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all packs, in chunks, for every draft token of a chain, at any state of the training."""
     made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=4))
     batch = pack(mixed_items(), CPU)
     made.reach = 4.0
@@ -275,7 +276,7 @@ def test_the_acceptance_of_a_sample_is_that_of_the_loss(model: Model, monkeypatc
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), most=st.integers(1, 64), seed=st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
-def test_packs_lose_nothing_and_mix_nothing(lengths: list[int], most: int, seed: int) -> None:
+def test_packs_contain_each_sequence_once_and_do_not_mix_them(lengths: list[int], most: int, seed: int) -> None:
     items = [
         Harvest(0, 7 * i, 7 * i + 3, torch.arange(n) + 100 * i, torch.full((n, 2), float(i)))
         for i, n in enumerate(lengths)
@@ -298,13 +299,13 @@ def test_packs_lose_nothing_and_mix_nothing(lengths: list[int], most: int, seed:
     assert sorted(seen) == list(range(len(items)))
 
 
-def test_a_bundle_is_of_one_target_version() -> None:
+def test_a_pack_has_one_target_version() -> None:
     items = [harvest("eagle3", 0, 5)._replace(target_version=version) for version in (0, 0, 1, 1, 1, 2)]
     found = [[item.target_version for item in held] for held in bundles(items, 12)]
     assert found == [[0, 0], [1, 1], [1], [2]]
 
 
-def test_an_epoch_comes_in_another_order_every_time() -> None:
+def test_each_epoch_has_another_order() -> None:
     items = [harvest("eagle3", 0, 5, seed=i) for i in range(20)]
     rng = random.Random(0)
     one, two = ([b.tokens.tolist() for b in packs(items, 10, CPU, rng)] for _ in range(2))
@@ -330,9 +331,9 @@ def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_fc_learns_as_one_that_is_trained_on_white_inputs(model: Model, kind: Kind) -> None:
-    """The twin holds W with fc = W whitening, and Adam steps W by the gradient that autograd gives it; after every step
-    its folded weights are those of the layer, which is what is published."""
+def test_fc_learns_like_a_layer_with_white_inputs(model: Model, kind: Kind) -> None:
+    """The twin holds W with fc = W whitening, and Adam steps W by autograd's gradient. After every step its folded
+    weights equal those of the layer, which are published."""
     items = [harvest(kind, 3 * n, 20, seed=n) for n in range(6)]
     made = DrafterTrainer(make_layer(model.decoder, kind, 8), model.decoder, DrafterTrainConfig(unroll=2))
     twin = DrafterTrainer(make_layer(model.decoder, kind, 8), model.decoder, DrafterTrainConfig(unroll=2))
@@ -357,7 +358,7 @@ def test_fc_learns_as_one_that_is_trained_on_white_inputs(model: Model, kind: Ki
             assert torch.allclose(made.layer.get_parameter(name), parameter, rtol=0, atol=1e-12), name
 
 
-def test_a_gradient_that_is_not_finite_is_left_out(model: Model) -> None:
+def test_a_gradient_that_is_not_finite_is_skipped(model: Model) -> None:
     layer = make_layer(model.decoder, "eagle3", 8)
     made, before = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2)), layer.fc.weight.clone()
     spoilt = layer.q_proj.weight.register_hook(lambda gradient: gradient * math.inf)
@@ -371,7 +372,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(model: Model) -> None:
 
 
 @pytest.mark.parametrize(("reach", "columns"), [(0.0, 1), (0.3, 2), (1.95, 3), (2.2, 4), (3.9, 5), (5.0, 5)])
-def test_training_goes_one_guess_beyond_those_that_are_right(model: Model, reach: float, columns: int) -> None:
+def test_training_goes_one_draft_token_beyond_the_accepted_ones(model: Model, reach: float, columns: int) -> None:
     made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=5))
     made.reach = reach
     overlaps = made.step(pack(mixed_items(), CPU))
@@ -394,8 +395,8 @@ def rollout(model: Model, prompts: range) -> list[Harvest]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_few_steps_teach_what_was_not_seen(name: str) -> None:
-    """On held-out responses the laws come closer at every guess, under each loss."""
+def test_a_few_steps_improve_held_out_responses(name: str) -> None:
+    """The distributions come closer at every draft token, with each loss."""
     model = make_model(seed=1, dtype=torch.float32)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(model.decoder.options, "eagle3", 32))
@@ -421,7 +422,7 @@ def test_a_few_steps_teach_what_was_not_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize(("has_units", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_products_are_in_bfloat16_where_the_cpu_has_units_for_it(
+def test_products_are_in_bfloat16_if_the_cpu_has_units_for_it(
     monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: torch.dtype
 ) -> None:
     """On other CPUs they would be slower. float64 stays, because references need it."""

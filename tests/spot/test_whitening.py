@@ -1,4 +1,4 @@
-"""What training begins with: regression against NumPy's, whitened inputs by their moments."""
+"""The initial weights of training: regression against NumPy's, and whitened inputs by their moments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model() -> Model:
 
 
 def harvests(kind: Kind, lengths: tuple[int, ...] = (40, 1, 90, 25, 60)) -> list[Harvest]:
-    """Hidden states that follow from the ones before, and some noise."""
+    """Return hidden states that follow from earlier ones with some noise."""
     generator = torch.Generator().manual_seed(3)
     items = []
     for start, n in enumerate(lengths):
@@ -35,7 +35,7 @@ def harvests(kind: Kind, lengths: tuple[int, ...] = (40, 1, 90, 25, 60)) -> list
 
 
 def rows(model: Model, kind: Kind, items: list[Harvest]) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of fc at each entry, and the hidden state of the next one (NaN at the end of an item)."""
+    """Return the inputs of fc at each entry, and the hidden state of the next one (NaN at the end of an item)."""
     embedding, x, y = model.decoder.embedding.numpy(), [], []
     for item in items:
         for i, token in enumerate(item.tokens.tolist()):
@@ -46,8 +46,8 @@ def rows(model: Model, kind: Kind, items: list[Harvest]) -> tuple[np.ndarray, np
     return np.array(x), np.array(y)
 
 
-def test_a_random_drafter_begins_with_the_best_linear_guess(model: Model) -> None:
-    """NumPy's least squares, the ridge as 32 more rows; the layer then gives no more than that in any column."""
+def test_a_random_drafter_begins_with_the_best_linear_map(model: Model) -> None:
+    """NumPy's least squares, with the ridge as 32 more rows. The other parts of the layer add nothing in any column."""
     items = harvests("eagle1")
     made = DrafterTrainer(make_layer(model.decoder, "eagle1", 8), model.decoder, DrafterTrainConfig())
     made.prepare(items, from_scratch=True)
@@ -68,7 +68,7 @@ def test_a_random_drafter_begins_with_the_best_linear_guess(model: Model) -> Non
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_white_inputs_have_unit_moments_but_for_the_floor(model: Model, kind: Kind) -> None:
+def test_white_inputs_have_unit_moments_except_for_the_floor(model: Model, kind: Kind) -> None:
     items = harvests(kind)
     layer = make_layer(model.decoder, kind, 8)
     whitening = Moments(layer, model.decoder.embedding, items).whitening().numpy()
@@ -89,7 +89,7 @@ def test_a_drafter_that_was_trained_keeps_its_weights(model: Model) -> None:
         assert not torch.equal(made.whitening, torch.eye(len(made.whitening)))
 
 
-def test_a_sample_that_is_not_finite_is_passed_over(model: Model) -> None:
+def test_a_sample_that_is_not_finite_is_ignored(model: Model) -> None:
     made = DrafterTrainer(make_layer(model.decoder, "eagle1", 8), model.decoder, DrafterTrainConfig())
     before = made.layer.fc.weight.clone()
     spoilt = [item._replace(features=item.features * math.nan) for item in harvests("eagle1")]

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever breaks, and whenever, the last good one is found."""
+"""Checkpoints: after any failure at any time, the last complete one is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save_step(root: Path, step: int, keep: int = 10) -> Path:
 
 
 def good_step(root: Path) -> int:
-    """Of the checkpoint found; its files must all be of that step."""
+    """Return the step of the checkpoint that is found. All its files must be of that step."""
     found = latest(root)
     step = found.state["step"]
     assert (found.folder / "policy" / "model.safetensors").read_bytes() == bytes([step]) * 8
@@ -40,7 +40,7 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def test_what_is_saved_is_found(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_found(tmp_path: Path) -> None:
     state = {"step": 3, "cursor": {"epoch": 1, "position": 7, "shuffle": True}, "share": 0.1}
     folder = save(tmp_path / "deep" / "er", 3, state, write_step(3), keep=1)
     assert latest(tmp_path / "deep" / "er") == (folder, state, ())
@@ -54,13 +54,13 @@ def test_the_newest_is_found_by_number_not_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 6):
         save_step(tmp_path, step, keep)
     assert names(tmp_path) == [f"step_{step:08d}" for step in range(6 - keep, 6)]
 
 
-def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     save(tmp_path, 1, {"step": 1, "again": True}, write_step(1), 10)
     assert latest(tmp_path).state["again"] is True
@@ -75,7 +75,7 @@ def files(root: Path) -> list[Path]:
 
 
 def test_a_checkpoint_has_four_files(tmp_path: Path) -> None:
-    """So that the tests of damage below miss none."""
+    """The tests of damage below must cover all of them."""
     expected = ["manifest.json", "optimizer.safetensors", "policy/model.safetensors", "state.json"]
     assert [str(p) for p in files(tmp_path)] == expected
 
@@ -91,7 +91,7 @@ def cut_anywhere(path: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("damage", [flip_each_byte, cut_anywhere])
-def test_a_damaged_file_falls_back_to_the_checkpoint_before(
+def test_a_damaged_file_falls_back_to_the_previous_checkpoint(
     tmp_path: Path, damage: Callable[[Path], list[bytes]]
 ) -> None:
     save_step(tmp_path, 1)
@@ -123,7 +123,7 @@ def test_a_manifest_that_leaves_a_file_out_is_damaged(tmp_path: Path) -> None:
         assert good_step(tmp_path) == 1, name
 
 
-def test_a_copy_that_somebody_made_beside_the_checkpoints_is_none_and_stays(tmp_path: Path) -> None:
+def test_a_users_copy_next_to_the_checkpoints_is_ignored_and_kept(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     copies = [shutil.copytree(tmp_path / "step_00000001", tmp_path / name) for name in ("step_00000001_copy", "step_9")]
     for step in (2, 3):
@@ -132,13 +132,13 @@ def test_a_copy_that_somebody_made_beside_the_checkpoints_is_none_and_stays(tmp_
     assert all((copy / "state.json").is_file() for copy in copies)
 
 
-def test_what_was_passed_over_is_told(tmp_path: Path) -> None:
+def test_skipped_checkpoints_are_listed(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     (save_step(tmp_path, 2) / "state.json").write_text("{}", encoding="utf-8")
     assert latest(tmp_path).passed_over == ("step_00000002 (state.json is damaged)",)
 
 
-def test_a_missing_file_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_missing_file_falls_back_to_the_previous_checkpoint(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     for name in files(tmp_path):
         (tmp_path / "step_00000002" / name).unlink()
@@ -152,20 +152,20 @@ def test_a_stray_file_is_no_checkpoint(tmp_path: Path) -> None:
     assert good_step(tmp_path) == 1
 
 
-def test_none_left_is_an_error_that_says_what_is_damaged(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_the_error_names_the_damaged_ones(tmp_path: Path) -> None:
     for step in (1, 2):
         (save_step(tmp_path, step) / "state.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"no complete checkpoint.*step_00000002 \(state\.json.*step_00000001"):
         latest(tmp_path)
 
 
-def test_none_at_all_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         latest(tmp_path / "nowhere")
 
 
-def test_a_save_never_removes_what_it_saved_nor_the_last_good_one(tmp_path: Path) -> None:
-    """After a fall-back newer, damaged ones stand beside it: they must not count among those kept."""
+def test_a_save_never_removes_itself_or_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    """After a fall-back there are newer, damaged checkpoints. They must not count among those to keep."""
     save_step(tmp_path, 2)
     (save_step(tmp_path, 8) / "state.json").unlink()
     save_step(tmp_path, 3, keep=1)
@@ -176,11 +176,11 @@ def test_a_save_never_removes_what_it_saved_nor_the_last_good_one(tmp_path: Path
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """End of the process."""
 
 
 def crash_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, before: bool) -> list[int]:
-    """The n-th call ends the process, before or after it took effect; the list counts the calls."""
+    """End the process at the n-th call, before or after its effect. The returned list counts the calls."""
     real, calls = getattr(owner, name), [0]
 
     def call(*args: Any, **options: Any) -> Any:
@@ -209,7 +209,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, bef
         (os, "unlink"),
     ],
 )
-def test_a_crash_at_any_call_leaves_a_good_checkpoint(
+def test_a_crash_at_any_call_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool
 ) -> None:
     crashes = 0
@@ -259,7 +259,7 @@ def test_everything_is_flushed_before_the_folder_gets_its_name(tmp_path: Path, m
 # -- the best one ------------------------------------------------------------------------------------------------------
 
 
-def test_the_policy_that_was_worth_most_stays(tmp_path: Path) -> None:
+def test_the_best_policy_is_kept(tmp_path: Path) -> None:
     best = Best(tmp_path / "best")
 
     for step, worth in ((0, 9.0), (10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)):

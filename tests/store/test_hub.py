@@ -30,7 +30,7 @@ MODEL, DATA = "models/org/tiny", "datasets/org/sums"
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The files of a model, and files that tlt must not download."""
+    """Return the files of a model, and files that tlt must not download."""
     folder = tiny_model(tmp_path_factory.mktemp("weights"))
     unwanted = (
         "pytorch_model.bin",
@@ -44,7 +44,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Files) -> Iterator[Hub]:
-    """The hub, which has the model `org/tiny`. Its cache is in tmp_path."""
+    """Return a hub with the model `org/tiny`. Its cache is in tmp_path."""
     server = Hub()
     server.commit(MODEL, weights)
     here = {
@@ -126,7 +126,7 @@ def test_another_revision_is_refused_on_resume(hub: Hub, tmp_path: Path, weights
         train(config(tmp_path, steps=2, model={"path": f"org/tiny@{newer}"}), resume=True)
 
 
-def test_a_local_folder_wins_and_nothing_is_asked(hub: Hub, tmp_path: Path) -> None:
+def test_a_local_folder_is_preferred_without_a_request(hub: Hub, tmp_path: Path) -> None:
     tiny_model(tmp_path / "org" / "tiny")
     (tmp_path / "org" / "sums").write_bytes(rows("a"))
     assert local_model("org/tiny") == ("org/tiny", None)
@@ -146,7 +146,7 @@ def test_names_are_resolved_once(hub: Hub, tmp_path: Path) -> None:
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_download_goes_on(hub: Hub, weights: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_continues(hub: Hub, weights: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.refuses.add("model.safetensors")
     with pytest.raises(HubError, match=r"the download of .*org/tiny.* failed \(.*503.*\): start again"):
         local_model("org/tiny")
@@ -256,7 +256,7 @@ def test_subset_and_split(hub: Hub, case: str) -> None:
     assert len([file for file in hub.downloaded() if file != "README.md"]) == len(questions)
 
 
-def test_a_choice_that_is_not_there_names_all(hub: Hub) -> None:
+def test_an_unknown_subset_or_split_is_an_error_that_names_all(hub: Hub) -> None:
     hub.commit(DATA, NAMED)
     for choice in ("", ":main/validation", ":test"):
         with pytest.raises(HubError, match=r"has hard/test, hard/train, main/test, main/train: give one of these"):
@@ -332,8 +332,8 @@ def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == "tlt: give a recipe, or --model NAME --data NAME --reward NAME\n"
 
 
-def test_the_command_obeys_the_environment(hub: Hub, tmp_path: Path) -> None:
-    """HF_ENDPOINT and HF_HOME, in a process of its own."""
+def test_the_command_uses_the_environment_variables(hub: Hub, tmp_path: Path) -> None:
+    """HF_ENDPOINT and HF_HOME, in a separate process."""
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-m", "tlt", "generate", "org/tiny", "--prompt", "a", "--max-new-tokens", "2"]

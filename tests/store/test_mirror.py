@@ -1,4 +1,4 @@
-"""Checkpoints in a second place: whole there or not at all, and gone on with on a machine that has nothing."""
+"""Checkpoints in a mirror: complete there or not at all, and resumed on a machine that has none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(served: ObjectStore) -> Iterator[ObjectStore]:
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=needs_s3)])
 def url(request: pytest.FixtureRequest) -> str:
-    """Of a store of objects, in which folders are names alone."""
+    """Return the address of an object store, in which folders are only parts of names."""
     if request.param == "s3":
         request.getfixturevalue("store")
     return f"{request.param}://{BUCKET}/{next(places)}"
@@ -67,7 +67,7 @@ def fetched(url: str, root: Path, newer_than: int = 0) -> list[str]:
     return sorted(path.name for path in root.glob("*"))
 
 
-def test_what_comes_back_is_what_was_saved(tmp_path: Path, url: str) -> None:
+def test_a_fetched_checkpoint_is_the_saved_one(tmp_path: Path, url: str) -> None:
     saved = [save(tmp_path / "here", step) for step in (2, 10)]
     copy(Mirror(url, 2), *saved)
     assert Mirror(url, 2).newest == 10
@@ -79,7 +79,7 @@ def test_what_comes_back_is_what_was_saved(tmp_path: Path, url: str) -> None:
     assert fetched(url, tmp_path / "other", newer_than=10) == []
 
 
-def test_as_many_are_kept_as_the_run_keeps(tmp_path: Path, url: str) -> None:
+def test_the_mirror_keeps_the_number_of_the_run(tmp_path: Path, url: str) -> None:
     mirror = Mirror(url, 2)
     for step in (1, 2, 3, 4):
         mirror.copy(save(tmp_path, step))
@@ -90,7 +90,7 @@ def test_as_many_are_kept_as_the_run_keeps(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("fails_at", range(4))
-def test_one_that_was_cut_short_is_not_there(
+def test_an_incomplete_copy_is_not_a_checkpoint(
     tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (save(tmp_path / "here", step) for step in (1, 2))
@@ -118,8 +118,8 @@ def test_one_that_was_cut_short_is_not_there(
     assert Mirror(url, 2)._found() == {"step_00000003"}
 
 
-def test_a_newer_one_that_is_damaged_pushes_no_good_one_out(tmp_path: Path) -> None:
-    """A run that has fallen back behind it copies what it saves from there on."""
+def test_a_newer_damaged_copy_does_not_displace_complete_ones(tmp_path: Path) -> None:
+    """A run that fell back to an older checkpoint copies its saves from there on."""
     there, root = tmp_path / "there", tmp_path / "run"
     copy(Mirror(f"file://{there}", keep=1), save(root, 9))
     (there / "step_00000009" / "optimizer.safetensors").write_bytes(b"torn")
@@ -129,7 +129,7 @@ def test_a_newer_one_that_is_damaged_pushes_no_good_one_out(tmp_path: Path) -> N
         assert {path.name for path in there.glob("step_*")} == {f"step_{one:08d}" for one in left}
 
 
-def test_a_damaged_one_is_passed_over(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_is_skipped(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
     mirror = Mirror(url, 2)
     copy(mirror, *(save(tmp_path / "here", step) for step in (1, 2)))
     mirror._files.pipe_file(f"{mirror._root}/step_00000002/optimizer.safetensors", b"other")
@@ -137,7 +137,7 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, url: str, caplog: pytest.L
     assert "optimizer.safetensors is damaged" in caplog.text
 
 
-def test_the_one_that_was_cut_short_at_last_is_copied_at_the_end(tmp_path: Path, url: str) -> None:
+def test_a_failed_copy_of_the_last_checkpoint_is_repeated_at_the_end(tmp_path: Path, url: str) -> None:
     mirror = Mirror(url, 2)
     real, mirror._files.put_file = mirror._files.put_file, None
     mirror.copy(save(tmp_path / "here", 1))
@@ -147,10 +147,10 @@ def test_the_one_that_was_cut_short_at_last_is_copied_at_the_end(tmp_path: Path,
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
 
 
-def test_the_newest_is_copied_however_slow_the_line_is(
+def test_the_newest_checkpoint_is_copied_over_a_slow_connection(
     tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run has removed the one under way by then; of those that wait the others are left out."""
+    """The run has removed the checkpoint that is being copied. Of the waiting ones only the newest is copied."""
     monkeypatch.setattr("tlt.store.mirror._QUIET", 0.0)
     mirror, begun, up = Mirror(url, 4), threading.Event(), threading.Event()
     real: Callable[..., None] = mirror._files.put_file
@@ -175,7 +175,7 @@ def test_the_newest_is_copied_however_slow_the_line_is(
 
 
 @needs_s3
-def test_a_server_that_goes_away_amid_an_upload_and_comes_back(
+def test_a_server_that_is_lost_during_an_upload_and_returns(
     tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"s3://{BUCKET}/{next(places)}"
@@ -201,7 +201,7 @@ def test_a_server_that_goes_away_amid_an_upload_and_comes_back(
 
 
 @needs_s3
-def test_an_upload_that_is_cut_once_goes_through(
+def test_an_upload_that_is_interrupted_once_succeeds(
     tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, cut = f"s3://{BUCKET}/{next(places)}", set[str]()
@@ -219,7 +219,9 @@ def test_an_upload_that_is_cut_once_goes_through(
 
 
 @needs_s3
-def test_a_store_that_is_closed_to_us_is_one_sentence(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_access_is_an_error_of_one_sentence(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refusal(url: str) -> str:
         with pytest.raises(
             ConfigError, match=r"run\.mirror = .* cannot be written to \([^\n]*\): check that the"
@@ -241,7 +243,7 @@ def test_a_store_that_is_closed_to_us_is_one_sentence(store: ObjectStore, monkey
     assert "Access Key" in refusal(f"s3://{BUCKET}/run")
 
 
-def test_a_place_that_cannot_be_used_is_one_sentence() -> None:
+def test_an_unusable_mirror_is_an_error_of_one_sentence() -> None:
     for url in ("nowhere://bucket", "s3://bucket/run" if find_spec("s3fs") is None else "gs2://bucket"):
         with pytest.raises(ConfigError, match=r"run\.mirror = .* cannot be used"):
             Mirror(url, 2)
@@ -257,7 +259,7 @@ def run(config: Config, resume: bool = False) -> str:
     return train(config, resume, Display(Console(quiet=True)))["policy_sha256"]
 
 
-def test_a_run_goes_on_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -> None:
+def test_a_run_resumes_on_a_machine_without_its_folder(tmp_path: Path, url: str) -> None:
     expected = run(config_of(tmp_path, "undisturbed", 4))
     run(config_of(tmp_path, "lost", 2, mirror=url))
     shutil.rmtree(tmp_path / "lost")
@@ -272,7 +274,7 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=needs_s3)])
-def test_resume_auto_finds_what_is_in_the_mirror_alone(
+def test_resume_auto_finds_a_checkpoint_that_is_only_in_the_mirror(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tlt.config.show import resolved

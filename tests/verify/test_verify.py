@@ -1,4 +1,4 @@
-"""`tlt verify` holds on the tiny model, and fails where a bug is planted."""
+"""`tlt verify` passes on the tiny model, and fails if a bug is planted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(home: Path, **sections: dict[str, Any]) -> Config:
-    """As little as shows a bug: 2 prompts, 2 responses each, 12 tokens."""
+    """Return the smallest recipe that shows a bug: 2 prompts, 2 responses each, 12 tokens."""
     rollout = {"group_size": 2, "max_new_tokens": 12} | sections.pop("rollout", {})
     return tiny_config(home, rollout=rollout, **sections)
 
@@ -63,7 +63,7 @@ def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1
 
 @pytest.fixture(autouse=True)
 def without_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not there for users, and would see most of what is planted here before the verdict does."""
+    """Turn off the ledger. Users do not have it, and it would find most planted bugs before the verdict does."""
     monkeypatch.delenv("TLT_AUDIT")
 
 
@@ -72,7 +72,7 @@ def without_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def verdict(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two steps in float64, of responses long enough to outgrow the oracle's cache."""
+    """Return the result of two steps in float64, with responses long enough to outgrow the oracle's cache."""
     config = small(home, rollout={"max_new_tokens": 48})
     agree, result = check(config, tmp_path_factory.mktemp("verdict"), steps=2)
     assert agree
@@ -87,14 +87,14 @@ def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
     assert verdict["forks"] == []
 
 
-def test_the_oracle_is_always_right_and_comes_back_from_preemption(verdict: dict[str, Any]) -> None:
+def test_all_tokens_of_the_oracle_are_accepted_also_after_preemption(verdict: dict[str, Any]) -> None:
     laws = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict["oracle"]}
     assert laws == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
     assert all(o["accepted"] == o["drafted"] > 0 for o in verdict["oracle"])
     assert any(o["preemptions"] > 0 for o in verdict["oracle"])
 
 
-def test_what_the_target_decoded_ahead_for_itself_is_accepted_to_the_last_token(verdict: dict[str, Any]) -> None:
+def test_all_look_ahead_tokens_of_the_target_itself_are_accepted(verdict: dict[str, Any]) -> None:
     assert [law_of(check) for check in verdict["look_ahead"]] == [law_of(check) for check in verdict["oracle"]]
     for check in verdict["look_ahead"]:
         assert check["accepted"] == check["drafted"] > 0
@@ -106,19 +106,19 @@ def law_of(check: dict[str, Any]) -> tuple[Any, ...]:
     return check["temperature"], check["top_k"], check["top_p"]
 
 
-def test_look_aheads_are_seen_where_there_are_any_and_nowhere_else(verdict: dict[str, Any]) -> None:
+def test_look_ahead_tokens_are_accepted_only_in_modes_with_look_ahead(verdict: dict[str, Any]) -> None:
     looking = {"look-ahead, spoiled", "look-ahead", "several workers"}
     assert {r["mode"] for r in verdict["runs"] if r["seen_ahead"]} == looking
 
 
-def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[str, Any]) -> None:
+def test_the_verified_run_is_that_of_train(home: Path, verdict: dict[str, Any]) -> None:
     config = small(home, rollout={"max_new_tokens": 48}, train={"steps": 2})
     summary = run.train(config, False, Display(Console(quiet=True)))
     assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]
 
 
-def test_it_holds_for_episodes_whose_replies_differ_each_time(home: Path, tmp_path: Path) -> None:
-    """The first mode asks, and all others get what it was told."""
+def test_verification_passes_for_episodes_whose_replies_differ_each_time(home: Path, tmp_path: Path) -> None:
+    """The first mode calls the environment, and all others get its replies."""
     tree = tiny_tree(home, rollout={"group_size": 2, "max_new_tokens": 40, "stop_strings": list("abcdefgh ")})
     reward = {"environment": "tiny_environments:Unsure", "folder": str(Path(__file__).parent.parent)}
     agree, result = check(parse_config(tree | {"reward": reward}), tmp_path)
@@ -127,7 +127,7 @@ def test_it_holds_for_episodes_whose_replies_differ_each_time(home: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
+def test_verification_passes_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
     config = small(
         home,
         rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4},
@@ -138,7 +138,7 @@ def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
 
 
-def test_with_importance_weights_rewards_are_compared_and_it_says_so(
+def test_with_importance_weights_rewards_are_compared_and_this_is_printed(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agree, result = check(small(home, train={"importance_cap": 2.0}), tmp_path)
@@ -150,7 +150,7 @@ def test_with_importance_weights_rewards_are_compared_and_it_says_so(
     assert "runs that differ in no token end with the same rewards: yes" in said
 
 
-def test_with_importance_weights_a_reward_that_differs_is_seen(
+def test_with_importance_weights_a_different_reward_is_found(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count()
@@ -169,7 +169,7 @@ def test_with_importance_weights_a_reward_that_differs_is_seen(
     assert not agree
 
 
-def test_float32_holds_and_the_last_line_is_the_verdict(
+def test_float32_passes_and_the_last_line_is_the_verdict(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agree, result = check(small(home), tmp_path, "float32")
@@ -201,7 +201,7 @@ def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
 
 
 class Weights:
-    """As a policy, by its weights alone."""
+    """Stand-in for a policy, which only has weights."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state_dict = lambda: state
@@ -211,15 +211,16 @@ class Weights:
 
 
 def said_by(config: Config, state: dict[str, Tensor], requests: Sequence[Request]) -> list[list[int]]:
-    """Decoded one after the other."""
+    """Decode the requests one after the other. Return their tokens."""
     target = make_target(config.model)
     target.load(state, 0)
     engine_ = engine.Engine(target, config.engine)
     return [list(response.token_ids) for request in requests for response in engine_.generate([request])]
 
 
-def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
-    """Every mode trains from the same state, so versions come and go; in the first step there is no older one."""
+def test_an_older_target_is_that_of_the_previous_step(home: Path) -> None:
+    """Every mode trains from the same state, so versions are synced repeatedly. In the first step there is no older
+    one."""
     config = small(home)
     first = read_safetensors(config.model.path)
     second = {name: tensor * 1.1 for name, tensor in first.items()}
@@ -252,12 +253,12 @@ def takes_the_first_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
 
 
 def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
-    """Right for chains, such as the oracle's."""
+    """Planted bug that is right for chains, such as the oracle's."""
     return [0, 2] if tree.parents[:3] == [0, 0, 0] else walk(tree, sampled)
 
 
 def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
-    """A law that is a few per cent sharper where there are several nodes to verify."""
+    """Planted bug: the distribution is a few per cent sharper if there are several nodes to verify."""
     sharper = log_probs * 1.05 if log_probs.shape[1] > 1 else log_probs
     scores, picks = (sharper + noise).max(dim=-1, keepdim=True)
     return TopK(scores, picks)
@@ -288,7 +289,7 @@ def test_a_planted_bug_is_found(
 def test_a_bug_that_changes_tokens_but_no_reward_is_found(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equal rewards leave the policy where it is, so its sha256 says nothing about the tokens."""
+    """Equal rewards do not change the policy, so its sha256 does not depend on the tokens."""
     monkeypatch.setattr(engine, "walk", takes_a_second_child)
     agree, result = check(small(home, reward={"name": "exact"}), tmp_path)
     assert sum(r["tokens_different"] for r in result["runs"]) > 0
@@ -317,7 +318,7 @@ def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
     return list(range(len(tree.tokens))) if tree.ahead else walk(tree, sampled)
 
 
-def test_a_look_ahead_that_is_not_checked_is_found(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_ahead_without_verification_is_found(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "walk", commits_what_it_saw)
     agree, result = check(small(home), tmp_path)
     assert not agree
@@ -325,10 +326,10 @@ def test_a_look_ahead_that_is_not_checked_is_found(home: Path, tmp_path: Path, m
     assert result["runs"][-1]["tokens_different"] == 0
 
 
-def test_a_look_ahead_that_only_costs_speed_is_found(
+def test_look_ahead_that_only_costs_speed_is_found(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of its chains begins one token late: no token changes, and none of a chain is right."""
+    """Each of its chains begins one token late. No token changes, and no token of a chain is accepted."""
     propose: Callable[..., list[list[int]]] = LookAhead.propose
     monkeypatch.setattr(LookAhead, "propose", lambda self, counts: [chain[1:] for chain in propose(self, counts)])
     agree, result = check(small(home), tmp_path)
@@ -362,7 +363,7 @@ def noise_at(position: int) -> Tensor:
 
 @pytest.fixture
 def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
-    """Have the float64 recomputation give these logits."""
+    """Let the float64 recomputation return these logits."""
 
     def give(logits: Tensor) -> None:
         monkeypatch.setattr(forks, "last_logits", lambda target, contexts: logits.double()[None])
@@ -385,13 +386,13 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
     assert (fork.gap < EXPLAINED) == (difference == 1e-6)
 
 
-def test_gap_is_taken_under_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
+def test_the_gap_uses_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
     recompute(-noise_at(1))
     assert forks.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
     assert forks.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
 
 
-def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> None:
+def test_the_gap_is_computed_after_the_temperature(recompute: Callable[[Tensor], None]) -> None:
     logits = -noise_at(0) * 0.5
     recompute(logits)
 
@@ -403,7 +404,7 @@ def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> 
     assert gap(1.0) > 1e-3
 
 
-def test_the_recomputation_sees_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recomputation_uses_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(forks, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
     forks.fork_of("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
@@ -427,14 +428,14 @@ def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompu
 
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
-    """One side kept token 2, which won; the other cut it in favour of token 3, and then token 0 was the best left."""
+    """One side kept token 2, which won. The other one cut it in favour of token 3, and then token 0 was the best."""
     recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
     fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
 def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor], None]) -> None:
-    """The mass above token 2 is top_p up to rounding: one side had it inside, the other outside."""
+    """The mass above token 2 is top_p except for rounding: it is inside on one side, and outside on the other."""
     recompute(law_with([0.5, 0.4, 0.1]))
     for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
         fork = forks.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
@@ -460,8 +461,8 @@ def test_a_token_far_outside_the_cut_explains_nothing(recompute: Callable[[Tenso
         ((1e-3, 1e-3), "bfloat16", True),
     ],
 )
-def test_how_many_forks_are_allowed(gaps: tuple[float, ...], dtype: str, holds: bool) -> None:
-    """One in 100,000 tokens, or a single one, in float32, if rounding explains it; none in float64."""
+def test_the_number_of_allowed_forks(gaps: tuple[float, ...], dtype: str, holds: bool) -> None:
+    """In float32 one in 100,000 tokens, or a single one, if rounding explains it. In float64 none."""
     found = [forks.Fork("suffix", 0, 0, 0, 0, gap) for gap in gaps]
     right = {"drafted": 1, "accepted": 1, "preemptions": 1, "passes": 1, "fewest_passes": 1}
     every = {"suffix": runs.ModeRun("suffix", tokens_different=len(gaps)), "plain": runs.ModeRun("plain")}

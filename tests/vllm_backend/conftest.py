@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[fake_vllm.LLM]:
-    """The engines that were started instead of vLLM's."""
+    """Return the list of engines that were started instead of vLLM's."""
     return fake_vllm.install(monkeypatch)

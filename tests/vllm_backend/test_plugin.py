@@ -1,5 +1,5 @@
-"""What vLLM loads by itself: who asks for our noise gets it or is refused, all others are as they were. vLLM is not
-needed."""
+"""The plugin that vLLM loads by itself. Requests for our noise get it or are refused, and all others are unchanged.
+vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTRA = Draw(None, 5, 3, 1.0, 0, 1.0).as_extra()
 
 
 class InputProcessor:
-    """Of vllm.v1.engine.input_processor: it is given a request's parameters when it comes in."""
+    """vllm.v1.engine.input_processor.InputProcessor, which receives a request's parameters when it arrives."""
 
     def __init__(self, v2: bool = False, processors: Any = None, extension: str = "") -> None:
         self.vllm_config = SimpleNamespace(
@@ -33,7 +33,7 @@ class InputProcessor:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With the plugin: its processor of requests, its runner V1, and the platform."""
+    """Return vLLM with the plugin: its request processor, its runner V1, and the platform."""
 
     class Processor(InputProcessor):
         pass
@@ -64,13 +64,13 @@ def params(temperature: float, extra: Any) -> Any:
 
 
 @pytest.mark.parametrize("others", [params(0.7, None), params(0.7, {"theirs": 1}), SimpleNamespace(pooling=True)])
-def test_requests_of_others_come_in_as_they_did(others: Any, vllm: Any) -> None:
+def test_other_requests_are_accepted_unchanged(others: Any, vllm: Any) -> None:
     plugin.register()
     for v2 in (False, True):
         assert vllm.Processor(v2)._validate_params(others, ()) == f"theirs, of {others}"
 
 
-def test_ours_come_in_where_they_can_be_drawn(vllm: Any) -> None:
+def test_our_requests_are_accepted_if_the_noise_is_added(vllm: Any) -> None:
     plugin.register()
     ours = params(0.0, EXTRA)
     for processor in (vllm.Processor(), vllm.Processor(v2=True, processors=["theirs:Own", PROCESSOR])):
@@ -78,15 +78,16 @@ def test_ours_come_in_where_they_can_be_drawn(vllm: Any) -> None:
 
 
 @pytest.mark.parametrize("faulty", [params(0.7, EXTRA), params(0.0, {"tlt": {"seed": 1}})])
-def test_ours_are_refused_where_they_make_no_sense(faulty: Any, vllm: Any) -> None:
+def test_our_requests_are_refused_if_they_are_invalid(faulty: Any, vllm: Any) -> None:
     plugin.register()
     for processor in (vllm.Processor(), vllm.Processor(v2=True, processors=[PROCESSOR])):
         with pytest.raises(ValueError, match="extra_args"):
             processor._validate_params(faulty, ())
 
 
-def test_ours_are_refused_where_nothing_adds_the_noise(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be decoded greedily. On a GPU the runner V1 has it where it was asked for before the start."""
+def test_our_requests_are_refused_if_nothing_adds_the_noise(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be decoded greedily. On a GPU the runner V1 adds the noise only if it was requested before the
+    start."""
     vllm.platform.is_cpu = lambda: False
     plugin.register()
     for v2 in (False, True):
@@ -97,14 +98,14 @@ def test_ours_are_refused_where_nothing_adds_the_noise(vllm: Any, monkeypatch: p
     assert vllm.Processor()._validate_params(params(0.0, EXTRA), ())
 
 
-def test_a_version_that_was_not_tested_is_left_as_it_is(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_not_changed(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "vllm_version", lambda: "0.33.0")
     plugin.register()
     assert vllm.Processor._validate_params is InputProcessor._validate_params
     assert vllm.Runner._sample is fake_vllm.RunnerV1._sample
 
 
-def test_the_runner_v1_draws_with_the_noise_however_often_it_is_loaded(vllm: Any) -> None:
+def test_the_runner_v1_adds_the_noise_once_however_often_it_is_loaded(vllm: Any) -> None:
     from small import Target
     from test_shared_noise import LAWS, ours, requests
 

@@ -1,4 +1,4 @@
-"""vLLM itself, where a tested version is installed: `make test-vllm`. On a CPU it takes its model runner V1."""
+"""Real vLLM, if a tested version is installed: `make test-vllm`. On a CPU it uses its model runner V1."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def recipe(*overrides: str) -> Config:
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Callable[[str], VllmEngine]]:
-    """A vLLM for each drafter; numba, which the n-gram lookup loads, must come last."""
+    """Return a vLLM for each drafter. The n-gram lookup comes last, because it loads numba."""
     engines: dict[str, VllmEngine] = {}
 
     def engine(drafter: str) -> VllmEngine:
@@ -89,7 +89,7 @@ def plain(place: Any, asked: Sequence[Request], spell: Any = None) -> dict[int, 
 
 
 def assert_same(place: Any, responses: Sequence[Response], ours: dict[int, Response]) -> None:
-    """Token for token, but where rounding explains it."""
+    """Compare token for token. Differences are allowed if rounding explains them."""
     assert len(responses) == len(ours)
     for response in responses:
         expected = ours[response.request.seed]
@@ -104,7 +104,7 @@ def assert_same(place: Any, responses: Sequence[Response], ours: dict[int, Respo
 
 
 @pytest.mark.parametrize("drafter", ["off", "adaptive", "eagle"])
-def test_every_drafter_and_law_gives_our_tokens(drafter: str, opened: Any, place: Any) -> None:
+def test_every_drafter_and_distribution_gives_our_tokens(drafter: str, opened: Any, place: Any) -> None:
     asked = requests(place, 24)
     engine = opened(drafter)
     assert_same(place, list(engine.generate(asked)), plain(place, asked))
@@ -113,7 +113,7 @@ def test_every_drafter_and_law_gives_our_tokens(drafter: str, opened: Any, place
         assert 0 < engine.stats.accepted < engine.stats.drafted
 
 
-def test_what_was_decoded_ahead_is_accepted(opened: Any, place: Any) -> None:
+def test_look_ahead_tokens_are_accepted(opened: Any, place: Any) -> None:
     asked, engine = requests(place, 24), opened("adaptive")
     engine.start(())
     engine.look_ahead(asked)
@@ -125,7 +125,7 @@ def test_what_was_decoded_ahead_is_accepted(opened: Any, place: Any) -> None:
     engine.store.forget(request.seed for request in asked)
 
 
-def test_requests_go_from_engine_to_engine(opened: Any, place: Any) -> None:
+def test_requests_move_between_engines(opened: Any, place: Any) -> None:
     asked, engine = requests(place, 16), opened("adaptive")
     ours = plain(place, asked)
     engine.start(asked)
@@ -143,7 +143,7 @@ def test_requests_go_from_engine_to_engine(opened: Any, place: Any) -> None:
     assert_same(place, responses, ours)
 
 
-def test_stop_strings_end_a_response_as_with_us(opened: Any, place: Any) -> None:
+def test_stop_strings_end_a_response_as_in_our_engine(opened: Any, place: Any) -> None:
     asked, engine = requests(place, 16, stop_strings=("=",)), opened("off")
     responses = list(engine.generate(asked))
     assert_same(place, responses, plain(place, asked, engine.detokenize))
@@ -166,7 +166,7 @@ def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
     assert engine.target.llm.vllm_config.cache_config.enable_prefix_caching
 
 
-def test_new_weights_are_taken_and_compared_with_the_policy(opened: Any, place: Any) -> None:
+def test_new_weights_are_loaded_and_compared_with_the_policy(opened: Any, place: Any) -> None:
     config, engine = recipe(), opened("adaptive")
     policy = Policy(config.model.path, torch.float32, torch.device("cpu"), config.train, config.rollout)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
@@ -186,7 +186,7 @@ def test_new_weights_are_taken_and_compared_with_the_policy(opened: Any, place: 
             target.load(before, 0)
 
 
-def test_another_drafter_is_taken_amid_a_run(opened: Any, place: Any) -> None:
+def test_another_drafter_is_loaded_during_a_run(opened: Any, place: Any) -> None:
     asked, engine = requests(place, 12), opened("eagle")
     ours = plain(place, asked)
     drafter = load_drafter(str(recipe().speculation.path), engine.target.options)
@@ -199,7 +199,7 @@ def test_another_drafter_is_taken_amid_a_run(opened: Any, place: Any) -> None:
     assert accepted[1] < 1.2
 
 
-def test_a_model_that_vllm_does_not_know_is_one_sentence(tmp_path: Path) -> None:
+def test_a_model_that_vllm_does_not_support_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(recipe().model.path, folder)
     known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -216,21 +216,21 @@ def test_a_request_that_is_too_long_is_refused(opened: Any, place: Any) -> None:
         opened("off").start([Request(place.prompts[0], 0, 0, 1, law)])
 
 
-def test_memory_that_does_not_suffice_is_one_sentence() -> None:
+def test_too_little_memory_is_an_error_of_one_sentence() -> None:
     config = recipe("--engine.kv_memory_mb", "1")
     with pytest.raises(VllmError, match=r"vLLM cannot run .*: .*KV cache"):
         open_target(config, config.model.path)
 
 
-def test_arguments_that_are_ours_are_refused() -> None:
+def test_arguments_that_tlt_sets_are_refused() -> None:
     config = recipe("--engine.vllm.max_num_seqs", "3")
     with pytest.raises(VllmError, match=r"remove engine\.vllm\.max_num_seqs: tlt sets it"):
         open_target(config, config.model.path)
 
 
-def test_any_vllm_draws_as_we_do_where_tlt_is_installed(place: Any) -> None:
-    """By the plugin that vLLM loads itself, with a speculator of its own. Others' requests are as they were, and those
-    of ours that could not be drawn so are refused, and end nothing."""
+def test_any_vllm_draws_our_tokens_if_tlt_is_installed(place: Any) -> None:
+    """vLLM loads the plugin itself, and has a speculator of its own. Other requests are unchanged. Our requests are
+    refused if they cannot be drawn in this way, and this ends nothing."""
     asked = requests(place, 4)
     rows = [
         (list(r.prompt.token_ids), r.seed, r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in asked
@@ -284,7 +284,7 @@ BY_VLLM = ("--engine.backend", "vllm", "--engine.vllm.enforce_eager", "true")
 
 
 def trained(folder: Path, *options: str) -> str:
-    """sha256 of the policy after two steps of two workers on Ray."""
+    """Return the sha256 of the policy after two steps of two workers on Ray."""
     words = ["--train.steps", "2", "--rollout.max_new_tokens", "160", "--workers", "2", "--run.folder", str(folder)]
     command = [sys.executable, "-m", "tlt", "train", str(ROOT / "recipes/longtail.toml"), *words, *options]
     subprocess.run(command, check=True)
@@ -298,11 +298,11 @@ def by_our_engine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_two_steps_of_training_end_in_the_same_policy(by_our_engine: str, tmp_path: Path) -> None:
-    """Each worker with its own vLLM, looking ahead."""
+    """Each worker has its own vLLM with look-ahead."""
     assert trained(tmp_path / "run", *BY_VLLM) == by_our_engine
 
 
-def test_a_worker_that_is_killed_amid_its_rollout_changes_nothing(by_our_engine: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_during_its_rollout_changes_nothing(by_our_engine: str, tmp_path: Path) -> None:
     code = _KILLED.format(tests=str(ROOT / "tests"), recipe=str(ROOT / "recipes/longtail.toml"), run=tmp_path / "run")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert said.stdout.split()[-2:] == [by_our_engine, "1"], said.stderr[-3000:]
@@ -330,7 +330,7 @@ print(run.train(config, False, killer)["policy_sha256"], killer.killed)
 
 
 def test_idle_workers_train_the_learned_drafter(by_our_engine: str, tmp_path: Path) -> None:
-    """On what the policy computes anew, from the first harvest on; what is published is drafted with."""
+    """They train on data that the policy recomputes, from the first data on. The published drafter is used."""
     drafter = tmp_path / "drafter"
     options = load_drafter(str(recipe().speculation.path), decoder_options(read_config(recipe().model.path))).options
     save_drafter(EagleLayer(options), drafter)  # knows nothing: the first candidate is better

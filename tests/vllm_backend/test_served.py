@@ -1,4 +1,4 @@
-"""What `tlt export --to vllm` writes, served by vLLM as anybody would start it: `make test-vllm`."""
+"""The output of `tlt export --to vllm`, served by an ordinary vLLM: `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ print(json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in outputs], "co
 
 
 def greedy(config: Config) -> tuple[list[list[int]], list[list[int]], float]:
-    """Our engine's prompts, responses, and the share of all guesses that was right. End tokens end nothing: vLLM counts
-    guesses behind one, and we do not."""
+    """Return our engine's prompts, responses, and the share of accepted draft tokens. End tokens end no response,
+    because vLLM counts draft tokens after one, and tlt does not."""
     place = open_workplace(config)
     params = SamplingParams(temperature=0.0, max_new_tokens=NEW)
     asked = make_requests(place.prompts[:PROMPTS], 1, params, seed=0)
@@ -56,7 +56,7 @@ def served(**asked: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_exported_policy_and_drafter_serve_as_they_do_here(tmp_path: Path) -> None:
+def test_the_exported_policy_and_drafter_decode_as_in_our_engine(tmp_path: Path) -> None:
     chain = ("--speculation.drafter", "eagle", "--speculation.depth", str(GUESSES), "--speculation.branching", "1")
     always = ("--speculation.min_chance", "0", "--model.dtype", "float32")
     config = load_config(ROOT / "recipes" / "longtail.toml", [*chain, *always])

@@ -1,5 +1,5 @@
-"""Our noise on another engine's logits: its greedy decoding draws our tokens. vLLM is not needed: `fake_vllm` has the
-documented interfaces of its two model runners."""
+"""Our noise on another engine's logits: its greedy decoding draws our tokens. vLLM is not needed, because `fake_vllm`
+has the documented interfaces of its two model runners."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def params_of(request: Request, key: int, had: int = 0) -> Any:
 
 
 def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[int, Response]) -> None:
-    """As many at once as there are slots; guesses are right, wrong, or none; requests stop amid their response and go
-    on from there. Compares tokens and log-probs with what our engine said."""
+    """Decode as many requests at once as there are slots. Draft tokens are right, wrong, or missing. Requests stop in
+    the middle of their response and continue. Compare tokens and log-probs with our engine's."""
     rng, line, keys = random.Random(1), list(asked), iter(range(1000))
     had: dict[str, tuple[Request, list[int], list[list[float]]]] = {}
 
@@ -120,7 +120,7 @@ class TestTheSameTokens:
         decode(runner, NoisySampling(runner).table, asked, ours(target, asked))
 
 
-def test_requests_of_others_are_left_as_they_are(target: Any, processor: type) -> None:
+def test_other_requests_are_not_changed(target: Any, processor: type) -> None:
     asked = requests([LAWS["temperature 1"]])[:2]
     runner = RunnerV2(target, SLOTS, processor)
     runner.add("theirs", asked[0], SimpleNamespace(temperature=0.0, max_tokens=12, extra_args=None))
@@ -132,7 +132,7 @@ def test_requests_of_others_are_left_as_they_are(target: Any, processor: type) -
     assert runner.live["ours"].tokens == ours(target, asked[1:])[asked[1].seed].token_ids
 
 
-def test_a_slot_that_is_used_again_keeps_nothing_of_the_one_before() -> None:
+def test_a_reused_slot_keeps_nothing_of_the_previous_request() -> None:
     table = NoiseTable(1, torch.device("cpu"))
     table.add(0, Draw(0, 5, 1, 0.5, 2, 0.5), 4)
     table.add(0, None, 4)
@@ -141,13 +141,13 @@ def test_a_slot_that_is_used_again_keeps_nothing_of_the_one_before() -> None:
 
 
 def test_a_request_that_never_ran_has_drawn_nothing() -> None:
-    """vLLM still had it queued when it was called off."""
+    """vLLM still had it queued when it was cancelled."""
     drawn = NoiseTable(slots=1, device=torch.device("cpu")).take({7: (4, 4)})
     assert (drawn[7].logprobs, drawn[7].drafted) == ([], 0)
 
 
-def test_one_that_was_preempted_keeps_what_was_drawn_for_it() -> None:
-    """It comes back in another slot; whoever had that before leaves nothing in it."""
+def test_a_preempted_request_keeps_its_recorded_draws() -> None:
+    """It returns in another slot. The previous request of that slot leaves nothing in it."""
     table = NoiseTable(slots=2, device=torch.device("cpu"))
     logits, draw = torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
     table.add(1, Draw(2, 5, 2, 1.0, 0, 1.0), 6)
@@ -166,10 +166,10 @@ def test_one_that_was_preempted_keeps_what_was_drawn_for_it() -> None:
     assert (found.drafted, found.drafts) == (3, 1), "tokens, in one pass"
 
 
-def test_one_that_was_preempted_in_runner_v1_has_its_slot_while_all_places_are_taken(
+def test_a_preempted_request_of_runner_v1_keeps_its_slot_while_all_places_are_taken(
     target: Any, tested_version: None
 ) -> None:
-    """It left the batch, and the runner still knows it."""
+    """It left the batch, but the runner still knows it."""
     asked = requests([LAWS["tempered"]])[:2]
     said, runner = ours(target, asked), RunnerV1(target, 1)
     table = NoisySampling(runner).table
@@ -189,8 +189,8 @@ def test_one_that_was_preempted_in_runner_v1_has_its_slot_while_all_places_are_t
     torch.testing.assert_close(logprobs, said[asked[0].seed].logprobs, atol=1e-6, rtol=1e-6)
 
 
-def test_what_is_drawn_amid_a_prompt_leaves_the_record_as_it_is() -> None:
-    """A long prompt goes through in parts, and once more after a preemption."""
+def test_draws_within_a_prompt_do_not_change_the_record() -> None:
+    """A long prompt is computed in parts, and once more after a preemption."""
     table, slot = NoiseTable(1, torch.device("cpu")), torch.tensor([0])
     table.add(0, Draw(1, 5, 900, 1.0, 0, 1.0), 256)
     for position in range(899, 899 + 256):
@@ -202,10 +202,10 @@ def test_what_is_drawn_amid_a_prompt_leaves_the_record_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_one_that_goes_on_from_a_long_part_has_room_for_the_rest(
+def test_a_request_that_continues_a_long_response_has_room_for_the_rest(
     version: int, target: Any, processor: type, tested_version: None
 ) -> None:
-    """Its prompt brings that part."""
+    """Its prompt includes that part."""
     asked = requests([replace(LAWS["temperature 1"], max_new_tokens=302)])[0]
     runner: Any = RunnerV1(target, 1) if version == 1 else RunnerV2(target, 1, processor)
     table = NoisySampling(runner).table if version == 1 else runner.processor.table
@@ -219,7 +219,7 @@ def test_one_that_goes_on_from_a_long_part_has_room_for_the_rest(
 
 @pytest.mark.parametrize("key", [None, 7])
 def test_two_requests_of_one_key_are_both_drawn(key: int | None) -> None:
-    """Whoever asks for no log-probs need not give each request its own."""
+    """A caller that needs no log-probs need not give each request its own key."""
     table, seeds = NoiseTable(slots=2, device=torch.device("cpu")), (5, 6)
     for slot, seed in enumerate(seeds):
         table.add(slot, Draw(key, seed, 1, 1.0, 3, 1.0), 4)
@@ -231,7 +231,7 @@ def test_two_requests_of_one_key_are_both_drawn(key: int | None) -> None:
         assert torch.equal(scores[slot], alone.apply(logits[:1].clone(), torch.tensor([0]), torch.tensor([0]))[0])
 
 
-def test_nothing_is_kept_where_nobody_asks() -> None:
+def test_nothing_is_recorded_unless_requested() -> None:
     table = NoiseTable(slots=1, device=torch.device("cpu"))
     for seed in range(9):
         table.add(0, Draw(None, seed, 1, 1.0, 0, 1.0), 4)
@@ -265,19 +265,19 @@ def test_a_record_longer_than_any_before_makes_room() -> None:
 
 
 class TestWhatTravelsWithARequest:
-    def test_is_read_as_it_was_written(self) -> None:
+    def test_the_noise_arguments_are_read_as_written(self) -> None:
         draw = Draw(1, 2**64 - 1, 3, 0.5, 4, 0.5)
         assert Draw.of(draw.as_extra([b"1234"]) | {"other": 1}) == draw
         assert Draw.of(None) is Draw.of({}) is Draw.of({"other": 1}) is None
 
     @pytest.mark.parametrize("fault", [{"seed": -1}, {"prompt_tokens": 0}, {"top_p": 0.0}, {"colour": 1}])
-    def test_is_refused_where_it_makes_no_sense(self, fault: dict[str, Any]) -> None:
+    def test_invalid_noise_arguments_are_refused(self, fault: dict[str, Any]) -> None:
         extra = Draw(1, 2, 3, 0.5, 4, 0.5).as_extra()
         extra[KEY] |= fault
         with pytest.raises(ValueError, match="extra_args"):
             Draw.of(extra)
 
-    def test_needs_greedy_decoding(self, processor: Any) -> None:
+    def test_the_noise_needs_greedy_decoding(self, processor: Any) -> None:
         params = params_of(requests([LAWS["tempered"]])[0], 0)
         processor.validate_params(params)
         params.temperature = 1.0

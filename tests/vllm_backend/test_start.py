@@ -1,4 +1,4 @@
-"""What a vLLM is started with. vLLM is not needed."""
+"""Arguments with which vLLM is started. vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tlt.vllm.versions import VllmError
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_only_who_gives_memory_back_is_started_for_it(sleeps: bool) -> None:
+def test_vllm_starts_with_sleep_mode_only_if_memory_is_freed(sleeps: bool) -> None:
     """A process can have one such vLLM."""
     arguments = engine_arguments(ModelConfig(path="folder"), EngineConfig(), None, 100, sleeps)
     assert arguments["enable_sleep_mode"] is sleeps
@@ -34,7 +34,7 @@ def test_only_who_gives_memory_back_is_started_for_it(sleeps: bool) -> None:
         (False, {}, None),
     ],
 )
-def test_the_noise_of_runner_v2_comes_behind_processors_of_the_recipe(
+def test_the_noise_of_runner_v2_comes_after_processors_of_the_recipe(
     v2: bool, given: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class EngineArgs(SimpleNamespace):
@@ -53,7 +53,7 @@ def test_the_noise_of_runner_v2_comes_behind_processors_of_the_recipe(
     assert getattr(started, "logits_processors", None) == expected
 
 
-def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_argument_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_the_model(model: str) -> None: ...
 
     contents = {
@@ -67,7 +67,7 @@ def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.Monkey
         target._start({"model": "folder", "enforce_eagre": True})
 
 
-def test_a_value_that_vllm_does_not_take_is_said_with_its_name() -> None:
+def test_a_value_that_vllm_refuses_is_an_error_with_its_name() -> None:
     class Parallel(BaseModel):
         tensor_parallel_size: int
 
@@ -76,7 +76,7 @@ def test_a_value_that_vllm_does_not_take_is_said_with_its_name() -> None:
     assert re.match(r"tensor_parallel_size: .*valid integer", target._reason(wrong.value))
 
 
-def test_numba_leaves_torch_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_does_not_change_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", environment := {})
     set_environment()
     assert environment["NUMBA_NUM_THREADS"] == str(torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""What is said where vLLM is missing, or of a version that was not tested."""
+"""Messages if vLLM is missing, or if its version was not tested."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tlt.vllm import versions
 from tlt.vllm.versions import VllmError, is_tested, require_vllm
 
 
-def test_a_missing_one_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: None)
     with pytest.raises(VllmError, match=r"needs vLLM 0\.31 or 0\.32: pip install 'tlt-rl\[vllm\]'"):
         require_vllm()
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.33.0", "0.320.1", "1.0", "unknown"])
-def test_another_version_is_logged(
+def test_an_untested_version_is_logged(
     found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: found)
@@ -24,7 +24,9 @@ def test_another_version_is_logged(
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.32", "0.32.0", "0.32.1+cpu"])
-def test_tested_ones_pass(found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_tested_versions_are_accepted(
+    found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert is_tested(found)
     monkeypatch.setattr(versions, "vllm_version", lambda: found)
     require_vllm()

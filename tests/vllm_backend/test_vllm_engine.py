@@ -1,5 +1,5 @@
-"""vLLM behind the surface of our engine, and a run by workers with one each. vLLM is not needed: `fake_vllm` has its
-engine's documented interface, in float64, so that tokens are compared to the last one."""
+"""vLLM behind the interface of our engine, and a run of workers with one vLLM each. vLLM is not needed: `fake_vllm` has
+its engine's documented interface, in float64, so that all tokens are compared."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_responses_are_our_own_engines(drafter: str, started: Any, tmp_path: Pat
     assert told(said_by(opened(config), asked)) == told(said_by(Engine(place.target, config.engine), asked))
 
 
-def test_what_was_decoded_ahead_drafts(started: Any, tmp_path: Path) -> None:
+def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
     engine, asked = opened(config), requests(open_workplace(config), 6)
     engine.start(())
@@ -80,8 +80,8 @@ def test_what_was_decoded_ahead_drafts(started: Any, tmp_path: Path) -> None:
     assert sum(response.decoded.seen_ahead for response in responses.values()) == stats.seen_ahead
 
 
-def test_memory_is_given_back_where_nothing_is_under_way(started: Any, tmp_path: Path) -> None:
-    """A worker's two engines share a vLLM, and each slice releases the one that is not at work."""
+def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -> None:
+    """A worker's two engines share a vLLM, and each slice releases the idle one."""
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     engine, asked = opened(config), requests(open_workplace(config), 6)
     expected = told(said_by(engine, asked))
@@ -114,7 +114,9 @@ def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_
         list(engine.generate(asked))
 
 
-def test_a_response_goes_on_behind_an_end_token_that_is_none_of_its_stops(started: Any, tmp_path: Path) -> None:
+def test_a_response_continues_after_an_end_token_that_is_not_among_its_stop_tokens(
+    started: Any, tmp_path: Path
+) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
@@ -123,7 +125,7 @@ def test_a_response_goes_on_behind_an_end_token_that_is_none_of_its_stops(starte
     assert told(said_by(engine, asked)) == told(expected)
 
 
-def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: Path) -> None:
+def test_drafter_training_receives_whole_responses(started: Any, tmp_path: Path) -> None:
     config = fake_vllm.by_vllm(tiny_config(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), []
     engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
@@ -132,7 +134,7 @@ def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: P
     assert given == [Transcript(len(prompt.token_ids), tokens) for prompt, tokens in whole]
 
 
-def test_what_is_for_this_step_comes_first(started: Any, tmp_path: Path) -> None:
+def test_requests_of_this_step_come_first(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
     engine, asked = opened(config), requests(open_workplace(config), 10)
     engine.start(())
@@ -156,7 +158,7 @@ def test_a_pass_has_room_for_all_rows_and_their_drafts(started: Any, tmp_path: P
 
 
 def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path) -> None:
-    """Fewer than the text on which the laws are compared."""
+    """They are shorter than the text on which the distributions are compared."""
     config = fake_vllm.by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 12}, rollout={"max_new_tokens": 3}))
     target = open_target(config, config.model.path)
     policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
@@ -182,7 +184,7 @@ def test_a_vllm_that_draws_other_tokens_is_refused(
         take_weights(target, policy, 2)
 
 
-def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:
+def test_requests_continue_elsewhere_with_their_tokens(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place = open_workplace(config)
     asked, engine = requests(place, 6), opened(config)
@@ -197,7 +199,7 @@ def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Pa
     assert told({response.request.seed: response for response in responses}) == expected
 
 
-def test_new_weights_are_the_next_rollouts(started: Any, tmp_path: Path) -> None:
+def test_new_weights_are_used_in_the_next_rollout(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
@@ -210,7 +212,7 @@ def test_new_weights_are_the_next_rollouts(started: Any, tmp_path: Path) -> None
     assert after != before
 
 
-def test_new_weights_leave_no_prefix_of_the_old_ones_though_rows_are_live(started: Any, tmp_path: Path) -> None:
+def test_new_weights_clear_the_prefix_cache_even_with_active_rows(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
     engine, asked = opened(config), requests(open_workplace(config), 4)
     engine.start(())
@@ -232,7 +234,7 @@ def weights_of(config: Config) -> dict[str, torch.Tensor]:
 
 
 def learned(home: Path, kind: Any = "eagle1") -> Path:
-    """A drafter's folder."""
+    """Return the folder of a drafter."""
     tiny_config(home)
     torch.manual_seed(3)
     layer = EagleLayer(eagle_options(decoder_options(read_config(home / "model")), kind, 16))
@@ -241,7 +243,7 @@ def learned(home: Path, kind: Any = "eagle1") -> Path:
     return home / "drafter"
 
 
-def test_another_drafter_takes_the_place_of_the_one_in_use(started: Any, tmp_path: Path) -> None:
+def test_another_drafter_replaces_the_one_in_use(started: Any, tmp_path: Path) -> None:
     folder = learned(tmp_path)
     engine = opened(tiny_config(tmp_path, speculation={"drafter": "eagle", "path": str(folder)}))
     assert started[0].arguments["speculative_config"]["method"] == "eagle"
@@ -252,8 +254,8 @@ def test_another_drafter_takes_the_place_of_the_one_in_use(started: Any, tmp_pat
     assert all(torch.equal(given[name], tensor) for name, tensor in checkpoint_tensors(other).items())
 
 
-def test_it_guesses_with_the_noise(started: Any, tmp_path: Path) -> None:
-    """One that knows the target's law guesses its very samples."""
+def test_the_drafter_uses_the_noise(started: Any, tmp_path: Path) -> None:
+    """A drafter with the target's distribution drafts exactly its samples."""
     speculation = {"drafter": "eagle", "path": str(learned(tmp_path)), "depth": 3}
     config = tiny_config(tmp_path, speculation=speculation, rollout={"max_new_tokens": 24})
     place, engine = open_workplace(config), opened(config)
@@ -283,14 +285,14 @@ def run_of(home: Path, drafts: str) -> Config:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> tuple[str, Any]:
-    """By our own engine."""
+    """Return the results of our own engine."""
     from test_coordinator import config_of, train
 
     return train(config_of(tmp_path, 2, rollout=SHORT))[:2]
 
 
 def loses_one(method: str, when: str, number: int) -> Callable[[int, str], str]:
-    """A worker, at the so-manieth call of a method."""
+    """Lose a worker at the given call of a method."""
     counted: list[int] = []
 
     def loses(worker: int, called: str) -> str:
@@ -301,7 +303,9 @@ def loses_one(method: str, when: str, number: int) -> Callable[[int, str], str]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_ends_with_the_same_tokens_whoever_is_lost(when: str, started: Any, plain: Any, tmp_path: Path) -> None:
+def test_a_step_ends_with_the_same_tokens_with_any_lost_worker(
+    when: str, started: Any, plain: Any, tmp_path: Path
+) -> None:
     from test_coordinator import train
 
     digest, learned_from, pool = train(run_of(tmp_path, "off"), loses=loses_one("decode", when, 7))
@@ -319,13 +323,13 @@ def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> No
     assert all(worker.spot.trainer is None for worker in pool.workers), "no learned drafter is in use"
 
 
-def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
+def test_idle_workers_train_the_drafter_and_all_use_the_published_one(
     started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from test_coordinator import config_of, train
 
     def longer(config: Config) -> Config:
-        """In the third rollout the first one's responses are trained on."""
+        """Change the recipe so that the third rollout trains on responses of the first one."""
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
 
     plain = train(longer(config_of(tmp_path, 2, rollout=SHORT)))[:2]

@@ -1,4 +1,4 @@
-"""Episodes with vLLM: each turn is a request of its own, and tokens and sha256 are those of our engine."""
+"""Episodes with vLLM: each turn is a request of its own. Tokens and sha256 are those of our engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path
     assert {(transcript.first, len(transcript.tokens)) for transcript in given} == expected
 
 
-def test_a_run_ends_in_one_sha256_whoever_is_lost(started: Any, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_same_sha256_with_any_lost_worker(started: Any, tmp_path: Path) -> None:
     ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
     calls = iter(range(100))
     config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "adaptive"}))

@@ -1,4 +1,4 @@
-"""What is decoded for coming steps in vLLM, and what drafts from it. vLLM is not needed."""
+"""Look-ahead with vLLM, and drafts from its tokens. vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class TestWhatTravelsWithARequest:
         store.put(known)
         return [np.frombuffer(c, dtype=np.int32).tolist() for c in chains_for(store, Row(request(1)), VOCAB)]
 
-    def test_is_its_own_response_and_then_its_siblings(self) -> None:
+    def test_a_draft_is_the_own_response_and_then_that_of_a_sibling(self) -> None:
         assert self.chains(said(2, 4, 5), said(1, 6, 7)) == [[6, 7], [4, 5]]
 
-    def test_is_nothing_where_only_a_sibling_is_known(self) -> None:
+    def test_there_is_no_draft_if_only_a_sibling_is_known(self) -> None:
         assert self.chains(said(2, 4, 5)) == []
 
     @pytest.mark.parametrize("foreign", [VOCAB, -1])
-    def test_is_nothing_where_a_token_is_of_another_vocabulary(self, foreign: int) -> None:
+    def test_there_is_no_draft_with_tokens_of_another_vocabulary(self, foreign: int) -> None:
         """vLLM would look it up in its embedding."""
         assert self.chains(said(1, 4, foreign)) == []
         assert self.chains(said(1, 4, 5), said(2, foreign)) == []
@@ -68,14 +68,14 @@ class TestTheProposer:
         proposer.runner.requests[name] = SimpleNamespace(prompt_token_ids=list(PROMPT), sampling_params=params)
         proposer.runner.input_batch.req_ids = list(proposer.runner.requests)
 
-    def test_leaves_a_row_alone_whose_prompt_is_not_through(self, proposer: LookAheadProposer) -> None:
-        """vLLM goes on with the prompt."""
+    def test_a_row_with_an_unfinished_prompt_gets_no_draft(self, proposer: LookAheadProposer) -> None:
+        """vLLM continues with the prompt."""
         self.add(proposer, "a")
         tokens = np.array([[*PROMPT, 0, 1]], dtype=np.int32)
         assert proposer.propose([[]], np.array([3]), tokens) == [[]]
         assert proposer.propose([[0]], np.array([4]), tokens) == [[1, 2, 3, 4]]
 
-    def test_forgets_rows_that_left(self, proposer: LookAheadProposer) -> None:
+    def test_rows_that_left_are_dropped(self, proposer: LookAheadProposer) -> None:
         for number in range(20):
             self.add(proposer, str(number))
             proposer.propose([[0]], np.array([4]), np.array([[*PROMPT, 0]], dtype=np.int32))
@@ -83,8 +83,8 @@ class TestTheProposer:
         assert len(proposer._rows) <= 3
 
 
-def test_what_is_known_of_the_rest_is_kept_as_a_row_is_broken_off(tmp_path: Path) -> None:
-    """A newer target has said a part of it anew."""
+def test_known_tokens_after_an_interrupted_row_are_kept(tmp_path: Path) -> None:
+    """A newer target has decoded a part of it again."""
     engine, asked = ahead_of(tmp_path)
     while engine.looks_ahead:
         engine.round()
@@ -103,15 +103,16 @@ def test_what_is_known_of_the_rest_is_kept_as_a_row_is_broken_off(tmp_path: Path
         assert len(known.tokens) == before[row.request.seed]
 
 
-def test_requests_of_coming_steps_are_not_given_up(tmp_path: Path) -> None:
-    """Whoever takes a request over decodes it for this step; what is decoded ahead of it is no part of a response."""
+def test_look_ahead_requests_are_not_transferred(tmp_path: Path) -> None:
+    """A worker that takes over a request decodes it for this step. Look-ahead tokens of it are not part of a
+    response."""
     engine, asked = ahead_of(tmp_path)
     engine.round()
     assert engine.release_requests([request.seed for request in asked]) == []
     assert [row.request for row in engine.rows] == asked
 
 
-def test_a_request_that_can_never_run_is_not_looked_ahead_for(tmp_path: Path) -> None:
+def test_a_request_that_is_too_large_is_not_decoded_ahead(tmp_path: Path) -> None:
     engine, asked = ahead_of(tmp_path)
     engine.round()
     long = replace(asked[0], sampling=replace(asked[0].sampling, max_new_tokens=10_000))
