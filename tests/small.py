@@ -271,15 +271,15 @@ def build(
     max_rows: int = 64,
     bound_tokens: int | None = None,
     prefill_tokens: int = 2048,
-    beside: Sequence[Drafter] = (),
+    others: Sequence[Drafter] = (),
     tuner: Tuner | None = None,
 ) -> Engine:
-    """Return an engine that always drafts with this drafter and the shape of `strategy`, or decodes plainly without
-    one. `beside` are further drafters. A `tuner` chooses among all.
+    """Return an engine that always drafts with this drafter and the shape of `strategy`. Without a drafter it uses
+    plain decoding. `others` are further drafters. A `tuner` chooses among all.
 
     `bound_tokens` sets the cache's bound below the smallest one of a configuration in MiB."""
     config = EngineConfig(max_rows=max_rows, prefill_tokens=prefill_tokens)
-    drafters = [*beside, *([] if drafter is None else [drafter])]
+    drafters = [*others, *([] if drafter is None else [drafter])]
     layout = next((d.options.layout for d in drafters if isinstance(d, EagleDrafter)), None)
     tuner = tuner or Fixed(strategy_for(drafter, strategy))
     return Engine(target.decoder, config, drafters, tuner, layout=layout, kv_tokens=bound_tokens)

@@ -70,7 +70,7 @@ def test_a_computation_that_needs_the_host_cannot_be_captured(waits: Any) -> Non
     assert gc.isenabled()
 
 
-def test_no_memory_in_a_capture_stays_what_it_is() -> None:
+def test_an_error_of_memory_in_a_capture_is_raised_unchanged() -> None:
     def compute() -> tuple[Tensor, ...]:
         raise torch.OutOfMemoryError("no memory")
 

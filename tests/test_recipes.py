@@ -43,7 +43,7 @@ def test_a_recipe_is_short_and_trains(
     recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(recipe.read_text(encoding="utf-8").splitlines()) < 50
-    monkeypatch.chdir(tmp_path)  # what it names lies beside it
+    monkeypatch.chdir(tmp_path)  # files that it names are in its folder
     overrides = {
         "model.path": model,
         "train.steps": 2,

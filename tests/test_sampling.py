@@ -270,9 +270,9 @@ def test_a_filter_of_one_row_does_not_affect_the_others(dtype: torch.dtype) -> N
     probability."""
     logits = torch.randn(2, 5000, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4
     alone, _ = log_law(logits[:1], law_of((1.0, 0, 1.0)))
-    beside, _ = log_law(logits, law_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
-    assert torch.isfinite(beside[0]).all()
-    assert torch.equal(beside[0], alone[0])
+    mixed, _ = log_law(logits, law_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
+    assert torch.isfinite(mixed[0]).all()
+    assert torch.equal(mixed[0], alone[0])
 
 
 def test_top_k_alone_keeps_k() -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "tlt"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "tlt"
 FIRST = {"Of", "What", "Those", "That", "By", "Where", "Whoever", "Who", "Which", "As", "With", "From"}
 WORDS = (
     *("amid", "anew", "beside", "held against", "so many", "what it took", "what it gave", "goes live"),
-    *("said to", "those who", "for so long", "as many as", "plainly", "last words", "decoded ahead"),
+    *("said to", "those who", "for so long", "as many as", "plainly", "last words", "decoded ahead", "told"),
 )
 FORBIDDEN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
@@ -32,15 +33,37 @@ def sentences(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
+def names_of_tests(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.name.replace("_", " ")
+
+
 def faults(code: str) -> list[str]:
+    """Return the docstrings and messages that are not plain English."""
     tree = ast.parse(code)
-    found = [text for text in docstrings(tree) if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in FIRST]
-    return found + [text for text in sentences(tree) if FORBIDDEN.search(text)]
+    return _without_subject(tree) + [text for text in sentences(tree) if FORBIDDEN.search(text)]
+
+
+def faults_in_tests(code: str) -> list[str]:
+    """Return the docstrings and names of tests that are not plain English. Other strings in tests may be data."""
+    tree = ast.parse(code)
+    texts = [*docstrings(tree), *names_of_tests(tree)]
+    return _without_subject(tree) + [text for text in texts if FORBIDDEN.search(text)]
+
+
+def _without_subject(tree: ast.AST) -> list[str]:
+    return [text for text in docstrings(tree) if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in FIRST]
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_docstrings_and_messages_are_plain_english(path: Path) -> None:
     assert faults(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_docstrings_and_names_of_tests_are_plain_english(path: Path) -> None:
+    assert faults_in_tests(path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(
@@ -54,5 +77,18 @@ def test_docstrings_and_messages_are_plain_english(path: Path) -> None:
         ('name = "amid"', True),
     ],
 )
-def test_the_check_sees_first_words_and_phrases(code: str, is_fine: bool) -> None:
+def test_the_check_finds_first_words_and_phrases(code: str, is_fine: bool) -> None:
     assert (faults(code) == []) == is_fine
+
+
+@pytest.mark.parametrize(
+    ("code", "is_fine"),
+    [
+        ('def test_a():\n    """Of two prompts."""', False),
+        ('def test_a():\n    """One is lost amid an update."""', False),
+        ("def test_a_worker_lost_amid_an_update(): ...", False),
+        ('def test_a():\n    """A worker is lost during an update."""\n    assert error == "amid decode"', True),
+    ],
+)
+def test_the_check_of_tests_finds_docstrings_and_names(code: str, is_fine: bool) -> None:
+    assert (faults_in_tests(code) == []) == is_fine

@@ -220,7 +220,7 @@ def test_attention_in_bfloat16_sums_in_float32() -> None:
     assert torch.equal(mixed, torch.ones_like(mixed))
 
 
-def test_resized_slots_keep_what_still_fits_and_are_zero_elsewhere() -> None:
+def test_resized_slots_keep_positions_that_fit_and_are_zero_elsewhere() -> None:
     both = Both(2, 4, seed=0)
     before = [layer.clone() for layer in both.slots.layers]
     both.slots.resize(3, 6)

@@ -332,9 +332,7 @@ def test_repeated_responses_are_drafts_of_the_version_that_decoded_them(tmp_path
 
 
 @pytest.mark.parametrize(("rests", "first"), [(False, "train_drafter"), (True, "look_ahead")])
-def test_an_idle_worker_trains_if_the_schedule_says_so_and_else_decodes_ahead(
-    tmp_path: Path, rests: bool, first: str
-) -> None:
+def test_an_idle_worker_trains_or_decodes_ahead_as_scheduled(tmp_path: Path, rests: bool, first: str) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
     coordinator.training.schedule.in_vain = 8 if rests else 0
     rolled_out(coordinator, requests(0), requests(20, 21))

@@ -74,7 +74,7 @@ def test_a_shallow_target_has_taps_too(model: Model, layers: int) -> None:
 def test_a_saved_drafter_is_loaded_unchanged(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, listed: int
 ) -> None:
-    """With a drafter of the whole vocabulary, and with one that proposes five tokens."""
+    """The drafter has the whole vocabulary, or proposes five tokens."""
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", listed)
     layer = make_layer(model.decoder, kind, 8).float()
     layer.acceptance_rate = 0.71

@@ -153,8 +153,8 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
     drafter = TableDrafter(seed, listed=True)
     row = (request(), [5, 2])
     (alone,) = trees_of(drafter, [row], strategy)
-    beside = trees_of(drafter, [row, (request(), [1]), (request(3), [])], strategy)
-    assert beside[0] == alone
+    others = trees_of(drafter, [row, (request(), [1]), (request(3), [])], strategy)
+    assert others[0] == alone
 
 
 @given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
@@ -286,7 +286,7 @@ def test_draft_tokens_that_are_never_accepted_are_no_longer_verified() -> None:
 
 
 def test_counts_of_a_drafter_weigh_two_nodes_for_its_successor() -> None:
-    """By hand: of 100 nodes 25 were accepted, so of two nodes half a node."""
+    """The drafter had 25 of 100 nodes accepted, so its successor begins with half a node of two."""
     known, (where, rare) = Calibration(), cells([1.0, 0.0, -1.0])
     for turn in range(100):
         known.observe([-1, where], [0, 0], [0, 1] if turn % 4 == 0 else [0])

@@ -299,10 +299,10 @@ def everything(seed: int = 0) -> tuple[list[Drafter], Drafter]:
 @pytest.mark.parametrize("schedule", ["three_rows_shuffled", "preempted_shuffled"])
 def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
     """Each round has another drafter, another shape, or none."""
-    beside, learned = everything()
+    others, learned = everything()
     chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", 3, 2, 8)
     tuner = InTurn([PLAIN, chain, tree, PLAIN, PLAIN, Strategy("suffix", 2, 3, 9), chain])
-    engine = run_mixed(learned, TREE, SCHEDULES[schedule], beside=beside, tuner=tuner)
+    engine = run_mixed(learned, TREE, SCHEDULES[schedule], others=others, tuner=tuner)
     assert engine.stats.drafter_failures == 0
     assert len(engine.stats.strategies) == 4
 
@@ -330,7 +330,7 @@ def test_drafter_weights_that_are_nan_change_no_token(value: float) -> None:
 
 
 def test_tokens_with_the_adaptive_tuner() -> None:
-    beside, learned = everything()
+    others, learned = everything()
     arms = strategies(["eagle", "suffix"], trees=True)
     rng = np.random.default_rng(0)
     profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
@@ -340,7 +340,7 @@ def test_tokens_with_the_adaptive_tuner() -> None:
         record(bandit, result._replace(seconds=float(rng.uniform(0.5, 2.0))))
 
     bandit.record = by_a_random_clock
-    engine = run_mixed(learned, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)
+    engine = run_mixed(learned, TREE, Schedule(max_rows=3), others=others, tuner=bandit)
     assert engine.stats.drafter_failures == 0
     assert len(engine.stats.strategies) >= 3
 

@@ -123,7 +123,7 @@ def test_rows_find_their_prompt_in_free_slots_or_at_a_sibling() -> None:
 
 @pytest.mark.parametrize("leaves", [1, 2])
 def test_siblings_of_rows_that_left_need_no_prefill(leaves: int) -> None:
-    """As many free slots are left as rows have ended. An earlier row continues."""
+    """Each row that ended leaves a free slot. An earlier row continues."""
     engine = small.build(TARGET)
     group = [request((4, 0, 2, 2, 1), 10 + i, 3) for i in range(leaves)]
     engine.start([request((1, 2, 3), 0, 30), *group])

@@ -462,8 +462,8 @@ def test_a_fixed_strategy_is_always_chosen() -> None:
     fixed = Fixed(arm)
     assert fixed.choose(1, 10.0, BOTH) == fixed.choose(64, 10.0, {arm.drafter}) == arm
     assert fixed.choose(1, 10.0, ()) == PLAIN
-    beside = Fixed(arm._replace(ahead=16))
-    assert beside.choose(1, 10.0, ()) == PLAIN._replace(ahead=16), "a look-ahead needs no drafter"
+    ahead = Fixed(arm._replace(ahead=16))
+    assert ahead.choose(1, 10.0, ()) == PLAIN._replace(ahead=16), "a look-ahead needs no drafter"
     fixed.load_state(json.loads(json.dumps(fixed.state())))
     assert fixed.strategies == (arm,)
 

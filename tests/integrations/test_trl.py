@@ -88,7 +88,8 @@ def plain(home: Path) -> Result:
 
 @pytest.mark.parametrize("mode", ["suffix", "learned", "adaptive", "trained"])
 def test_completions_and_final_weights_do_not_depend_on_the_drafter(home: Path, plain: Result, mode: str) -> None:
-    """With accumulation, several generations per global step, two iterations over each, and evaluations in between."""
+    """The run has accumulation, several generations per global step, two iterations over each, and evaluations in
+    between."""
     turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
     clock = SimpleNamespace(perf_counter=lambda: next(turns) * 1e-3)
     with patch("tlt.spot.schedule.Schedule.rests", False), patch("tlt.cluster.local.time", clock):

@@ -155,8 +155,8 @@ DISAGREEING: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", DISAGREEING)
 def test_features_that_only_transformers_supports_are_refused(folder: Path, case: str) -> None:
-    """With each of them the engine would decode from another distribution than the policy's, or the policy would fail
-    later."""
+    """If they were ignored, the engine would decode from another distribution than the policy's, or the policy would
+    fail later."""
     changes, named = DISAGREEING[case]
     change_config(folder, **changes)
     assert named in refusal(folder)

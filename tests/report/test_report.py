@@ -140,7 +140,7 @@ def test_a_timeline_holds_the_spans_between_the_marks_of_a_step(tmp_path: Path) 
     assert {(start, seconds) for *_, start, seconds in spans} == {(0, 6), (6, 4)}
 
 
-def test_runs_of_tokens_and_thinned_lines_keep_what_matters() -> None:
+def test_token_letters_become_run_lengths_and_thinned_lines_keep_extremes() -> None:
     assert runs_of("sss..a") == "3s2.1a"
     assert runs_of("") == ""
     values = [1.0] * 10_000

@@ -82,7 +82,7 @@ def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
     ],
 )
 def test_each_name_computes_its_own_advantage(name: str, expected: list[list[float]]) -> None:
-    """Of the rewards 1, 0 and 0, 3, whose mean is 1."""
+    """The rewards are 1, 0 and 0, 3, whose mean is 1."""
     found = ADVANTAGES[name]([[1.0, 0.0], [0.0, 3.0]], EPSILON)
     assert [a for group in found for a in group] == pytest.approx([a for group in expected for a in group], abs=1e-5)
 

@@ -61,7 +61,7 @@ def proposed(sentence: str) -> dict[str, Any]:
     }
 
 
-def test_the_saved_memory_of_a_pass_is_what_it_leaves_allocated(home: Path) -> None:
+def test_the_saved_memory_of_a_pass_equals_what_stays_allocated(home: Path) -> None:
     """Torch's allocator measures it."""
     policy = policy_of(config_of(home))
     ids = torch.arange(64) % policy.model.config.vocab_size

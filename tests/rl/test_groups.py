@@ -23,7 +23,7 @@ def make_config(**sections: Any) -> Config:
 
 
 def group(row: int, *rewards: float | None, lengths: list[int] | None = None) -> Group:
-    """Return a group. Response i of prompt r has tokens 10 r + i, as many as in `lengths` (default 3)."""
+    """Return a group. Response i of prompt r has tokens 10 r + i. `lengths` are the numbers of tokens (default 3)."""
     responses = []
     for i, (reward, length) in enumerate(zip(rewards, lengths or [3] * len(rewards), strict=True)):
         request = Request(PROMPTS[row], i, 2, 2**63 + 100 * row + i, SAMPLING)

@@ -231,7 +231,7 @@ class Positions(Decoder):
 
 
 class Recurrent(Decoder):
-    """Planted bug: the model has state besides keys and values, which wrong draft tokens change."""
+    """Planted bug: the model has state other than keys and values, which wrong draft tokens change."""
 
     def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
         hidden = super().forward(tokens, positions, *rest)

@@ -317,7 +317,7 @@ def test_every_epoch_uses_the_log_probs_from_before_the_first(
 
 
 def test_carried_responses_have_the_ratio_to_the_policy_that_decoded_them(folder: Path) -> None:
-    """With one optimizer step and with several."""
+    """There are one or several optimizer steps."""
     batch, model = random_batch(VOCAB), plain_model(folder)
     old = all_plain_logprobs(model, batch, 1.0)
     for i in (0, 3):

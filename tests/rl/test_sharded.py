@@ -182,7 +182,7 @@ def test_shards_are_summed_in_their_order_with_any_number_of_members(size: int) 
 def test_several_members_end_with_the_weights_of_one(
     folders: dict[str, Path], head: str, size: int, responses: int, train: dict[str, Any]
 ) -> None:
-    """With 3 members and 2 responses, or 2 optimizer steps, some have none."""
+    """If there are 3 members and 2 responses, or 2 optimizer steps, some members have none."""
     folder = folders[head]
     batch = random_batch(VOCAB, responses=responses)
     assert len(set(passes(batch, size))) > 1, "some have more passes"
@@ -290,7 +290,7 @@ def test_each_member_has_its_part_of_the_memory(folder: Path) -> None:
     for own, moments, total in members:
         assert own == pytest.approx(layers / 2, rel=0.07)
         assert moments == 2 * own
-        assert 3 * (own + rest) <= total < 3.1 * (own + rest), "and nothing besides"
+        assert 3 * (own + rest) <= total < 3.1 * (own + rest), "and nothing else"
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_checkpoints_are_equal_and_can_be_loaded_with_and_without_shards(folder:
         assert all(np.array_equal(member[name], shards[name]) for name in shards), "the same bits"
 
 
-# -- the engine beside it ----------------------------------------------------------------------------------------------
+# -- the engine and shards ---------------------------------------------------------------------------------------------
 
 
 def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> tuple[str, str, str]:

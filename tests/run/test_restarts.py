@@ -68,8 +68,8 @@ def test_a_run_stopped_by_a_signal_is_not_restarted_with_any_exit_code(
 
 
 def test_the_previous_run_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--run.overwrite true`, the run is killed before it moves the previous one away. Later it has a checkpoint
-    of its own."""
+    """A run with `--run.overwrite true` is killed before it moves the previous one away. Later it has a checkpoint of
+    its own."""
     (tmp_path / "step_00000900").mkdir()
     runs = Runs(tmp_path, [(-9, False), (-9, True), (0, False)])
     monkeypatch.setattr(restarts, "_run", runs)

@@ -492,7 +492,7 @@ def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> 
 # -- folders and bad input ---------------------------------------------------------------------------------------------
 
 
-# -- beside plain decoding ---------------------------------------------------------------------------------------------
+# -- comparison with plain decoding ------------------------------------------------------------------------------------
 
 
 def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tokens(home: Path) -> None:

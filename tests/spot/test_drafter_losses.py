@@ -33,8 +33,8 @@ def test_losses_by_hand() -> None:
 
 
 def test_the_gradient_of_the_hybrid_loss_is_that_of_its_parts() -> None:
-    """With respect to each log q: -p of the KL divergence, and q / 2 with the sign of q - p of the total variation. The
-    weight has none."""
+    """The gradient with respect to each log q is -p for the KL divergence, and q / 2 with the sign of q - p for the
+    total variation. The weight has none."""
     p, log_q = law(*P), law(*Q).log().requires_grad_()
     (gradient,) = torch.autograd.grad(losses.hybrid(p, log_q).sum(), log_q)
     weight = math.exp(-3 * (1 - 0.4))

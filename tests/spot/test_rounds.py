@@ -54,8 +54,8 @@ def test_it_is_the_mean_of_simulated_rounds(seed: int, length: int, depth: int) 
 
 
 def test_an_evaluation_predicts_decoding() -> None:
-    """With a real drafter. Draft tokens are accepted slightly less often than 1 - TV, and the last round of a response
-    is cut short."""
+    """The drafter is a real one. Draft tokens are accepted slightly less often than 1 - TV, and the last round of a
+    response is cut short."""
     config = load_config(ROOT / "recipes" / "longtail.toml", ["--rollout.max_new_tokens", "200", "--data.size", "12"])
     _, prompts, target, params = open_workplace(config)
     layer = load_drafter(ROOT / "assets" / "tiny-drafter", target.options)

@@ -76,7 +76,7 @@ def test_an_evaluation_while_paused_uses_the_time_and_its_publication_begins_a_b
 
 
 def test_two_rollouts_in_a_row_with_low_acceptance_are_a_change_of_the_task() -> None:
-    """With a mean of 0.8 the bound is 0.64. The mean over three rollouts leaves low ones out."""
+    """If the mean is 0.8, the bound is 0.64. The mean over three rollouts leaves low ones out."""
     schedule = at_rest()
     changes = [schedule.rollout_ended(1.0, rate) for rate in (0.8, 0.6, 0.8, 0.6, 0.5, 0.5)]
     assert changes == [False, False, False, False, True, False]

@@ -86,10 +86,10 @@ def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -
     engine, asked = opened(config), requests(open_workplace(config), 6)
     expected = told(said_by(engine, asked))
     engine.target._sleeps = True  # as on a GPU
-    beside = engine.plain_beside()
+    plain = engine.plain_beside()
     engine.start(asked)
     responses = engine.round()
-    beside.release()
+    plain.release()
     assert not started[-1].asleep, "rows are under way"
     while engine.busy:
         responses += engine.round()

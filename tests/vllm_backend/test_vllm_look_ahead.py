@@ -112,7 +112,7 @@ def test_look_ahead_requests_are_not_transferred(tmp_path: Path) -> None:
     assert [row.request for row in engine.rows] == asked
 
 
-def test_a_request_that_is_too_large_is_not_decoded_ahead(tmp_path: Path) -> None:
+def test_a_request_that_is_too_large_gets_no_look_ahead(tmp_path: Path) -> None:
     engine, asked = ahead_of(tmp_path)
     engine.round()
     long = replace(asked[0], sampling=replace(asked[0].sampling, max_new_tokens=10_000))
