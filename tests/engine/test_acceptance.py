@@ -9,9 +9,10 @@ from tlt.engine.acceptance import AcceptanceModel
 EAGLE = ("eagle", 1)
 
 
-def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
-    """Of chains of two: three rows right at once, then wrong; five right to the end; two wrong at once. Of chains of
-    three, in the same round: one right to the end, one wrong at the third. By hand."""
+def test_chains_that_were_cut_count_only_their_verified_tokens() -> None:
+    """There are chains of two: three rows accept one token and reject the next, five accept both, and two reject the
+    first. In the same round there are chains of three: one is accepted to the end, and one is rejected at the third
+    token. The numbers are worked by hand."""
     model = AcceptanceModel()
     model.add(EAGLE, [3, 3], [4, 3])
     model.add(EAGLE, [2] * 10, [2] * 3 + [3] * 5 + [1] * 2)
@@ -21,7 +22,7 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
 
 
-def test_acceptance_follows_a_change_and_keeps_drafters_apart() -> None:
+def test_acceptance_rates_follow_a_change_and_are_kept_by_drafter() -> None:
     model = AcceptanceModel()
     for turn in range(400):
         model.age()

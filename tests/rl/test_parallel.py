@@ -177,7 +177,7 @@ def test_early_shards_in_host_memory_are_summed_on_the_device() -> None:
     sum_gradients([gradient], TwoShards(), [[torch.ones(3)], [gradient]], [[0, 1]])
 
 
-def test_alone_nothing_is_touched() -> None:
+def test_a_single_member_changes_no_gradient() -> None:
     gradient = torch.ones(2)
     sum_gradients([gradient], Alone(), [[gradient]], [[0]])
     assert gradient.tolist() == [1.0, 1.0]
