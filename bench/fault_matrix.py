@@ -42,8 +42,8 @@ _MEGABYTES = 96  # size of the disk that runs are on
 _SAVES = 6  # steps of which one is saved: to record a step needs no room on the disk
 _FILES = ("policy/model.safetensors", "optimizer.safetensors")
 _CAUSES = {
-    "SIGKILL": r"worker \d+ was lost amid \w+ \(",
-    "SIGSTOP": r"worker \d+ was lost amid \w+ \(no answer for",
+    "SIGKILL": r"worker \d+ was lost during \w+ \(",
+    "SIGSTOP": r"worker \d+ was lost during \w+ \(no answer for",
     "exception": "struck",
     "out of memory": r"[Mm]emory",
     "disk full": r"No space left|free disk space",

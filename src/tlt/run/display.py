@@ -181,7 +181,7 @@ class Display:
     def _table(self) -> Table:
         """Return the table of the last steps, at most 74 columns wide."""
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        columns = ("step", "reward", "median", "longest", "cut off", "tokens/s", "accept length", "seen ahead")
+        columns = ("step", "reward", "median", "longest", "cut off", "tokens/s", "accept length", "look ahead")
         for column in (*columns, "mismatch", "seconds"):
             table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
         shown = max(3, min(_SHOWN_STEPS, self.console.height - _OTHER_LINES))
@@ -237,7 +237,7 @@ class Display:
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest "
             f"{m.lengths['truncated']:.0%} cut off  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
-            f"seen ahead {_seen_ahead(m):.0%}  {_version(m)}"
+            f"look-ahead {_seen_ahead(m):.0%}  {_version(m)}"
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
 
