@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import count
 from pathlib import Path
 
 from tlt.rewards.verdicts import Verdict
@@ -35,13 +36,21 @@ class ReplyRecord:
         return self._seconds.get((step, seed, len(said)), 0.0)
 
     def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
-        known = _last(said), verdict
-        if self._known.get((step, seed, len(said))) == known:
+        key, known = (step, seed, len(said)), (_last(said), verdict)
+        if self._known.get(key) == known:
             return
-        self._known[step, seed, len(said)] = known
-        self._seconds[step, seed, len(said)] = seconds
+        self._put(key, *known)
+        self._seconds[key] = seconds
         line = {"step": step, "seed": seed, "turn": len(said), "said": known[0], **verdict._asdict()}
         self._write(json.dumps(line) + "\n", "a")
+
+    def _put(self, key: Key, said: str, verdict: Verdict) -> None:
+        """Set a reply. Remove those to later turns, because they continue another conversation."""
+        self._known[key] = said, verdict
+        step, seed, turn = key
+        for later in count(turn + 1):
+            if self._known.pop((step, seed, later), None) is None:
+                break
 
     def forget_before(self, step: int) -> None:
         """Remove the replies of earlier steps from memory."""
@@ -61,7 +70,7 @@ class ReplyRecord:
             self._write("".join(f"{line.decode()}\n" for line in lines), "w")
         for line in map(json.loads, lines):
             key = line.pop("step"), line.pop("seed"), line.pop("turn")
-            self._known[key] = line.pop("said"), Verdict(**line)
+            self._put(key, line.pop("said"), Verdict(**line))
 
     def _write(self, text: str, mode: str) -> None:
         if not self.path:
