@@ -394,6 +394,17 @@ def test_the_record_comes_back_and_a_torn_end_is_passed_over(tmp_path: Path) -> 
     assert again.find(3, 2**64 - 1, ("a",)) is None
 
 
+def test_a_checkpoint_leaves_the_replies_of_a_step_that_has_begun(tmp_path: Path) -> None:
+    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
+    record.keep(path, resume=False)
+    for step in (3, 4):
+        record.add(step, 7, (), Verdict(0.0, reply=""))
+    record.saved(4)
+    again = ReplyRecord()
+    again.keep(path, resume=True)
+    assert [again.find(step, 7, ()) for step in (3, 4)] == [None, Verdict(0.0, reply="")]
+
+
 def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) -> None:
     """A resumed run may say something else in an early turn, and the same in a later one."""
     record, path = ReplyRecord(), tmp_path / "replies.jsonl"

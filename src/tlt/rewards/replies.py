@@ -41,8 +41,7 @@ class ReplyRecord:
             return
         self._put(key, *known)
         self._seconds[key] = seconds
-        line = {"step": step, "seed": seed, "turn": len(said), "said": known[0], **verdict._asdict()}
-        self._write(json.dumps(line) + "\n", "a")
+        self._write(_line(key, *known), "a")
 
     def _put(self, key: Key, said: str, verdict: Verdict) -> None:
         """Set a reply. Remove those to later turns, because they continue another conversation."""
@@ -57,9 +56,11 @@ class ReplyRecord:
         self._known = {key: known for key, known in self._known.items() if key[0] >= step}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] >= step}
 
-    def clear(self) -> None:
-        """Empty the file, because a checkpoint replaces it."""
-        self._write("", "w")
+    def saved(self, done: int) -> None:
+        """Note a checkpoint after `done` steps. Keep the replies of a step that has begun since then, because a resumed
+        run repeats it."""
+        self.forget_before(done)
+        self._write("".join(_line(key, *known) for key, known in self._known.items()), "w")
 
     def keep(self, path: Path, resume: bool) -> None:
         """Write replies to this file from now on. If a run is resumed, first read it, without an incomplete last
@@ -81,6 +82,11 @@ class ReplyRecord:
         except OSError as error:
             log.warning("%s cannot be written (%s); a resumed run calls environments again", self.path, error.strerror)
             self.path = None
+
+
+def _line(key: Key, said: str, verdict: Verdict) -> str:
+    step, seed, turn = key
+    return json.dumps({"step": step, "seed": seed, "turn": turn, "said": said, **verdict._asdict()}) + "\n"
 
 
 def _last(said: tuple[str, ...]) -> str:
