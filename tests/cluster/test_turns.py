@@ -178,6 +178,25 @@ def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "replies.jsonl").stat().st_size, "the last checkpoint has all"
 
 
+def test_a_checkpoint_after_an_error_keeps_the_replies_of_the_step_that_failed(tmp_path: Path) -> None:
+    class Fails(Stops):
+        def response(self, response: Any) -> None:
+            try:
+                super().response(response)
+            except KeyboardInterrupt:
+                raise RuntimeError("no disk") from None
+
+    calls = tmp_path / "calls"
+    config = config_of(tmp_path, "Unsure", train={"steps": 3, "learning_rate": 1e-3})
+    with pytest.raises(RuntimeError, match="no disk") as caught:
+        train(config, display=Fails(1, response=5))
+    assert "saved after step 1" in caught.value.__notes__[0]
+    before = calls.read_text(encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, resume=True, display=Stops(1))
+    assert calls.read_text(encoding="utf-8") == before
+
+
 def test_turns_and_seconds_of_episodes_are_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path, "Trouble", train={"steps": 1, "learning_rate": 1e-3})
     train(config)

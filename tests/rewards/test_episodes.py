@@ -393,3 +393,27 @@ def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> N
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
     again.forget_before(4)
     assert again.find(3, 2**64 - 1, ("a",)) is None
+
+
+def test_a_checkpoint_leaves_the_replies_of_a_step_that_has_begun(tmp_path: Path) -> None:
+    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
+    record.keep(path, resume=False)
+    for step in (3, 4):
+        record.add(step, 7, (), Verdict(0.0, reply=""))
+    record.saved(4)
+    again = ReplyRecord()
+    again.keep(path, resume=True)
+    assert [again.find(step, 7, ()) for step in (3, 4)] == [None, Verdict(0.0, reply="")]
+
+
+def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) -> None:
+    """A resumed run may say something else in an early turn, and the same in a later one."""
+    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
+    record.keep(path, resume=False)
+    for said in (("a",), ("a", "b"), ("a", "b", "c"), ("x",)):
+        record.add(3, 7, said, Verdict(0.5, reply=said[0]))
+    again = ReplyRecord()
+    again.keep(path, resume=True)
+    for one in (record, again):
+        assert one.find(3, 7, ("x",)) == Verdict(0.5, reply="x")
+        assert one.find(3, 7, ("x", "b")) is one.find(3, 7, ("x", "b", "c")) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -116,6 +117,26 @@ def test_a_tool_that_raises_is_counted_separately() -> None:
     made.reset(PROMPT)
     assert made.step('{"name": "look_up", "parameters": {"word": "x"}}') == ("Error: KeyError: 'x'", False, 0.0)
     assert made.scores == {"tool_calls": 1, "malformed_calls": 0, "failed_calls": 1}
+
+
+def echo(text: str) -> str:
+    found = json.loads(text)
+    if found[0] == "raise":
+        raise ValueError(found[1])
+    return found
+
+
+@pytest.mark.parametrize("text", ['["\\ud800"]', '["raise", "\\ud800"]'])
+def test_a_result_or_an_error_that_is_no_valid_text_is_a_failed_call(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool that reads escapes makes half a surrogate pair out of valid text."""
+    monkeypatch.setattr(tiny_environments.Desk, "tools", (echo,))
+    call = json.dumps({"name": "echo", "arguments": {"text": text}})
+    (found,) = Environments(tiny_environments.Desk, 5.0).answer_all([(PROMPT, Turn(1, 1, (call,)))])
+    assert (found.outcome, found.scores["failed_calls"]) == ("", 1)
+    assert found.reply
+    assert found.reply.startswith("Error: ValueError")
 
 
 def config(name: str, **data: Any) -> Config:

@@ -95,8 +95,8 @@ class Episodes:
     def keep(self, folder: Path, resume: bool) -> None:
         self.record.keep(folder / NAME, resume)
 
-    def saved(self) -> None:
-        self.record.clear()
+    def saved(self, done: int) -> None:
+        self.record.saved(done)
 
     def close(self) -> None:
         self.pool.close()

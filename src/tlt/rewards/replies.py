@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import count
 from pathlib import Path
 
 from tlt.rewards.verdicts import Verdict
@@ -35,22 +36,31 @@ class ReplyRecord:
         return self._seconds.get((step, seed, len(said)), 0.0)
 
     def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
-        known = _last(said), verdict
-        if self._known.get((step, seed, len(said))) == known:
+        key, known = (step, seed, len(said)), (_last(said), verdict)
+        if self._known.get(key) == known:
             return
-        self._known[step, seed, len(said)] = known
-        self._seconds[step, seed, len(said)] = seconds
-        line = {"step": step, "seed": seed, "turn": len(said), "said": known[0], **verdict._asdict()}
-        self._write(json.dumps(line) + "\n", "a")
+        self._put(key, *known)
+        self._seconds[key] = seconds
+        self._write(_line(key, *known), "a")
+
+    def _put(self, key: Key, said: str, verdict: Verdict) -> None:
+        """Set a reply. Remove those to later turns, because they continue another conversation."""
+        self._known[key] = said, verdict
+        step, seed, turn = key
+        for later in count(turn + 1):
+            if self._known.pop((step, seed, later), None) is None:
+                break
 
     def forget_before(self, step: int) -> None:
         """Remove the replies of earlier steps from memory."""
         self._known = {key: known for key, known in self._known.items() if key[0] >= step}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] >= step}
 
-    def clear(self) -> None:
-        """Empty the file, because a checkpoint replaces it."""
-        self._write("", "w")
+    def saved(self, done: int) -> None:
+        """Note a checkpoint after `done` steps. Keep the replies of a step that has begun since then, because a resumed
+        run repeats it."""
+        self.forget_before(done)
+        self._write("".join(_line(key, *known) for key, known in self._known.items()), "w")
 
     def keep(self, path: Path, resume: bool) -> None:
         """Write replies to this file from now on. If a run is resumed, first read it, without an incomplete last
@@ -61,7 +71,7 @@ class ReplyRecord:
             self._write("".join(f"{line.decode()}\n" for line in lines), "w")
         for line in map(json.loads, lines):
             key = line.pop("step"), line.pop("seed"), line.pop("turn")
-            self._known[key] = line.pop("said"), Verdict(**line)
+            self._put(key, line.pop("said"), Verdict(**line))
 
     def _write(self, text: str, mode: str) -> None:
         if not self.path:
@@ -72,6 +82,11 @@ class ReplyRecord:
         except OSError as error:
             log.warning("%s cannot be written (%s); a resumed run calls environments again", self.path, error.strerror)
             self.path = None
+
+
+def _line(key: Key, said: str, verdict: Verdict) -> str:
+    step, seed, turn = key
+    return json.dumps({"step": step, "seed": seed, "turn": turn, "said": said, **verdict._asdict()}) + "\n"
 
 
 def _last(said: tuple[str, ...]) -> str:

@@ -70,10 +70,13 @@ class Tools:
             return f"Error: {error}"
         try:
             result = function(**arguments)
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            if not is_text(text):
+                raise ValueError("the result has a lone surrogate, which is not valid text")
+            return text
         except Exception as error:
             self.scores["failed_calls"] += 1
-            return f"Error: {type(error).__name__}: {error}"
+            return f"Error: {type(error).__name__}: {error}".encode(errors="replace").decode()
 
     def _function(self, name: str) -> Callable[..., Any]:
         for function in self.tools:

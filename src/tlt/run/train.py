@@ -354,7 +354,7 @@ def _save(run: Run) -> None:
         run.mirror.copy(saved)
     standing.saved = standing.done
     run.folder.forget_before()
-    parts.turns.saved()
+    parts.turns.saved(standing.done)
 
 
 def _rescue(run: Run) -> str:
