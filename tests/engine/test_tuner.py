@@ -187,6 +187,16 @@ def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
     assert play(bandit, world, rows, 300).regret < 0.05
 
 
+def test_time_that_drafts_saved_long_ago_may_not_be_lost_again() -> None:
+    """Both drafters were good, and neither will be again. Trying them costs no more than if they had never been."""
+    world = World()
+    bandit = Bandit(ARMS, world.profile)
+    assert play(bandit, world, 4, 1500).against_plain > 1.5
+    world.right = {"eagle": 0.0, "suffix": 0.0}
+    play(bandit, world, 4, 1500)
+    assert play(bandit, world, 4, 1000).against_plain > 0.97
+
+
 def test_a_drafter_that_is_worse_than_its_evaluation_costs_little() -> None:
     world = World({"eagle": 0.05, "suffix": 0.0})
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
