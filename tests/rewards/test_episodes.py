@@ -335,6 +335,15 @@ def test_bounds_end_an_episode_with_what_it_has(verdicts: list[Verdict], reason:
     assert len(found.token_ids) <= MOST
 
 
+def test_a_first_text_leaves_room_for_a_token() -> None:
+    pool, says = AtOnce(Game), Says()
+    says.verdicts = iter([Verdict(0.0, reply="ab" * MOST)])
+    pool.environments = says  # type: ignore[assignment]
+    (row,) = episodes(pool).begin(REQUESTS[:1])
+    assert row.tokens == [0, 1] * (MOST // 2 - 1) + [0]
+    assert row.room == 1
+
+
 def test_a_turn_that_never_ends_is_not_shown_to_the_environment() -> None:
     found = ended(reason="length")
     assert (found.finish_reason, found.reward) == ("length", 0.0)
