@@ -401,3 +401,18 @@ def test_the_record_comes_back_and_a_torn_end_is_passed_over(tmp_path: Path) -> 
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
     again.forget_before(4)
     assert again.find(3, 2**64 - 1, ("a",)) is None
+
+
+def test_a_reply_is_recorded_once_and_lines_after_a_torn_end_are_whole(tmp_path: Path) -> None:
+    path, record = tmp_path / "replies.jsonl", ReplyRecord()
+    record.keep(path, resume=False)
+    for _ in range(2):
+        record.add(0, 1, (), Verdict(0.0, reply="a"))
+    assert len(path.read_bytes().splitlines()) == 1
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "se')
+    resumed, again = ReplyRecord(), ReplyRecord()
+    resumed.keep(path, resume=True)
+    resumed.add(0, 2, (), Verdict(0.0, reply="b"))
+    again.keep(path, resume=True)
+    assert [again.find(0, seed, ()) for seed in (1, 2)] == [Verdict(0.0, reply="a"), Verdict(0.0, reply="b")]
