@@ -322,6 +322,13 @@ def test_the_catch_up_is_not_held_against_the_arm() -> None:
     assert played.regret < 0.13
 
 
+def test_the_first_round_after_a_switch_is_no_time_of_the_arm() -> None:
+    bandit = Bandit(ARMS, World().profile, {"eagle": 0.9})
+    play(bandit, World(right={"eagle": 0.9, "suffix": 0.0}, catch_up=5.0, noise=0.0), 4, 8)
+    assert bandit.catch_up == {"eagle": pytest.approx(5.0)}
+    assert [arm[0] for _, arm, _ in bandit.state()["took"]] == ["plain"]
+
+
 # -- look-ahead --------------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +461,14 @@ def test_its_state_survives_json() -> None:
     choices = ([b.choose(16, 300.0, BOTH) for _ in range(40)][20:] for b in (bandit, back))
     one, other = (world.speed(max(set(arms), key=arms.count), 16) for arms in choices)
     assert one == pytest.approx(other, rel=0.05)
+
+
+def test_what_is_known_of_look_ahead_is_part_of_its_state() -> None:
+    world = World()
+    bandit, back = looking(world), looking(world)
+    play_ahead(bandit, world, lambda turn: [16] * 4, 0.5, 100)
+    back.load_state(json.loads(json.dumps(bandit.state())))
+    assert back.state()["seen_ahead"] == bandit.state()["seen_ahead"] != []
 
 
 def test_a_state_with_arms_that_are_no_more_is_read() -> None:
