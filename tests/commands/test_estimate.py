@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from tiny import tiny_config
@@ -39,9 +41,12 @@ def test_a_small_gain_is_explained() -> None:
 
 
 def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    """Held-out prompts are not decoded. Their file does not even exist."""
-    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run")}, eval={"every": 1, "path": "missing.jsonl"})
-    said = estimate(config, 2, Display(Console(quiet=True)))
+    """Held-out prompts are not decoded: their file does not even exist. Nothing is copied or tracked."""
+    run = {"folder": str(tmp_path / "run"), "mirror": (tmp_path / "mirror").as_uri(), "trackers": ["wandb"]}
+    config = tiny_config(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
+    with patch.dict(sys.modules, {"wandb": None}):
+        said = estimate(config, 2, Display(Console(quiet=True)))
     assert said[0] == "measured on 2 steps, the same tokens:"
     assert f"{config.train.steps:,} steps would take" in said[4]
     assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "mirror").exists()

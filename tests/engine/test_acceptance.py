@@ -33,3 +33,12 @@ def test_acceptance_rates_follow_a_change_and_are_kept_by_drafter() -> None:
     assert set(model.seen) == {("suffix", 2)}
     model.assume("eagle", 0.5)
     assert model.seen[EAGLE][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
+
+
+def test_only_the_counts_of_drafters_that_are_used_are_loaded() -> None:
+    model, back = AcceptanceModel(), AcceptanceModel()
+    model.add(EAGLE, [2], [3])
+    model.add(("suffix", 2), [1], [1])
+    back.load_state(model.state(), {"suffix"})
+    assert set(back.seen) == {("suffix", 2)}
+    assert back.seen["suffix", 2][:2].tolist() == [[1, 0], [0, 0]]

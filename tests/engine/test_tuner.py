@@ -188,6 +188,16 @@ def test_it_finds_a_drafter_that_became_better(rows: int) -> None:
     assert play(bandit, world, rows, 300).regret < 0.05
 
 
+def test_time_that_drafts_saved_long_ago_may_not_be_lost_again() -> None:
+    """Both drafters were good, and neither will be again. Trying them costs no more than if they had never been."""
+    world = World()
+    bandit = Bandit(ARMS, world.profile)
+    assert play(bandit, world, 4, 1500).against_plain > 1.5
+    world.right = {"eagle": 0.0, "suffix": 0.0}
+    play(bandit, world, 4, 1500)
+    assert play(bandit, world, 4, 1000).against_plain > 0.97
+
+
 def test_a_drafter_that_is_worse_than_its_evaluation_costs_little() -> None:
     world = World({"eagle": 0.05, "suffix": 0.0})
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
@@ -311,6 +321,13 @@ def test_the_catch_up_of_a_drafter_does_not_count_against_its_strategy() -> None
     played = play(bandit, world, 4, 400)
     assert sum(arm.drafter == "eagle" for arm in played.arms) > 360
     assert played.regret < 0.13
+
+
+def test_the_first_round_after_a_switch_is_no_time_of_the_arm() -> None:
+    bandit = Bandit(ARMS, World().profile, {"eagle": 0.9})
+    play(bandit, World(right={"eagle": 0.9, "suffix": 0.0}, catch_up=5.0, noise=0.0), 4, 8)
+    assert bandit.catch_up == {"eagle": pytest.approx(5.0)}
+    assert [arm[0] for _, arm, _ in bandit.state()["took"]] == ["plain"]
 
 
 # -- look-ahead --------------------------------------------------------------------------------------------------------
@@ -445,6 +462,14 @@ def test_its_state_survives_json() -> None:
     choices = ([b.choose(16, 300.0, BOTH) for _ in range(40)][20:] for b in (bandit, back))
     one, other = (world.speed(max(set(arms), key=arms.count), 16) for arms in choices)
     assert one == pytest.approx(other, rel=0.05)
+
+
+def test_what_is_known_of_look_ahead_is_part_of_its_state() -> None:
+    world = World()
+    bandit, back = looking(world), looking(world)
+    play_ahead(bandit, world, lambda turn: [16] * 4, 0.5, 100)
+    back.load_state(json.loads(json.dumps(bandit.state())))
+    assert back.state()["seen_ahead"] == bandit.state()["seen_ahead"] != []
 
 
 def test_a_state_with_removed_strategies_is_read() -> None:

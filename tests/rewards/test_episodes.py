@@ -336,6 +336,15 @@ def test_limits_end_an_episode_with_its_rewards_so_far(verdicts: list[Verdict], 
     assert len(found.token_ids) <= MOST
 
 
+def test_a_first_text_leaves_room_for_a_token() -> None:
+    pool, says = AtOnce(Game), Says()
+    says.verdicts = iter([Verdict(0.0, reply="ab" * MOST)])
+    pool.environments = says  # type: ignore[assignment]
+    (row,) = episodes(pool).begin(REQUESTS[:1])
+    assert row.tokens == [0, 1] * (MOST // 2 - 1) + [0]
+    assert row.room == 1
+
+
 def test_an_unfinished_turn_is_not_sent_to_the_environment() -> None:
     found = ended(reason="length")
     assert (found.finish_reason, found.reward) == ("length", 0.0)
@@ -417,3 +426,18 @@ def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) ->
     for one in (record, again):
         assert one.find(3, 7, ("x",)) == Verdict(0.5, reply="x")
         assert one.find(3, 7, ("x", "b")) is one.find(3, 7, ("x", "b", "c")) is None
+
+
+def test_a_reply_is_recorded_once_and_lines_after_a_torn_end_are_whole(tmp_path: Path) -> None:
+    path, record = tmp_path / "replies.jsonl", ReplyRecord()
+    record.keep(path, resume=False)
+    for _ in range(2):
+        record.add(0, 1, (), Verdict(0.0, reply="a"))
+    assert len(path.read_bytes().splitlines()) == 1
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "se')
+    resumed, again = ReplyRecord(), ReplyRecord()
+    resumed.keep(path, resume=True)
+    resumed.add(0, 2, (), Verdict(0.0, reply="b"))
+    again.keep(path, resume=True)
+    assert [again.find(0, seed, ()) for seed in (1, 2)] == [Verdict(0.0, reply="a"), Verdict(0.0, reply="b")]
