@@ -181,7 +181,7 @@ def test_the_command(
 def test_a_drafter_is_recognized_by_its_config(model: Path, tmp_path: Path) -> None:
     a_drafter(model, tmp_path / "drafter")
     export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
-    with pytest.raises(DrafterError, match=r"no readable drafter .*is not of a drafter; .*: train one"):
+    with pytest.raises(DrafterError, match=r"no readable drafter .*is not that of a drafter; .*: train one"):
         load_drafter(tmp_path / "out", decoder_options(read_config(model)))
 
 
