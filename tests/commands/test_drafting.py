@@ -20,6 +20,7 @@ from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.strategy import PLAIN
 from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
+from tlt.stopping import Stopped
 
 
 class Clock:
@@ -169,9 +170,7 @@ def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest
     assert math.isfinite(cut["interval"])
 
 
-def test_a_signal_ends_the_training_and_keeps_the_drafter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
     epoch, signals = DrafterTrainer.epoch, iter([signal.SIGTERM])
 
@@ -184,12 +183,28 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(
     monkeypatch.setattr(DrafterTrainer, "epoch", interrupted)
     monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     before = signal.getsignal(signal.SIGTERM)
-    train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
+    with pytest.raises(Stopped, match="SIGTERM ended the training early") as stopped:
+        train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
-    assert "SIGTERM ended the training early" in capsys.readouterr().out
     facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert facts["held_out"] == []
     assert facts["train_seconds"] < 80
     target = Workbench.of(config).target.options
     best = max(facts["curve"], key=lambda point: point["accept_length"])
     assert load_drafter(tmp_path / "drafter", target).acceptance_rate == best["held_back"][0]
+
+
+def test_an_interrupted_final_evaluation_leaves_a_whole_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
+    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
+    monkeypatch.setattr(drafting, "judge", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text())["held_out"] == []
+    load_drafter(tmp_path / "drafter", Workbench.of(config).target.options)

@@ -34,7 +34,7 @@ from tlt.sampling import make_requests
 from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import Pack, packs
-from tlt.stopping import SignalRecord, recorded_signals
+from tlt.stopping import SignalRecord, Stopped, recorded_signals
 from tlt.store.hub import from_hub
 from tlt.types import Request
 
@@ -76,8 +76,8 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     """Train a drafter and write its folder: weights, config, and training.json with the facts of the training.
 
     The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
-    trained on them for `seconds`, or until Ctrl-C or SIGTERM. Raises ValueError if the folder is not empty,
-    ConfigError, DataError, ModelError or HubError."""
+    trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps the drafter and raises Stopped.
+    Raises ValueError if the folder is not empty, ConfigError, DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
@@ -94,17 +94,6 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     signals = SignalRecord()
     with recorded_signals(signals):
         curve = fit(trainer, taught, held_back, seconds, lambda: bool(signals))
-    layer.acceptance_rate = max(curve.points, key=lambda point: point["accept_length"])["held_back"][0]
-    save_drafter(layer, folder)  # before the final evaluation, which may be interrupted
-    console = Console(highlight=False, markup=False, emoji=False)
-    results: list[dict[str, Any]] = []
-    if signals:
-        console.print(f"{signals.name} ended the training early, so there is no final evaluation (`tlt draft eval`)")
-    else:
-        results = judge(bench, layer, _JUDGING * seconds)
-        layer.acceptance_rate = results[0]["acceptance_rate"][0]
-        save_drafter(layer, folder)
-        _print(console, results)
     facts = {
         "harvest_tokens": buffer.tokens,
         "harvest_seconds": harvested,
@@ -113,10 +102,28 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "curve": curve.points,
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
-    write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
-    share(folder)
+    layer.acceptance_rate = max(curve.points, key=lambda point: point["accept_length"])["held_back"][0]
+    _save(layer, folder, facts | {"held_out": []})  # the final evaluation may be interrupted
+    if signals:
+        raise Stopped(
+            f"{signals.name} ended the training early: the drafter is in {folder}, without a final evaluation "
+            "(tlt draft eval)",
+            signals.number,
+        )
+    results = judge(bench, layer, _JUDGING * seconds)
+    layer.acceptance_rate = results[0]["acceptance_rate"][0]
+    _save(layer, folder, facts | {"held_out": results})
+    console = Console(highlight=False, markup=False, emoji=False)
+    _print(console, results)
     console.print(curve.advice())
     console.print(f"the drafter is in {folder}: use it with --speculation.drafter adaptive --speculation.path {folder}")
+
+
+def _save(layer: EagleLayer, folder: Path, facts: dict[str, Any]) -> None:
+    """Write the drafter and training.json."""
+    save_drafter(layer, folder)
+    write_json(folder / "training.json", facts | provenance())
+    share(folder)
 
 
 def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
