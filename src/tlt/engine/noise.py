@@ -10,7 +10,7 @@ from torch import Tensor
 from tlt.sampling import gumbel_noise
 from tlt.types import Row
 
-_WINDOW_BYTES = 64 * 2**20
+_WINDOW_BYTES = 256 * 2**20  # 64 rows of 50,000 token ids have 21 positions, so look-ahead chains of 20 tokens
 _MAX_WINDOW = 64
 _LEAST_CALL = 2**17  # minimum number of values in a call, because on a CPU a call costs as much as 2^14 values
 
