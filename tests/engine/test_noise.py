@@ -83,6 +83,7 @@ def one_round(window: NoiseWindow, rows: list[Row], depth: int) -> None:
                 assert torch.equal(draft(ahead, listed)[b, 0], want.flip(0)), "of a listed candidate, the same"
 
 
-def test_a_real_vocabulary_leaves_room_for_look_ahead_chains() -> None:
+def test_a_real_vocabulary_leaves_room_for_look_ahead_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 rows of SmolLM2 (49,152 token ids) verify chains of 16 tokens."""
+    monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 64)
     assert NoiseWindow(64, 49_152, 6, torch.device("cpu")).width > 16
