@@ -73,8 +73,7 @@ def look_ahead_checks(
     checks = []
     for distribution in _DISTRIBUTIONS:
         requests, store = _requests(prompts, sampling, *distribution), AheadStore(_ROWS * _TOKENS)
-        before = Engine(target, config, [], Fixed(ahead), store=store)  # with room for all rows, so that all end
-        now = _engine(target, config, requests, ahead, store=store)
+        before, now = (_engine(target, config, requests, ahead, store=store) for _ in range(2))
         before.look_ahead(requests)
         while before.looks_ahead:
             before.round()
