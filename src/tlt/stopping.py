@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -99,31 +99,34 @@ class StopRequest(SignalRecord):
         self.step_has_ended()
 
 
-@contextmanager
-def recorded_signals(record: SignalRecord) -> Iterator[None]:
-    """Pass the signals that arrive in the block to `record`, except signals that are ignored (nohup). Outside the main
-    thread nothing is recorded, because Python allows signal handlers only there."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in SIGNALS if is_main and signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, record.receive_signal) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def recorded_signals(record: SignalRecord) -> AbstractContextManager[None]:
+    """Return a context in which `record` receives the signals that are not ignored (nohup)."""
+    return _handled(dict.fromkeys(_not_ignored(), record.receive_signal))
 
 
 @contextmanager
 def stop_request(patience: float) -> Iterator[StopRequest]:
     """Record the signals that arrive in the block, and give the step `patience` seconds after the first one."""
     request = StopRequest(patience)
-    with recorded_signals(request):
-        if threading.current_thread() is not threading.main_thread():
-            yield request
-            return
-        before = signal.signal(signal.SIGALRM, request.time_is_up)
+    with _handled(dict.fromkeys(_not_ignored(), request.receive_signal) | {signal.SIGALRM: request.time_is_up}):
         try:
             yield request
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            request.step_has_ended()
+
+
+def _not_ignored() -> list[signal.Signals]:
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Install the handlers for the block. Outside the main thread none is installed, because Python allows signal
+    handlers only there."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
