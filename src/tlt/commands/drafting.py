@@ -102,7 +102,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "curve": curve.points,
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
-    layer.acceptance_rate = max(curve.points, key=lambda point: point["accept_length"])["held_back"][0]
+    layer.acceptance_rate = curve.acceptance_rate
     _save(layer, folder, facts | {"held_out": []})  # the final evaluation may be interrupted
     if signals:
         raise Stopped(
@@ -160,6 +160,8 @@ class Curve:
         """seconds of training, accept length of a chain in validation, and acceptance rate by depth in validation
         (`held_back`) and in training (`taught`)"""
         self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
+        self.accept_length = self.acceptance_rate = 0.0
+        """of `best` in validation: accept length of a chain, and acceptance rate of its first draft token"""
 
     def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
         drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
@@ -171,7 +173,8 @@ class Curve:
         began, layer = time.perf_counter(), self.trainer.layer
         held_back, taught = (self.trainer.acceptance(packs) for packs in (self.held_back, self.taught))
         accepted = 1 + sum(accumulate(held_back, mul))
-        if accepted > max((point["accept_length"] for point in self.points), default=0.0):
+        if accepted > self.accept_length:
+            self.accept_length, self.acceptance_rate = accepted, held_back[0]
             self.best = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
         point = {"seconds": spent, "accept_length": accepted, "held_back": held_back, "taught": taught}
         self.points.append(point)
