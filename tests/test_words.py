@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,28 +67,23 @@ def test_docstrings_and_names_of_tests_are_plain_english(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "is_fine"),
+    ("check", "code", "is_fine"),
     [
-        ('def f():\n    """Of a member\'s own shards."""', False),
-        ('class A:\n    """What a run needs."""', False),
-        ('def f():\n    """Return the shards of a member."""', True),
-        ('raise ValueError(f"worker {n} was lost amid {method}")', False),
-        ('log.info("worker %d failed while decoding", n)', True),
-        ('name = "amid"', True),
+        (faults, 'def f():\n    """Of a member\'s own shards."""', False),
+        (faults, 'class A:\n    """What a run needs."""', False),
+        (faults, 'def f():\n    """Return the shards of a member."""', True),
+        (faults, 'raise ValueError(f"worker {n} was lost amid {method}")', False),
+        (faults, 'log.info("worker %d failed while decoding", n)', True),
+        (faults, 'name = "amid"', True),
+        (faults_in_tests, 'def test_a():\n    """Of two prompts."""', False),
+        (faults_in_tests, 'def test_a():\n    """One is lost amid an update."""', False),
+        (faults_in_tests, "def test_a_worker_lost_amid_an_update(): ...", False),
+        (
+            faults_in_tests,
+            'def test_a():\n    """A worker is lost during an update."""\n    assert error == "amid decode"',
+            True,
+        ),
     ],
 )
-def test_the_check_finds_first_words_and_phrases(code: str, is_fine: bool) -> None:
-    assert (faults(code) == []) == is_fine
-
-
-@pytest.mark.parametrize(
-    ("code", "is_fine"),
-    [
-        ('def test_a():\n    """Of two prompts."""', False),
-        ('def test_a():\n    """One is lost amid an update."""', False),
-        ("def test_a_worker_lost_amid_an_update(): ...", False),
-        ('def test_a():\n    """A worker is lost during an update."""\n    assert error == "amid decode"', True),
-    ],
-)
-def test_the_check_of_tests_finds_docstrings_and_names(code: str, is_fine: bool) -> None:
-    assert (faults_in_tests(code) == []) == is_fine
+def test_the_checks_find_first_words_and_phrases(check: Callable[[str], list[str]], code: str, is_fine: bool) -> None:
+    assert (check(code) == []) == is_fine
