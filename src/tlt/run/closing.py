@@ -9,8 +9,9 @@ from rich.text import Text
 GAIN = 1.05  # speed-up over plain decoding below which a run gets advice
 NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter trained for "
-    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more "
-    "--tokens make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
+    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes), and give "
+    "--speculation.path FOLDER. If the run has one already, more --tokens make a better one. Short responses and a "
+    "high temperature gain least"
 )
 
 
