@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt.draft.ahead import LookAhead
 from tlt.draft.features import FeatureView, FeatureWindow
-from tlt.draft.strategy import Strategy
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.harvest import Harvester
 from tlt.engine.laws import BatchLaw, LawTable
@@ -119,10 +119,19 @@ def compare_with_plain(
     tokens: Sequence[int],
     context: float,
 ) -> None:
-    """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens."""
+    """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens.
+
+    A plain round is its own estimate, so that other work on the machine does not count as a gain. If rows of coming
+    steps take part in it, their share is subtracted.
+    """
     own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
-    plain = plain_seconds(len(own), context) if own else None
-    if plain is not None:
-        known = stats.against_plain
-        known["seconds"] = known.get("seconds", 0.0) + seconds
-        known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * sum(own) / len(own)
+    if not own:
+        return
+    plain, of_all_rows = (plain_seconds(rows, context) for rows in (len(own), len(now.rows)))
+    if plain is None or of_all_rows is None:
+        return
+    if now.strategy == PLAIN:
+        plain = seconds * (plain / of_all_rows)
+    known = stats.against_plain
+    known["seconds"] = known.get("seconds", 0.0) + seconds
+    known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * (sum(own) / len(own))
