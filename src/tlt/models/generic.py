@@ -94,7 +94,7 @@ class GenericDecoder(Decoder):
         kind = self.config.model_type
         undecodable = partial(telling, ModelError, f"tlt's engine does not decode models of type {kind}", _REMEDY)
         with undecodable(), no_init_weights(), self.device:
-            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, **experts_in(self.dtype))
+            model = self._without_weights()
         with telling(ModelError, f"the weights of this {kind} do not fit its config.json", "fetch or save it again"):
             model.load_state_dict(state)
         model.eval().requires_grad_(False)
@@ -107,6 +107,14 @@ class GenericDecoder(Decoder):
             self.head = self.own_head.scaled(head)
         self.to_logits = Product(self.head, shared=True)
         self.version = version
+
+    def _without_weights(self) -> Any:
+        try:
+            return AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, **experts_in(self.dtype))
+        except KeyError as error:  # Falcon, for example, picks its layers by the name of the attention
+            if error.args != (_NAME,):
+                raise
+            raise ValueError("its layers have their own attention and accept no other") from None
 
     def _check_layers(self) -> None:
         """Raise ValueError for a model with other state than keys and values of the sizes in config.json."""
