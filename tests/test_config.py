@@ -74,6 +74,24 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(recipe: Path, key: str,
     assert f"did you mean {near}?" in message
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("--train.learning_rat=1", "the command line: unknown key train.learning_rat: did you mean learning_rate?"),
+        ("--trian.steps=1", "the command line: unknown key trian: did you mean train?"),
+        ("--rollout.group_size=many", "the command line: rollout.group_size: input should be a valid integer"),
+        ("--rollout.temperature=nan", "the command line: rollout.temperature: must be a finite number"),
+        ("--drafter.kind=eagle3", "the command line: drafter.kind is now speculation.kind"),
+        ("--train.steps=3", "RECIPE: unknown key rollout.groupsize: did you mean group_size?"),
+        ("--rollout.top_k=3", "RECIPE: unknown key rollout.groupsize: did you mean group_size?"),
+    ],
+)
+def test_the_error_names_the_command_line_or_the_recipe(recipe: Path, override: str, said: str) -> None:
+    if "RECIPE" in said:
+        recipe.write_text(RECIPE.replace("group_size", "groupsize"))
+    assert refusal(recipe, override).startswith(said.replace("RECIPE", str(recipe)))
+
+
 def test_an_unknown_key_without_a_similar_one_is_refused_with_all_known_keys(recipe: Path) -> None:
     message = refusal(recipe, "--engine.zzz", "1")
     assert "engine.zzz" in message

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -40,8 +41,9 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
             f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
         )
     with telling(ConfigError, f"{path} is not valid TOML"):
-        tree = tomllib.loads(decoded(path.read_bytes()))
-    return _resolve_paths(parse_config(_overridden(tree, overrides), source=str(path)), path.parent)
+        own = tomllib.loads(decoded(path.read_bytes()))
+    tree = _overridden(deepcopy(own), overrides)
+    return _resolve_paths(parse_config(tree, str(path), own), path.parent)
 
 
 def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -70,21 +72,43 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
     return config.model_copy(update=found)
 
 
-def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
-    """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error."""
+def parse_config(tree: dict[str, Any], source: str = "configuration", own: Mapping[str, Any] | None = None) -> Config:
+    """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error.
+
+    The error names the `source`, or the command line for a value that is not in `own`, the recipe without overrides."""
     if fault := moved.fault(tree):
-        raise ConfigError(f"{source}: {fault}")
-    return parse_section(Config, tree, source)
+        raise ConfigError(f"{_blamed(source, tree, own, fault.split()[0].split('.'))}: {fault}")
+    return parse_section(Config, tree, source, own)
 
 
-def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
-    """Validate one section. Raises ConfigError on the first error."""
+def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapping[str, Any] | None = None) -> S:
+    """Validate one section, as `parse_config` does. Raises ConfigError on the first error."""
     for key, fault in _no_values(tree):
-        raise ConfigError(f"{source}: {key}: {fault}")
+        raise ConfigError(f"{_blamed(source, tree, own, key.split('.'))}: {key}: {fault}")
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_sentence(error, section)}") from None
+        where = error.errors(include_url=False)[0]["loc"]
+        raise ConfigError(f"{_blamed(source, tree, own, where)}: {_sentence(error, section)}") from None
+
+
+def _blamed(source: str, tree: Any, own: Mapping[str, Any] | None, location: Sequence[str | int]) -> str:
+    """Return where the value at this location comes from. A table with values from both is the recipe's."""
+    if own is None:
+        return source
+    before, now = _value_at(own, location), _value_at(tree, location)
+    is_same = before is now or before == now  # the first for NaN
+    return source if is_same or isinstance(before, dict) else "the command line"
+
+
+def _value_at(tree: Any, location: Sequence[str | int]) -> Any:
+    """Return the value, or None. A location may lead on from a value to the type that it should have."""
+    for part in map(str, location):
+        items = _items(tree)
+        if items is None:
+            break
+        tree = {str(name): value for name, value in items}.get(part)
+    return tree
 
 
 def section_of(section: type[S], values: S | Mapping[str, Any] | None, name: str) -> S:
@@ -103,9 +127,13 @@ def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, f"must be in quotes, as text (got {tree})"
     if isinstance(tree, str) and not (is_text(tree) and "\0" not in tree):
         yield key, f"must be text (got {tree!a})"
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for name, value in items:
+    for name, value in _items(tree) or ():
         yield from _no_values(value, f"{key}.{name}".lstrip("."))
+
+
+def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the names, or numbers, and values of a table or a list; None for other values."""
+    return tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
