@@ -323,6 +323,29 @@ def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFi
     assert "seen" not in capfd.readouterr().out
 
 
+def test_an_error_names_the_users_line_and_its_traceback_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user's function is in the same file as its caller, and the standard library raises. The traceback is written
+    once."""
+    source = (
+        "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
+    )
+    (tmp_path / "strict.py").write_text(source, encoding="utf-8")
+    reward = {"name": "strict:f", "folder": str(tmp_path)}
+    log = tmp_path / "reward.log"
+    made = make_reward(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), [PROMPT], log)
+    try:
+        with caplog.at_level(logging.WARNING):
+            made(responses("{", "7", "{"))
+    finally:
+        made.close()
+    assert f"(error: {tmp_path / 'strict.py'}:4: JSONDecodeError: Expecting" in caplog.text
+    said = log.read_text(encoding="utf-8")
+    assert said.count("Traceback") == 1
+    assert f'File "{tmp_path / "strict.py"}", line 6, in f' in said
+
+
 def noisy(folder: Path, then: str = "") -> Config:
     (folder / "noisy.py").write_text(f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
     reward = {"name": "noisy:f", "folder": str(folder)}

@@ -22,7 +22,7 @@ class FaultLog:
         if response.outcome and response.outcome not in self._logged:
             self._logged.add(response.outcome)
             which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
-            cause = f"{' '.join(detail.split())[:200]}; {which}"
+            cause = f"{' '.join(detail.split())[:300]}; {which}"
             log.warning("a response has no reward (%s: %s); more of these are only counted", response.outcome, cause)
 
 

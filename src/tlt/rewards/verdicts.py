@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+_LIBRARIES = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+_printed = set[tuple[str, type]]()  # places and types of errors whose traceback was printed
 LARGEST = 3.4e38  # largest float32; means and standard deviations of larger rewards overflow
 
 
@@ -25,10 +31,25 @@ DIED = Verdict(None, "crash", "its process ended")
 
 
 def failed(error: Exception) -> Verdict:
-    """Return the verdict of an exception that was raised."""
+    """Return the verdict of an exception that was raised. Print its traceback, once for each place and type."""
     if isinstance(error, TimeoutError):
         return Verdict(None, "timeout", _text(str, error))
-    return Verdict(None, "error", f"{type(error).__name__}: {_text(str, error)}")
+    place = _place_of(error)
+    if (place, type(error)) not in _printed:
+        _printed.add((place, type(error)))
+        traceback.print_exception(error)
+    return Verdict(None, "error", f"{place}{type(error).__name__}: {_text(str, error)}")
+
+
+def _place_of(error: Exception) -> str:
+    """Return text such as `/home/me/rewards.py:12: `, the innermost line in the user's own files. It is empty if there
+    is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if os.path.isabs(file) and not any(file.startswith(folder + os.sep) for folder in _LIBRARIES):
+            found = f"{file}:{line}: "
+    return found
 
 
 def number(value: Any) -> tuple[float, Verdict | None]:
