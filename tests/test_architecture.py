@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 # a module may import from its own line and from the lines above it
 LAYERS = (
     ("types", "config", "sampling", "noise_kernel", "host", "cuda_graph", "files", "metrics", "trace", "energy"),
-    ("stopping", "progress", "report"),
+    ("stopping", "progress", "wording", "report"),
     ("models", "attention"),
     ("draft",),
     ("spot",),

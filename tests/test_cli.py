@@ -282,6 +282,23 @@ def test_generate_accepts_the_folder_of_a_run_or_a_checkpoint(
     assert "no complete checkpoint" in refusal(capsys, "generate", str(run), *options)
 
 
+def test_generate_reads_the_prompt_column_of_the_run(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
+) -> None:
+    """A model outside a run has no recipe, so its error names the option and the columns."""
+    data, run = tmp_path / "rows.jsonl", tmp_path / "run" / "step_00000001"
+    data.write_text(json.dumps({"ask": QUESTIONS[0], "id": 7}), encoding="utf-8")
+    shutil.copytree(home / "model", run / "policy")
+    (run / "state.json").write_text(json.dumps({"config": {"data": {"prompt_column": "ask"}}}), encoding="utf-8")
+    options = ("--data", str(data), "--max-new-tokens", "4", "--dtype", "float64", "--device", "cpu")
+    assert exit_code("generate", str(run), *options) == 0
+    assert "prompt 0, response 0" in capsys.readouterr().out
+    said = refusal(capsys, "generate", str(home / "model"), *options)
+    assert "under 'question': set --prompt-column to one of its columns, ask, id" in said
+    said = refusal(capsys, "generate", str(run), *options, "--prompt-column", "id")
+    assert "under 'id': set --prompt-column to one of its columns, ask, id" in said
+
+
 def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     greedy = ["--temperature", "0", "--samples", "2"]
     first, second = responses_of(generated(capsys, home, *greedy)).values()

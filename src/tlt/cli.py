@@ -127,7 +127,9 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         "--prompt", action="append", default=[], help="text of a prompt; repeat it for several prompts"
     )
     generate.add_argument("--data", help="file or data set of prompts, as data.path of a recipe")
-    generate.add_argument("--prompt-column", default="question", help="column of --data with the prompt")
+    generate.add_argument(
+        "--prompt-column", help="column of --data with the prompt (default: that of the run's recipe, else question)"
+    )
     generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
     generate.add_argument(
         "--chat", default="auto", choices=["auto", "on", "off"], help="use the chat template; auto: if there is one"

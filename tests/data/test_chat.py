@@ -14,7 +14,7 @@ from rich.console import Console
 from tiny import save_tokenizer, save_weights, tiny_config, tiny_model
 
 from tlt.build import load_tokenizer
-from tlt.commands.generate import Asked, _prompts, _time_of_the_run
+from tlt.commands.generate import Asked, _data_of_the_run, _prompts
 from tlt.config import Config, ConfigError, DataConfig
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
@@ -347,9 +347,7 @@ def test_a_run_keeps_the_time_of_its_start(tmp_path: Path, monkeypatch: pytest.M
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert (found.state["step"], found.state["config"]["data"]["now"]) == (2, "2001-02-03")
     tokenizer = load_tokenizer(found.folder / "policy")
-    (prompt,) = _prompts(
-        Asked(["u"], None, "question", "auto", ""), tokenizer, _time_of_the_run(found.folder / "policy")
-    )
+    (prompt,) = _prompts(Asked(["u"], None, None, "auto", ""), tokenizer, _data_of_the_run(found.folder / "policy"))
     assert tokenizer.decode(prompt.token_ids).startswith("Today Date: 03 Feb 2001")
     with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03\""):
         run_module.train(dated(tmp_path, 3, now="2001-02-04"), resume=True, display=Quiet())

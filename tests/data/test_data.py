@@ -83,7 +83,10 @@ def test_text_may_contain_any_character_that_json_allows_unescaped(tmp_path: Pat
         ('{"question": "a"', "is not JSON"),
         ("just text", "is not JSON"),
         ('["question", "a"]', "has neither text nor messages under 'question'"),
-        ('{"prompt": "a"}', "has neither text nor messages under 'question'"),
+        (
+            '{"prompt": "a", "id": 3}',
+            "has neither text nor messages under 'question': set data.prompt_column to one of its columns, prompt, id",
+        ),
         ('{"question": 3}', "has neither text nor messages under 'question'"),
         ('{"question": null}', "has neither text nor messages under 'question'"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,12 @@ from tlt.sampling import make_requests
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_data, local_model
 from tlt.types import Prompt, Request, Response
+from tlt.wording import counted
 
 OURS = ("row", "index", "response", "finish_reason")
 """fields of a response in a line of --out, after the columns of its row"""
+_OPTIONS = {"data.prompt_column": "--prompt-column", "data.chat = true": "--chat on", "data.chat = false": "--chat off"}
+"""field of a recipe -> option of this command"""
 
 
 class Asked(NamedTuple):
@@ -36,7 +39,8 @@ class Asked(NamedTuple):
     prompts: Sequence[str]
     file: str | None
     """file with more prompts, like `data.path`"""
-    column: str
+    column: str | None
+    """column of `file` with the prompt; None: that of the recipe of the run that trained the model"""
     chat: str
     """`on`, `off`, or `auto`: on if the tokenizer has a chat template"""
     system: str
@@ -59,7 +63,8 @@ def generate(
     console = progress.console()
     model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
     tokenizer = load_tokenizer(model.path)
-    prompts = _prompts(asked, tokenizer, _time_of_the_run(Path(model.path)))
+    with _naming_options():
+        prompts = _prompts(asked, tokenizer, _data_of_the_run(Path(model.path)))
     if out:
         refuse_our_columns(prompts, asked.file)
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
@@ -76,32 +81,47 @@ def generate(
             work.advance()
     seconds = time.perf_counter() - start
     stats = engine.stats
-    speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
+    speed = f"{counted(stats.tokens, 'token')} in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
 
 
-def _time_of_the_run(policy: Path) -> str | None:
-    """Return `data.now` of the run whose checkpoint contains this policy; None if it is not from a checkpoint. Chat
-    templates use it."""
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Name options of this command in a DataError that names fields of a recipe."""
+    try:
+        yield
+    except DataError as error:
+        text = str(error)
+        for field, option in _OPTIONS.items():
+            text = text.replace(field, option)
+        raise DataError(text) from None
+
+
+def _data_of_the_run(policy: Path) -> Mapping[str, Any]:
+    """Return the section [data] of the run whose checkpoint contains this policy. It is empty if the policy is not from
+    a checkpoint."""
     state = policy.parent / "state.json"
-    return read_json(state).get("config", {}).get("data", {}).get("now") if state.is_file() else None
+    return read_json(state).get("config", {}).get("data", {}) if state.is_file() else {}
 
 
-def _prompts(asked: Asked, tokenizer: Any, now: str | None) -> list[Prompt]:
+def _prompts(asked: Asked, tokenizer: Any, trained_on: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts of the command. `trained_on` has the prompt column and the time for chat templates of the run
+    that trained the model."""
     chat = asked.chat == "on" or (asked.chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
     if asked.system and not chat:
         raise DataError("--system needs a chat template, but the tokenizer has none, or --chat is off")
+    column = asked.column or trained_on.get("prompt_column", DataConfig.model_fields["prompt_column"].default)
     config = DataConfig(
         path=local_data(asked.file)[0] if asked.file else "-",
-        prompt_column=asked.column,
+        prompt_column=column,
         max_prompt_tokens=sys.maxsize,
         chat=chat,
         system=asked.system,
-        now=now if chat else None,
+        now=trained_on.get("now") if chat else None,
     )
     encode = encoder(tokenizer, config)
-    typed = [_typed(i, text, asked.column, encode) for i, text in enumerate(asked.prompts)]
+    typed = [_typed(i, text, column, encode) for i, text in enumerate(asked.prompts)]
     if not asked.file:
         return typed
     return typed + [replace(p, prompt_id=len(typed) + p.prompt_id) for p in load_prompts(config, encode)]

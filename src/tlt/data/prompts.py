@@ -268,9 +268,10 @@ def _file_rows(config: DataConfig) -> list[Row]:
         question = column(row, config.prompt_column)
         messages = messages_of(question, where)
         if messages is None and not isinstance(question, str):
-            raise DataError(
-                f"{where} has neither text nor messages under {config.prompt_column!r}: set data.prompt_column"
-            )
+            problem = f"{where} has neither text nor messages under {config.prompt_column!r}"
+            if not isinstance(row, dict):
+                raise DataError(f"{problem}, because it is not an object with named columns: convert the file")
+            raise DataError(f"{problem}: set data.prompt_column to one of its columns, {', '.join(row)}")
         rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
         log.warning("the tools in the rows of %s are not in the prompts: set data.chat_arguments.tools", config.path)
