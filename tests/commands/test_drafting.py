@@ -18,6 +18,7 @@ from tlt.commands import drafting
 from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.strategy import PLAIN
+from tlt.engine.engine import Engine
 from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
 from tlt.stopping import Stopped
@@ -195,6 +196,27 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkey
     assert load_drafter(tmp_path / "drafter", target).acceptance_rate == best["held_back"][0]
 
 
+def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
+    one_round, rounds = Engine.round, list[int]()
+
+    def interrupted(self: Engine) -> Any:
+        rounds.append(1)
+        if len(rounds) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return one_round(self)
+
+    monkeypatch.setattr(Engine, "round", interrupted)
+    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
+    with pytest.raises(Stopped, match=r"SIGINT ended the collection of training data: .* nothing was kept") as stopped:
+        train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
+    assert stopped.value.exit_code == 130
+    assert len(rounds) == 3
+    assert not (tmp_path / "drafter").exists()
+
+
 def test_an_interrupted_final_evaluation_leaves_a_whole_drafter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +226,8 @@ def test_an_interrupted_final_evaluation_leaves_a_whole_drafter(
     config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
     monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     monkeypatch.setattr(drafting, "judge", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)
+    assert f"the drafter is in {tmp_path / 'drafter'}, without a final evaluation" in stopped.value.__notes__[0]
     assert json.loads((tmp_path / "drafter" / "training.json").read_text())["held_out"] == []
     load_drafter(tmp_path / "drafter", Workbench.of(config).target.options)

@@ -37,6 +37,7 @@ from tlt.spot.unroll import Pack, packs
 from tlt.stopping import SignalRecord, Stopped, recorded_signals
 from tlt.store.hub import from_hub
 from tlt.types import Request
+from tlt.wording import counted
 
 _HELD_OUT = 16  # number of prompts for the final evaluation; each is answered once
 _HELD_BACK = 5  # one in five of the other prompts is for validation, which selects the weights
@@ -61,7 +62,7 @@ class Workbench:
     def of(cls, config: Config) -> Workbench:
         _, prompts, target, params = open_workplace(config)
         if len(prompts) <= _HELD_OUT:
-            raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} of them are held out, so give more")
+            raise ConfigError(f"too few prompts ({len(prompts)}): {_HELD_OUT} of them are held out, so give more")
         size = config.rollout.group_size
         random.Random(config.run.seed).shuffle(prompts)
         held_out, train = (
@@ -76,22 +77,28 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     """Train a drafter and write its folder: weights, config, and training.json with the facts of the training.
 
     The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
-    trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps the drafter and raises Stopped.
-    Raises ValueError if the folder is not empty, ConfigError, DataError, ModelError or HubError."""
+    trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps the drafter and raises Stopped. If
+    the model still answers prompts, nothing is kept. Raises ValueError if the folder is not empty, ConfigError,
+    DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
     layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
-    began = time.perf_counter()
-    buffer = harvest(bench, layer, harvest_tokens)
+    began, signals = time.perf_counter(), SignalRecord()
+    with recorded_signals(signals):
+        buffer = harvest(bench, layer, harvest_tokens, lambda: bool(signals))
+    if signals:
+        raise Stopped(
+            f"{signals.name} ended the collection of training data: the drafter was not trained and nothing was kept",
+            signals.number,
+        )
     harvested = time.perf_counter() - began
     trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
     held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
     taught = [item for item in buffer.items if item.prompt_id not in held]
     if not taught:
-        raise ConfigError(f"{buffer.tokens} tokens of training data are too few: raise --tokens")
+        raise ConfigError(f"too few tokens of training data ({buffer.tokens}): raise --tokens")
     held_back = [item for item in buffer.items if item.prompt_id in held]
-    signals = SignalRecord()
     with recorded_signals(signals):
         curve = fit(trainer, taught, held_back, seconds, lambda: bool(signals))
     facts = {
@@ -104,13 +111,14 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     }
     layer.acceptance_rate = curve.acceptance_rate
     _save(layer, folder, facts | {"held_out": []})  # the final evaluation may be interrupted
+    kept = f"the drafter is in {folder}, without a final evaluation (tlt draft eval)"
     if signals:
-        raise Stopped(
-            f"{signals.name} ended the training early: the drafter is in {folder}, without a final evaluation "
-            "(tlt draft eval)",
-            signals.number,
-        )
-    results = judge(bench, layer, _JUDGING * seconds)
+        raise Stopped(f"{signals.name} ended the training early: {kept}", signals.number)
+    try:
+        results = judge(bench, layer, _JUDGING * seconds)
+    except KeyboardInterrupt as stop:
+        stop.add_note(kept)
+        raise
     layer.acceptance_rate = results[0]["acceptance_rate"][0]
     _save(layer, folder, facts | {"held_out": results})
     console = Console(highlight=False, markup=False, emoji=False)
@@ -126,8 +134,11 @@ def _save(layer: EagleLayer, folder: Path, facts: dict[str, Any]) -> None:
     share(folder)
 
 
-def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
-    """Decode the training prompts until the hidden states of `tokens` tokens are saved, or all prompts are answered."""
+def harvest(
+    bench: Workbench, layer: EagleLayer, tokens: int, stop: Callable[[], bool] = lambda: False
+) -> HarvestBuffer:
+    """Decode the training prompts until the hidden states of `tokens` tokens are saved, all prompts are answered, or
+    `stop` returns True."""
     wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
     buffer = HarvestBuffer(wanted + layer.options.window)  # no item is longer than the window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
@@ -139,7 +150,7 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
     engine = Engine(bench.target, bench.config.engine, drafters, tuner, spell, layout, buffer.add)
     engine.start(bench.train)
     with working("collect training data", wanted, "tokens") as work:
-        while engine.busy and buffer.tokens < wanted:
+        while engine.busy and buffer.tokens < wanted and not stop():
             engine.round()
             work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
     return buffer
@@ -208,7 +219,7 @@ def fit(
     with working("train the drafter", seconds) as work:
         for _ in chain.from_iterable(trainer.epoch(taught) for _ in count()):
             spent = time.perf_counter() - began
-            work.update(spent, f"{trainer.steps:.0f} steps")
+            work.update(spent, counted(int(trainer.steps), "step"))
             left = seconds - spent
             ends = left <= curve.longest or stop()
             is_due = curve.seconds <= _EVALUATING * spent and left > 2 * curve.longest
