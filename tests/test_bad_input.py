@@ -413,7 +413,7 @@ RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
         r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001",
     ),
     "another recipe": (lambda c: c.set("train", learning_rate=0.5), r"train\.learning_rate = 0\.5, but .* has 0\.001"),
-    "fewer steps": (lambda c: c.set("train", steps=1), r"train\.steps = 1 is below the 2 steps that are done"),
+    "fewer steps": (lambda c: c.set("train", steps=1), r"train\.steps = 1 is below 2, the number of steps done"),
     "another model": (
         lambda c: c.edit(c.model / "config.json", lambda text: text + b" "),
         r"the files in model\.path differ from those .*--force model\.path",

@@ -74,6 +74,7 @@ def test_the_text_of_a_line(clock: Clock) -> None:
     assert str(unknown) == "0:00:20 so far"
     assert str(timed) == "15 of 300 s, 0:00:20 so far, 0:06:20 left, 1 - TV 0.61"
     assert str(slow) == "3 of 8 responses, 0.15 responses/s, 0:00:20 so far, 0:00:33 left"
+    assert str(Work("rollout", 1, "responses")) == "0 of 1 response, 0:00:00 so far"
     assert str(Work("rollout", 8, "responses")) == "0 of 8 responses, 0:00:00 so far"
 
 

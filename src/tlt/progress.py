@@ -67,7 +67,8 @@ class Work:
         """Return text such as `1,200 of 4,000 tokens, 60 tokens/s, 0:00:20 so far, 0:00:47 left`."""
         seconds = time.monotonic() - self._began
         rate = self.done / max(seconds, 1e-9)
-        parts = [] if self.total is None else [f"{self.done:,.0f} of {self.total:,.0f} {self.unit}"]
+        units = self.unit.removesuffix("s") if self.total == 1 and self.unit != _SECONDS else self.unit
+        parts = [] if self.total is None else [f"{self.done:,.0f} of {self.total:,.0f} {units}"]
         if self.done and self.unit != _SECONDS:
             parts.append(f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.2g} {self.unit}/s")
         parts.append(f"{_clock(seconds)} so far")

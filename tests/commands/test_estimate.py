@@ -11,6 +11,7 @@ from rich.console import Console
 from tiny import tiny_config
 
 from tlt.commands.estimate import estimate, expected
+from tlt.run.closing import ROUNDING
 from tlt.run.display import Display
 
 SUMMARY: dict[str, Any] = {
@@ -24,7 +25,7 @@ def test_the_expected_times_by_hand() -> None:
     """A step has 4 s of rollout (8 s with plain decoding), and 2 s of other phases. Saving is not part of a step."""
     said = expected(SUMMARY, 600)
     assert said == [
-        "measured on 2 steps, the same tokens:",
+        "measured on 2 steps, same tokens:",
         "  rollout   4.0 s per step, 8.0 s with plain decoding: 2.00 times as fast",
         "  the rest  2.0 s per step (reward, update, sync)",
         "  a step    6.0 s: 1.67 times as fast as with plain decoding",
@@ -35,9 +36,17 @@ def test_the_expected_times_by_hand() -> None:
 def test_a_small_gain_is_explained() -> None:
     update_bound = expected({**SUMMARY, "seconds": {**SUMMARY["seconds"], "update": 30.0}}, 10)
     assert "decoding is less than half of a step" in update_bound[-1]
-    no_gain = expected({**SUMMARY, "compared": {**SUMMARY["compared"], "plain_seconds": 8.0, "differ": 3}}, 10)
+    no_gain = expected({**SUMMARY, "compared": {**SUMMARY["compared"], "plain_seconds": 8.0}}, 10)
     assert "tlt draft train" in no_gain[-1]
-    assert "3 responses differ" in no_gain[0]
+
+
+def test_responses_that_differ_are_counted_with_the_reason() -> None:
+    compared = {**SUMMARY["compared"], "differ": 3}
+    lines = expected({**SUMMARY, "steps": 1, "compared": compared}, 1)
+    assert lines[0] == "measured on 1 step, 3 of 8 responses differ:"
+    assert lines[4].startswith("1 step would take")
+    assert lines[5] == ROUNDING
+    assert "bfloat16" in ROUNDING
 
 
 def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
@@ -46,7 +55,7 @@ def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
     with patch.dict(sys.modules, {"wandb": None}):
         said = estimate(config, 2, Display(Console(quiet=True)))
-    assert said[0] == "measured on 2 steps, the same tokens:"
+    assert said[0] == "measured on 2 steps, same tokens:"
     assert f"{config.train.steps:,} steps would take" in said[4]
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "mirror").exists()

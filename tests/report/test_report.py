@@ -105,6 +105,21 @@ def test_repeated_prompts_and_missing_steps_are_counted(tmp_path: Path) -> None:
     assert (found.replayed, found.missing_steps) == (1, 1)
 
 
+def test_the_proof_shows_compared_tokens_only_if_there_are_some(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+
+    def proof(compared: dict[str, int]) -> dict[str, object]:
+        text = json.dumps(line(0, compared=compared)) + "\n"
+        (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+        return shown(write_report([folder]))[0]["proof"]
+
+    some = proof({"tokens": 160, "responses": 8, "differ": 3})
+    assert some["tokens compared with plain decoding"] == "160 in 8 responses"
+    none = proof({})
+    assert "tokens compared with plain decoding" not in none
+    assert none["responses that differ"] == "not compared"
+
+
 def test_the_proof_counts_the_workers_that_were_replaced_without_first_starts(tmp_path: Path) -> None:
     def replaced(folder: Path) -> object:
         return shown(write_report([folder]))[0]["proof"]["workers replaced"]

@@ -39,10 +39,14 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
     assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
-    measured = "rollouts took 9.0 s: 3.00 times as fast as plain decoding, measured on 1 steps (2.0 s against 6.0 s), "
+    measured = "rollouts took 9.0 s: 3.00 times as fast as plain decoding, measured on 1 step (2.0 s against 6.0 s), "
     assert both[1].plain == measured + "same tokens"
-    differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")[1].plain
-    assert differ.startswith(measured + "3 of 8 responses differ: `tlt verify`")
+    differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")
+    assert differ[1].plain == measured + "3 of 8 responses differ"
+    assert differ[2].plain.startswith("rounding depends on the shape of a batch")
+    one = closing(SUMMARY | {"steps": 1, "responses": 1, "without_reward": {"error": 1}}, "runs/x")
+    assert one[0].plain.startswith("1 step: mean reward")
+    assert one[1].plain.startswith("100.0% of 1 response had no reward")
     alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
     assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
         "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
@@ -71,4 +75,6 @@ def test_a_run_that_gained_little_gets_advice() -> None:
 def test_the_last_lines_show_the_result_of_drafter_training(version: int, said: str) -> None:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
     lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
+    hardly = [{"idle_seconds_trained": 0.02}] * 2
+    assert "the drafter was trained" not in str(closing(SUMMARY | {"workers": hardly}, "runs/x"))
     assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"

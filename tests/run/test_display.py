@@ -151,6 +151,17 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
     return StepMetrics(step=step, **known | changes)
 
 
+@pytest.mark.parametrize(("version", "said"), [(0.0, ""), (12.0, "drafter 12  ")])
+def test_the_line_of_a_step_names_a_trained_drafter(tmp_path: Path, version: float, said: str) -> None:
+    metrics = step_metrics(3)
+    metrics.rollout["spot"]["version"] = version
+    display = Display(Console(file=io.StringIO()))
+    with display.live(tiny_config(tmp_path), 0, lambda: NOW):
+        line = display._line(metrics)
+    assert f"  {said}1234.5 s (" in line
+    assert ("drafter" in line) == bool(said)
+
+
 def responses(*rewards: float | None) -> list[Group]:
     prompt = Prompt(0, "Solve:\nWhat is 17 + 25?", (1,))
     texts = ["first I " + "think " * 200 + "\nAnswer: 42", "\x1b[31m[red]short[/red]", "third"]

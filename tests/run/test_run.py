@@ -207,7 +207,7 @@ def test_a_finished_run_reports_it(home: Path) -> None:
     copy = copy_of_the_run(home, "finished", STEPS)
     display = Listening(Console(quiet=True))
     run_module.train(whole(home, copy.name), True, display)
-    assert f"all {STEPS} steps of this run are done: raise train.steps to continue" in display.notes
+    assert f"this run has ended after {STEPS} steps: raise train.steps to continue" in display.notes
     assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in display.notes)
     assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
 

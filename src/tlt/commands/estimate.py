@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
+from tlt.wording import counted
 
 if TYPE_CHECKING:
     from tlt.run.display import Display
@@ -55,20 +56,21 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     """Return the expected time of `steps` steps, from the summary of a run that compared every step with plain
     decoding."""
-    from tlt.run.closing import GAIN, NO_GAIN
+    from tlt.run.closing import GAIN, NO_GAIN, ROUNDING, same_tokens
 
     found, measured = summary["compared"], summary["steps"]
     ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))
     rest = sum(summary["seconds"].get(phase, 0.0) for phase in ("reward", "update", "sync")) / measured
     step, times = ours + rest, (plain + rest) / (ours + rest)
-    same = "the same tokens" if not found["differ"] else f"{found['differ']} responses differ: see tlt verify"
     lines = [
-        f"measured on {measured} steps, {same}:",
+        f"measured on {counted(measured, 'step')}, {same_tokens(found)}:",
         f"  rollout   {ours:.1f} s per step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast",
         f"  the rest  {rest:.1f} s per step (reward, update, sync)",
         f"  a step    {step:.1f} s: {times:.2f} times as fast as with plain decoding",
-        f"{steps:,} steps would take {_time(steps * step)}, with plain decoding {_time(steps * (step * times))}",
+        f"{counted(steps, 'step')} would take {_time(steps * step)}, with plain decoding {_time(steps * step * times)}",
     ]
+    if found["differ"]:
+        lines.append(ROUNDING)
     if ours < rest:
         lines.append("decoding is less than half of a step, so faster rollouts gain little here")
     if plain / ours < GAIN:

@@ -70,9 +70,10 @@ def _results(run: Run) -> dict[str, float | None]:
 
 def _proof(run: Run) -> dict[str, str | float]:
     tokens, responses, differ = (run.total(f"compared/{name}") for name in ("tokens", "responses", "differ"))
+    compared = {"tokens compared with plain decoding": f"{tokens:,.0f} in {responses:,.0f} responses"} if tokens else {}
     replaced = max(0, run.worker_starts - run.workers * max(1, run.driver_starts))
     return {
-        "tokens compared with plain decoding": f"{tokens:,.0f} in {responses:,.0f} responses",
+        **compared,
         "responses that differ": differ if tokens else "not compared",
         "prompts replayed within an epoch": run.replayed,
         "steps skipped": run.missing_steps,

@@ -11,6 +11,7 @@ import numpy as np
 
 from tlt.metrics import leaves
 from tlt.report.read import Run
+from tlt.wording import counted
 
 
 class Ratio(NamedTuple):
@@ -91,11 +92,9 @@ def sentences(run: Run) -> list[str]:
     if not done:
         return [f"The run of {model} has not ended a step yet.", "There is no gain to measure yet.", advised]
     wanted, workers = run.config.get("train", {}).get("steps", done), run.workers or 1
-    trained = (
-        f"{model} was trained for {done:,} of {wanted:,.0f} steps in {_duration(run.total('seconds/total'))} on "
-        f"{workers} worker{'s' * (workers > 1)}; the run {'ended' if run.summary else 'has not ended'}."
-    )
-    return [trained, _gain(run), advised]
+    took, ended = _duration(run.total("seconds/total")), "ended" if run.summary else "has not ended"
+    trained = f"{model} was trained for {done:,} of {counted(int(wanted), 'step')} in {took}"
+    return [f"{trained} on {counted(workers, 'worker')}; the run {ended}.", _gain(run), advised]
 
 
 def _duration(seconds: float) -> str:

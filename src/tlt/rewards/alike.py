@@ -9,6 +9,7 @@ from tlt.config import RewardConfig, RewardTerm
 from tlt.rewards.golds import right_answers
 from tlt.rewards.scores import named_terms
 from tlt.types import Group, Response
+from tlt.wording import counted
 
 log = logging.getLogger(__name__)
 _SHOWN = 500
@@ -47,7 +48,7 @@ def seen(term: RewardTerm, response: Response, config: RewardConfig) -> str:
     if term.name == "format":
         return f"the pattern {term.pattern!r} and the whole response"
     if term.name == "length":
-        return f"{len(response.token_ids)} tokens"
+        return counted(len(response.token_ids), "token")
     golds = " or ".join(repr(gold) for gold in right_answers(response.request.prompt))
     missing = [mark for mark in (config.answer_marker, config.answer_end) if mark.rstrip() not in response.text]
     why = f" (the response has no {' and no '.join(map(repr, missing))})" if missing else ""

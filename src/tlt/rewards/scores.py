@@ -25,6 +25,7 @@ from tlt.rewards.arguments import Fill, fills
 from tlt.rewards.golds import right_answers, same
 from tlt.rewards.mathematics import equal
 from tlt.types import Prompt
+from tlt.wording import counted
 from tlt_rl import install_hint
 
 Score = Callable[[Prompt, Answer], Any]
@@ -189,7 +190,8 @@ def _users(
         except Exception as error:
             return [error] * len(asked)
         if len(found) != len(asked):
-            return [ValueError(f"it returned {len(found)} numbers for {len(asked)} responses")] * len(asked)
+            given, wanted = counted(len(found), "number"), counted(len(asked), "response")
+            return [ValueError(f"it returned {given} for {wanted}")] * len(asked)
         return found
 
     return scores, True

@@ -14,6 +14,7 @@ from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED
 from tlt.run.trackers import names_of
 from tlt.types import Prompt
+from tlt.wording import counted
 
 VLLM_STARTS = "starting vLLM, which takes one or two minutes"
 
@@ -23,7 +24,8 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
     chat = "; without the model's chat template, which data.chat = true applies" if unused else ""
-    return f"{len(prompts):,} prompts of {source}{chat}; {responses:,} responses per step; reward {config.reward.named}"
+    shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
+    return f"{shown} of {source}{chat}; {per_step} per step; reward {config.reward.named}"
 
 
 def about_model(config: Config) -> str:
@@ -55,7 +57,7 @@ def about_folder(config: Config) -> str:
     run = config.run
     completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
     files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), *["report.html"] * run.report, "summary.json"]
-    every = f"every {run.save_every} steps and at the end" if run.save_every else "at the end"
+    every = f"every {counted(run.save_every, 'step')} and at the end" if run.save_every else "at the end"
     copied = f", copied to {run.mirror}" if run.mirror else ""
     trackers = names_of(run.trackers)
     sent = f"; metrics go to {', '.join(trackers)}" if trackers else ""

@@ -6,12 +6,18 @@ from typing import Any
 
 from rich.text import Text
 
+from tlt.wording import counted
+
 GAIN = 1.05  # speed-up over plain decoding below which a run gets advice
 NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter trained for "
     "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes), and give "
     "--speculation.path FOLDER. If the run has one already, more --tokens make a better one. Short responses and a "
     "high temperature gain least"
+)
+ROUNDING = (
+    "rounding depends on the shape of a batch and decides near-ties: about one token in a hundred differs in bfloat16, "
+    "and one in a million in float32. `tlt verify` checks whether rounding is the cause"
 )
 
 
@@ -23,24 +29,29 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
     lines = [
         Text(
-            f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
-            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}, "
+            f"{counted(summary['steps'], 'step')}: mean reward {_first_and_last(summary)}; "
+            f"{summary['seconds']['total']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s, "
+            f"accept length {summary['accept_length']:.2f}{faster}, "
             f"{summary['useful_share']:.0%} of the workers' time useful"
         )
     ]
     if summary["compared"]:
         lines.append(Text(_compared(summary)))
+        if summary["compared"]["differ"]:
+            lines.append(Text(ROUNDING))
     times = summary["times_plain"]
     if times is not None and times < GAIN:
         lines.append(Text(NO_GAIN))
-    if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
+    trained = sum(worker["idle_seconds_trained"] for worker in summary["workers"])
+    if trained >= 0.05:  # less is shown as 0.0
         last = summary["by_step"]["drafter_version"][-1]
         better = f"version {last:.0f} is the last that was better" if last else "no version was better"
         lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
     if missing:
         share = sum(missing.values()) / summary["responses"]
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
-        line = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see the errors above"
+        responses = counted(summary["responses"], "response")
+        line = f"{share:.1%} of {responses} had no reward ({named}): see the errors above"
         lines.append(Text(line, "bold red"))
     if peaks := summary["peak_memory"]:
         lines.append(Text(_memory(**peaks)))
@@ -66,17 +77,18 @@ def _first_and_last(summary: dict[str, Any]) -> str:
     return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
 
 
+def same_tokens(compared: dict[str, Any]) -> str:
+    """Return whether the responses equal those of plain decoding, and how many do not."""
+    if not compared["differ"]:
+        return "same tokens"
+    return f"{compared['differ']:,} of {counted(compared['responses'], 'response')} differ"
+
+
 def _compared(summary: dict[str, Any]) -> str:
     """Return the results of the comparison with plain decoding."""
     found, rollouts = summary["compared"], summary["seconds"]["rollout"]
-    same = "same tokens"
-    if found["differ"]:
-        same = (
-            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` checks whether rounding is the "
-            "cause"
-        )
     seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
     return (
         f"rollouts took {rollouts:.1f} s: {summary['times_plain']:.2f} times as fast as plain decoding, measured on "
-        f"{found['steps']} steps ({seconds}), {same}"
+        f"{counted(found['steps'], 'step')} ({seconds}), {same_tokens(found)}"
     )

@@ -243,8 +243,9 @@ class Display:
 
 
 def _version(m: StepMetrics) -> str:
-    """Return the version of the learned drafter, if one may be trained."""
-    return f"drafter {m.rollout['spot']['version']:.0f}  " if "version" in m.rollout["spot"] else ""
+    """Return the version of the learned drafter, if training has replaced it."""
+    version = m.rollout["spot"].get("version")
+    return f"drafter {version:.0f}  " if version else ""
 
 
 def _training(spot: dict[str, float]) -> str:

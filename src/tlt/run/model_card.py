@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tlt import __version__
 from tlt.config import Config
+from tlt.wording import counted
 
 _DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32, trained under bfloat16 autocast"}
 
@@ -15,11 +16,12 @@ def model_card(config: Config, steps: int) -> str:
     base, rollout, train = config.model.hub or config.model.path, config.rollout, config.train
     repository = (config.model.hub or "").partition("@")[0]
     parent = f"\nbase_model: {repository}" if repository else ""
+    prompts, responses = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "response")
     facts = {
         "prompts": config.data.source[1],
         "reward": config.reward.named,
-        "a step": f"{rollout.prompts_per_step} prompts, {rollout.group_size} responses each",
-        "responses": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
+        "a step": f"{prompts}, {responses} each",
+        "responses": f"up to {counted(rollout.max_new_tokens, 'token')} at temperature {rollout.temperature:g}",
         "algorithm": f"advantage {train.advantage}, loss {train.loss}, learning rate {train.learning_rate:g}",
         "weights": _DTYPES[config.model.dtype],
     }
@@ -29,7 +31,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags: [tlt, reinforcement-learning]{parent}
 ---
-# {Path(repository or base).name}, after {steps} steps of reinforcement learning
+# {Path(repository or base).name}, after {counted(steps, "step")} of reinforcement learning
 
 Trained by [tlt](https://arxiv.org/abs/2511.16665) {__version__} from `{base}`. The licence is that of the base model.
 

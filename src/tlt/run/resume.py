@@ -56,7 +56,7 @@ def allowed_changes(
     _refuse_unknown(force, config)
     done, found = state["step"], []
     if config.train.steps < done:
-        raise ConfigError(f"train.steps = {config.train.steps} is below the {done} steps that are done: raise it")
+        raise ConfigError(f"train.steps = {config.train.steps} is below {done}, the number of steps done: raise it")
     for key, before, now in _differences(state, config, contents):
         if key == "train.lora.rank":
             raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from tlt.types import Group, Response
+from tlt.wording import counted
 
 SAMPLE, BEST, WORST = "a sample", "best", "worst"
 KEYS = {"s": SAMPLE, "b": BEST, "w": WORST}
@@ -30,7 +31,9 @@ def picture(response: Response, which: str, width: int) -> Text:
     terms = ", ".join(f"{name} {score:.3g}" for name, score in response.scores.items())
     cut_off = ", cut off" if response.finish_reason != "stop" else ""
     facts = f"  reward {reward:.3g}{f' ({terms})' if len(response.scores) > 1 else ''}"
-    head = Text.assemble((which, "bold"), f"{facts}  {len(response.token_ids)} tokens{cut_off}", no_wrap=True)
+    head = Text.assemble(
+        (which, "bold"), f"{facts}  {counted(len(response.token_ids), 'token')}{cut_off}", no_wrap=True
+    )
     head.append("   keys: b best, w worst, s sample", "dim")
     head.truncate(width, overflow="ellipsis")
     prompt = _last(_lines(response.request.prompt.text, width), _PROMPT_LINES)

@@ -38,6 +38,7 @@ from tlt.store.mirror import Mirror, latest_of, mirror_of
 from tlt.store.model_files import model_files, write_files
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.types import Group, Prompt
+from tlt.wording import counted
 
 
 @dataclass
@@ -214,7 +215,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     run.standing.saved = done
     for damaged in found.passed_over:
         run.display.note(f"skipped a damaged checkpoint: {damaged}")
-    all_done = f"all {done} steps of this run are done: raise train.steps to continue"
+    all_done = f"this run has ended after {counted(done, 'step')}: raise train.steps to continue"
     run.display.note(all_done if done == run.config.train.steps else f"resuming from step {done} ({found.folder})")
 
 
