@@ -177,7 +177,7 @@ def test_train_ends_with_its_results_and_its_folder(
     assert exit_code("train", recipe, "--train.steps", "1") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "step 1/1" in said
-    assert "1 steps: mean reward" in said
+    assert "1 step: mean reward" in said
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
@@ -208,7 +208,7 @@ def test_two_signals_end_a_run_at_once_and_the_saved_step_is_printed(
     assert capfd.readouterr().err.splitlines()[-1] == "tlt: interrupted; nothing is saved yet"
 
 
-@pytest.mark.parametrize(("option", "first", "lines"), [("--quiet", "1 steps: mean reward", 1), ("--json", "{", 7)])
+@pytest.mark.parametrize(("option", "first", "lines"), [("--quiet", "1 step: mean reward", 1), ("--json", "{", 7)])
 def test_train_for_scripts_prints_nothing_else(recipe: str, option: str, first: str, lines: int) -> None:
     shutil.copy(Path(__file__).with_name("tiny_rewards.py"), Path(recipe).parent)
     done = python(MAIN.format(argv=["tlt", "train", recipe, "--train.steps", "1", option]))
