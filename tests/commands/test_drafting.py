@@ -65,7 +65,7 @@ class Trainer:
         first = batches[0].version == 0
         self.clock.now += 2.5
         self.spent_on_evaluations += 2.5
-        return [next(self.held_back if first else self.taught), 0.5]
+        return [next(self.held_back if first else self.taught), 0.25]
 
 
 def item(version: int) -> Harvest:
@@ -92,7 +92,8 @@ def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -
     trainer, curve = fitted(clock, 400, rates, [0.3, 0.5, *[0.9] * 99])
     best = max(curve.points, key=lambda point: point["accept_length"])
     assert best is curve.points[2]
-    assert best["accept_length"] == pytest.approx(1 + 0.6 + 0.6 * 0.5)
+    assert curve.acceptance_rate == 0.6, "of its first draft token"
+    assert best["accept_length"] == pytest.approx(1 + 0.6 + 0.6 * 0.25)
     steps = trainer.layer.weight.item()
     assert 0 < steps < trainer.steps
     spent_on_evaluations_before = 2 * 5
@@ -169,6 +170,22 @@ def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest
     assert cut["tokens"] < whole["tokens"]
     assert cut["tokens_per_second"] < 1.0
     assert math.isfinite(cut["interval"])
+
+
+def test_validation_prompts_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[set[int]] = []
+
+    def recorded(trainer: DrafterTrainer, taught: list[Harvest], held_back: list[Harvest], *rest: Any) -> Curve:
+        parts.extend({item.prompt_id for item in part} for part in (taught, held_back))
+        return fit(trainer, taught, held_back, *rest)
+
+    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
+    monkeypatch.setattr(drafting, "fit", recorded)
+    train_drafter(tiny_config(tmp_path), tmp_path / "drafter", 400, seconds=1.0)
+    taught, held_back = parts
+    assert taught
+    assert held_back
+    assert not taught & held_back
 
 
 def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.bandit import Bandit, bucket_of, strategies, with_ahead
+from tlt.engine.bandit import Bandit, strategies, with_ahead
+from tlt.engine.round_times import bucket_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 
 SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
@@ -270,6 +271,61 @@ def test_an_expensive_switch_is_not_made_for_a_small_gain() -> None:
 
 
 # -- what it must not do -----------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_whose_acceptance_rate_is_0_is_not_even_tried() -> None:
+    """Its rounds are as fast as plain rounds, so it is near enough to the best strategy to be tried."""
+    arms = [PLAIN, Strategy("eagle", 1, 1, 2)]
+    tuner = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0)}, {"eagle": 0.0})
+    for _ in range(300):
+        arm = tuner.choose(1, 300.0, BOTH)
+        assert arm == PLAIN
+        tuner.record(RoundResult(arm, 1.0, [1], scored=True))
+
+
+def test_slow_plain_rounds_do_not_count_as_lost_by_drafts() -> None:
+    tuner = Bandit(ARMS, World().profile)
+    for seconds in (1.0, 1.0, 1.0, 50.0):
+        tuner.choose(1, 300.0, ())
+        tuner.record(RoundResult(PLAIN, seconds, [1], scored=True))
+    assert tuner.lost == 0.0
+    assert tuner.spent > 52.0
+
+
+def test_seconds_are_learned_for_the_rows_of_the_round() -> None:
+    """A round of three rows counts for the bucket of four with the ratio of the profile."""
+    world = World()
+    tuner = Bandit(ARMS, world.profile)
+    tuner.choose(3, 300.0, ())
+    tuner.record(RoundResult(PLAIN, 7.0, [1] * 3, scored=True))
+    ratio = tuner.times.profiled(PLAIN, 4) / tuner.times.profiled(PLAIN, 3)
+    assert ratio > 1.01
+    assert tuner.times.seconds(PLAIN, bucket_of(4, 300.0)) == pytest.approx(7.0 * ratio)
+
+
+def look_ahead_tuner() -> Bandit:
+    """Return a tuner for which wide passes take no longer, with plain decoding measured."""
+    arms = with_ahead([PLAIN])
+    tuner = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0)})
+    for _ in range(4):
+        tuner.record(RoundResult(tuner.choose(1, 300.0, ()), 1.0, [1], scored=True))
+    return tuner
+
+
+def test_the_first_look_ahead_pass_is_narrow() -> None:
+    tuner = look_ahead_tuner()
+    arm = tuner.choose(1, 300.0, (), [63])
+    assert arm.ahead == 4
+    tuner.record(RoundResult(arm, 1.0, [5], scored=True, ahead=[4]))
+    assert tuner.choose(1, 300.0, (), [63]).ahead == 63
+
+
+def test_a_narrow_pass_does_not_time_a_wide_limit() -> None:
+    tuner, wide = look_ahead_tuner(), PLAIN._replace(ahead=63)
+    tuner.record(RoundResult(wide, 1.0, [11], scored=True, ahead=[10]))
+    assert tuner.times.rounds(wide, bucket_of(1, 300.0)) == 0
+    tuner.record(RoundResult(wide, 1.0, [64], scored=True, ahead=[63]))
+    assert tuner.times.rounds(wide, bucket_of(1, 300.0)) == 1
 
 
 def test_strategies_of_a_failed_drafter_are_not_chosen() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from tlt.draft.features import SavedEntries
 from tlt.engine.turns import TurnStore
 from tlt.types import Prompt, Request, Row, SamplingParams
 
@@ -16,6 +18,21 @@ class Cache:
     def save(self, place: int, length: int) -> Any:
         values = type("Values", (), {"nbytes": length})()
         return type("Saved", (), {"values": values})()
+
+    def restore(self, place: int, saved: Any) -> None: ...
+
+
+class Window:
+    """Feature window that notes what is restored. Its entries take 5 bytes."""
+
+    def __init__(self) -> None:
+        self.restored: list[tuple[int, Any]] = []
+
+    def save(self, place: int) -> SavedEntries:
+        return SavedEntries(place, torch.zeros(5, 1, dtype=torch.int8), torch.zeros(0))
+
+    def restore(self, place: int, saved: SavedEntries) -> None:
+        self.restored.append((place, saved.first))
 
 
 def row(*tokens: int, seed: int = 1, **changes: Any) -> Row:
@@ -54,3 +71,16 @@ def test_the_oldest_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     store = left(row(1, 2, 3, seed=1), row(1, 2, 3, seed=2), row(1, 2, 3, seed=3))
     assert [store.known(row(1, 2, 3, 4, seed=seed)) for seed in (1, 2, 3)] == [0, 4, 4]
     assert store.bytes == 8
+
+
+def test_the_drafter_gets_its_hidden_states_back_in_the_next_turn() -> None:
+    cache: Any = Cache()
+    window: Any = Window()
+    store = TurnStore(cache, window)
+    for seed in (1, 2):
+        store.append(row(1, 2, 3, seed=seed), 0)
+    store.remove(1, 1)
+    assert store.bytes == 4 + 5, "both count"
+    store.restore(6, row(1, 2, 3, 4, seed=2))
+    assert window.restored == [(6, 1)]
+    assert store.bytes == 0

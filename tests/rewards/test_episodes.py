@@ -345,6 +345,15 @@ def test_a_first_text_leaves_room_for_a_token() -> None:
     assert row.room == 1
 
 
+def test_an_environment_that_begins_the_conversation_is_known() -> None:
+    """Requests of coming steps are then not decoded ahead, because their first text is not known."""
+    found = episodes(AtOnce(Game))
+    found.begin([request for request in REQUESTS if not request.prompt.prompt_id])
+    assert not found.opens
+    found.begin(REQUESTS)
+    assert found.opens
+
+
 def test_an_unfinished_turn_is_not_sent_to_the_environment() -> None:
     found = ended(reason="length")
     assert (found.finish_reason, found.reward) == ("length", 0.0)

@@ -131,7 +131,7 @@ def test_after_a_change_of_the_task_it_trains_first_draft_tokens_at_the_full_rat
     before = state_of(spot)
     spot.forget()
     spot.load_state(before)  # of another worker, from before the change
-    spot.enough, spot.trainer.steps = 1, 1000.0
+    spot.enough, spot.trainer.steps = 1, 1000
     spot.harvest(items[0])
     for _ in range(2):  # drafters are trained on the rollouts before the last one
         spot.target_moved()
@@ -141,6 +141,38 @@ def test_after_a_change_of_the_task_it_trains_first_draft_tokens_at_the_full_rat
     spot.trainer.reach = 2.0
     spot.train(0)
     assert spot.trainer.reach > 1.5, "it begins anew once"
+
+
+def test_training_waits_for_enough_data_of_earlier_rollouts(model: Model, items: list[Harvest]) -> None:
+    """Data of the current rollout and of the last finished one are not trained on."""
+    spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG)
+    assert spot.enough == 4 * max(CONFIG.micro_batch_tokens, spot.trainer.layer.fc.in_features)
+    for item in items:
+        spot.harvest(item)
+    assert spot.buffer.tokens > spot.enough
+    assert not spot.ready, "the current rollout"
+    spot.target_moved()
+    assert not spot.ready, "the last finished one"
+    spot.target_moved()
+    assert spot.ready
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_first_step_is_prepared_on_training_data_alone(
+    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch, is_trained: bool
+) -> None:
+    """Training from random weights begins with a linear map. A trained drafter keeps its weights."""
+    calls: list[tuple[list[Harvest], bool]] = []
+    monkeypatch.setattr(
+        DrafterTrainer, "prepare", lambda _, sample, from_scratch: calls.append((list(sample), from_scratch))
+    )
+    layer = fresh_layer(model)
+    layer.acceptance_rate = 0.5 if is_trained else None
+    spot = make_spot(model, items, layer=layer)
+    while spot.trainer.steps < 5:
+        spot.train(0)
+    assert [from_scratch for _, from_scratch in calls] == [not is_trained, False, False, False]  # steps 0, 1, 2, 4
+    assert all(sample and not any(map(is_new, sample)) for sample, _ in calls)
 
 
 def test_without_training_data_nothing_is_trained(model: Model) -> None:

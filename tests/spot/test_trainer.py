@@ -161,7 +161,7 @@ def test_the_loss_is_the_mean_over_draft_tokens_of_responses(model: Model, name:
     layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.4
     config = DrafterTrainConfig(unroll=4, loss=name)
     made = DrafterTrainer(layer, model.decoder, config)
-    made.reach, made.steps = 4.0, 6.0
+    made.reach, made.steps = 4.0, 6
     columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack(items, CPU), 4))
     loss, overlaps = made.loss(pack(items, CPU))
     total, weight = 0.0, 0.0

@@ -233,7 +233,9 @@ DESCRIBED = {
     **{f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")},
 }
 PLAIN = {"data/train-1.jsonl": rows("two"), "data/train-0.jsonl": rows("one"), "data/test.jsonl": rows("three")}
+MANY = {f"data/train-{number:05}.jsonl": rows(f"part {number}") for number in range(12)}
 CHOICES = {
+    "twelve files": (MANY, "", [f"part {number}" for number in range(12)]),
     "subset and split": (NAMED, ":main/test", ["main test"]),
     "a subset without a split": (NAMED, ":hard", ["hard train"]),
     "train by default, in the order of names": (PLAIN, "", ["one", "two"]),

@@ -11,22 +11,20 @@ This module does not import torch. `bench/tuner.py` runs it with recorded tables
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.acceptance import AcceptanceModel, Source
+from tlt.engine.round_times import Bucket, RoundTimes, bucket_of, interpolate
 from tlt.engine.tuner import RoundResult
 
-_WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each arm in a bucket
-_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms, and of a look-ahead arm before it is timed
+_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
 _ROUNDS_BETWEEN_TRIES = 64  # rounds of a bucket between two tries
@@ -38,8 +36,6 @@ _ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was 
 _AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longest chain sets the width of the pass
 _LOOK_AHEAD: Source = ("ahead", 1)  # the source of look-ahead chains
 
-X = TypeVar("X", bound=float)
-
 
 def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
     """Return plain decoding and the strategies of these drafters."""
@@ -50,25 +46,6 @@ def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
 def with_ahead(arms: Iterable[Strategy]) -> list[Strategy]:
     """Return each arm alone, and combined with look-ahead chains of each limit."""
     return [arm._replace(ahead=ahead) for arm in arms for ahead in (0, *_AHEAD)]
-
-
-class Bucket(NamedTuple):
-    """Exponents: active rows as a power of two, context as a power of four."""
-
-    rows: int
-    context: int
-
-
-def bucket_of(rows: int, context: float) -> Bucket:
-    return Bucket(max(0, math.ceil(math.log2(rows))), max(0, math.ceil(math.log(max(1.0, context) / 256, 4))))
-
-
-def interpolate(points: Mapping[X, float], x: float) -> float:
-    """Interpolate linearly between the points; return the nearest value beyond them."""
-    below = max((k for k in points if k <= x), default=min(points))
-    above = min((k for k in points if k >= x), default=max(points))
-    low, high = points[below], points[above]
-    return low if above == below else low + (high - low) * (x - below) / (above - below)
 
 
 class Bandit:
@@ -87,25 +64,16 @@ class Bandit:
     ) -> None:
         self.strategies = tuple(strategies)
         self.chances = dict(chances or {})
+        self.times = RoundTimes(measure)
         self.seen, self.seen_ahead = AcceptanceModel(), AcceptanceModel()  # of draft tokens, of look-ahead tokens
         self.current = PLAIN  # the fastest arm
         self.catch_up: dict[str, float] = {}  # extra seconds of a drafter's first round after another drafter's
         self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
-        self._known = frozenset(self.strategies)
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
-        self._measure = measure
-        self._took: dict[Bucket, dict[Strategy, deque[float]]] = {}
-        self._medians: dict[tuple[Bucket, Strategy], float] = {}
-        self._profiles: dict[tuple[Strategy, int], float] = {}  # interpolated
         self._turns = Counter[Bucket]()
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
         self._switched = False
-
-    @cached_property
-    def profile(self) -> dict[int, dict[Strategy, float]]:
-        profile = self._measure()
-        return {rows: dict(profile[rows]) for rows in sorted(profile)}
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +81,8 @@ class Bandit:
         bucket = bucket_of(rows, context)
         moved, self._now = bucket != self._now, bucket
         self._turns[bucket] += 1
-        is_plain_known = self._times(PLAIN, bucket) >= _ENOUGH_ROUNDS  # losses are measured against plain decoding
+        # losses are measured against plain decoding
+        is_plain_known = self.times.rounds(PLAIN, bucket) >= _ENOUGH_ROUNDS
         arms = [a for a in self._arms if a == PLAIN or (a.drafter in usable and self.chances.get(a.drafter) != 0.0)]
         arm = self.current
         if not is_plain_known:
@@ -135,7 +104,7 @@ class Bandit:
         if self._turns[bucket] % _ROUNDS_BETWEEN_TRIES or not self._hope:
             return self.current
         near = [arm for arm in arms if speeds[arm] >= _NEAR * speeds[best]]
-        return min(near, key=lambda arm: (self._times(arm, bucket), -speeds[arm]))
+        return min(near, key=lambda arm: (self.times.rounds(arm, bucket), -speeds[arm]))
 
     def _with_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
         """Return the strategy with a limit of look-ahead tokens per row, and with or without the arm for the other
@@ -169,7 +138,8 @@ class Bandit:
     @property
     def _hope(self) -> float:
         """Assumed acceptance rate of a drafter that was never evaluated. It is 0 while drafts have lost too much
-        time."""
+        time, and higher while they save time, because else long chains are not tried (0.75 times as fast at batch 1 in
+        half of the simulations)."""
         most = _LOST * self.spent
         return 0.0 if self.lost > most else _HOPED_ACCEPTANCE if self.lost < -most else _ACCEPTANCE
 
@@ -181,63 +151,35 @@ class Bandit:
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])
         return float(np.cumprod([1.0, *rates]).sum())
 
-    def seconds(self, arm: Strategy, bucket: Bucket) -> float:
-        """Return the expected seconds of a round in this bucket."""
-        plain = self._medians.get((bucket, PLAIN))
-        scale = plain / self._profiled(PLAIN, 2**bucket.rows) if plain else 1.0
-        expected, times = self._profiled(arm, 2**bucket.rows) * scale, self._times(arm, bucket)
-        if not times or (arm.ahead and times < _ENOUGH_ROUNDS):
-            return expected  # widths are not tried again, so one slow round could exclude a width
-        return (times * self._medians[bucket, arm] + expected) / (times + 1)  # the profile counts as one round
-
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
         """Return the seconds of the arm, with a share of its drafter's catch-up if the last round did not use it."""
         extra = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
-        return self.seconds(arm, bucket) + extra / _ROUNDS_BETWEEN_COMPARISONS
-
-    def _times(self, arm: Strategy, bucket: Bucket) -> int:
-        """Return the number of timed rounds of the arm in the bucket."""
-        return len(self._took.get(bucket, {}).get(arm, ()))
-
-    def _profiled(self, arm: Strategy, rows: int) -> float:
-        if (arm, rows) not in self._profiles:
-            costs = {profiled: seconds[arm] for profiled, seconds in self.profile.items()}
-            self._profiles[arm, rows] = interpolate(costs, rows)
-        return self._profiles[arm, rows]
-
-    def _share(self, arm: Strategy, rows: int) -> float:
-        """Return the seconds of a round of this many rows, relative to the largest number of rows in the bucket."""
-        return self._profiled(arm, rows) / self._profiled(arm, 2 ** bucket_of(rows, 0).rows)
+        return self.times.seconds(arm, bucket) + extra / _ROUNDS_BETWEEN_COMPARISONS
 
     def plain_seconds(self, rows: int, context: float) -> float:
         """Return the expected seconds, from the start-up profile and the timed rounds."""
-        return self.seconds(PLAIN, bucket_of(rows, context)) * self._share(PLAIN, rows)
+        return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
         """Return the number of rows from the profile, within 3 % of the time: many on a GPU, hardly more on a CPU."""
-        return self._rows_within(rows, 1.03)
+        return self.times.most_rows(rows, 1.03)
 
     def brief_rows(self) -> int:
         """Return the number of rows from the profile, within 1.8 times the time of one: a full batch on a GPU."""
-        return self._rows_within(1, 1.8)
-
-    def _rows_within(self, rows: int, longer: float) -> int:
-        more = range(rows, max(rows, *self.profile) + 1)
-        most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first timing may be too slow
-        return max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
+        return self.times.most_rows(1, 1.8)
 
     # -- learning from rounds ------------------------------------------------------------------------------------------
 
     def rollout_begins(self) -> None:
-        _ = self.profile  # measured now, because no round runs
+        _ = self.times.profile  # measured now, because no round runs
 
     def record(self, result: RoundResult) -> None:
         arm, rows, ahead = result.strategy, len(result.tokens), result.ahead or [0] * len(result.tokens)
-        if arm not in self._known:
+        if arm not in self.strategies:
             return
         if result.scored:
-            self._learn_seconds(arm, result.seconds / self._share(arm, rows), max(ahead))
-            plain = self.seconds(PLAIN, self._now) * self._share(PLAIN, rows)
+            self._learn_seconds(arm, result.seconds / self.times.share(arm, rows), max(ahead))
+            plain = self.times.seconds(PLAIN, self._now) * self.times.share(PLAIN, rows)
             drafts = arm.drafter != PLAIN.drafter and not any(ahead)
             lost = result.seconds - plain * statistics.fmean(result.tokens) if drafts else 0.0
             self.spent, self.lost = _MEMORY * self.spent + result.seconds, _MEMORY * self.lost + lost
@@ -254,16 +196,11 @@ class Bandit:
         """Learn from a round whose longest look-ahead draft had `width` tokens; one narrower than the arm's limit does
         not count. The catch-up of a drafter is charged to the switch."""
         if self._switched and arm.drafter != PLAIN.drafter:
-            excess = max(0.0, seconds - self.seconds(arm, self._now))
+            excess = max(0.0, seconds - self.times.seconds(arm, self._now))
             known = self.catch_up.get(arm.drafter, excess)
             self.catch_up[arm.drafter] = known + 0.2 * (excess - known)
         elif not width or width >= arm.ahead:
-            self._add_seconds(self._now, arm, [seconds])
-
-    def _add_seconds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
-        took = self._took.setdefault(bucket, {}).setdefault(arm, deque(maxlen=_WINDOW_ROUNDS))
-        took.extend(seconds)
-        self._medians[bucket, arm] = statistics.median(took)
+            self.times.add_rounds(self._now, arm, [seconds])
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """Forget the counts of the old drafter. The acceptance rate of the new one counts like a few rows."""
@@ -276,12 +213,9 @@ class Bandit:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        took = [[list(b), list(arm), list(s)] for b, arms in self._took.items() for arm, s in arms.items()]
-        return {"took": took, "seen": self.seen.state(), "seen_ahead": self.seen_ahead.state()}
+        return {"took": self.times.state(), "seen": self.seen.state(), "seen_ahead": self.seen_ahead.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for bucket, arm, seconds in state.get("took", ()):
-            if seconds and (key := Strategy(*arm)) in self._known:
-                self._add_seconds(Bucket(*bucket), key, seconds)
+        self.times.load_state(state.get("took", ()), self.strategies)
         self.seen.load_state(state.get("seen", ()), {arm.drafter for arm in self.strategies})
         self.seen_ahead.load_state(state.get("seen_ahead", ()), {_LOOK_AHEAD[0]})

@@ -28,20 +28,19 @@ class NoiseWindow:
         self.ends: list[int] = []  # first position whose noise is not needed
         self.ready: list[int] = []  # positions below this one are in the ring
 
+    @torch.inference_mode()
     def append(self, row: Row, kept: int) -> None:
         params, place = row.request.sampling, len(self.seeds)
         self.seeds.append(row.request.seed)
         self.ends.append(params.max_new_tokens)
         self.ready.append(len(row.tokens) if params.temperature > 0 else params.max_new_tokens)
-        if len(self.seeds) > len(self.ring):
-            more = torch.zeros(max(8, len(self.ring)), self.width, self.vocab_size, device=self.device)
-            self.ring = torch.cat([self.ring, more])
         if params.temperature == 0:
-            self.ring[place] = 0
+            self.ring[place : place + 1] = 0  # if the ring has the place already
 
+    @torch.inference_mode()
     def remove(self, place: int, last: int) -> None:
         if place != last:
-            self.ring[place] = self.ring[last]
+            self.ring[place : place + 1] = self.ring[last] if last < len(self.ring) else 0
         for per_row in (self.seeds, self.ends, self.ready):
             per_row[place] = per_row[last]
             per_row.pop()
@@ -50,6 +49,10 @@ class NoiseWindow:
     def prepare(self, positions: Sequence[int], depth: int) -> None:
         """Compute the noise of positions[b] .. positions[b] + depth of every row. If one row lacks some, all rows are
         filled in the same call. A small vocabulary is filled further ahead, so that calls are few."""
+        if len(self.seeds) > len(self.ring):  # grown here, once for all new rows, because a copy may take two rounds
+            grown = torch.zeros(2 ** (len(self.seeds) - 1).bit_length(), *self.ring.shape[1:], device=self.device)
+            grown[: len(self.ring)] = self.ring
+            self.ring = grown
         rows = list(zip(self.ready, positions, self.ends, strict=True))
         if all(ready >= min(at + depth + 1, end) for ready, at, end in rows):
             return

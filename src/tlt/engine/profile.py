@@ -14,8 +14,8 @@ from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
-from tlt.engine.bandit import interpolate
 from tlt.engine.engine import Engine
+from tlt.engine.round_times import interpolate
 from tlt.engine.runner import most_nodes
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder

@@ -9,7 +9,7 @@ from tlt.draft.features import FeatureWindow, SavedEntries
 from tlt.engine.kv_cache import KVCache, Saved
 from tlt.types import Row
 
-_MOST_BYTES = 1 << 30  # of host memory for keys and values
+_MOST_BYTES = 1 << 30  # of host memory for keys, values and hidden states
 
 
 class _Kept(NamedTuple):
@@ -19,9 +19,14 @@ class _Kept(NamedTuple):
     entries: SavedEntries | None
     """entries of the row's feature window"""
 
+    @property
+    def bytes(self) -> int:
+        return self.saved.values.nbytes + (self.entries.features.nbytes if self.entries else 0)
+
 
 class TurnStore:
-    """Per-row store. If the episode of a row that leaves may continue, its keys and values are copied to host memory.
+    """Per-row store. If the episode of a row that leaves may continue, its keys and values are copied to host memory,
+    and so are the hidden states that the drafter reads.
 
     The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so the target's version does
     not change.
@@ -47,7 +52,7 @@ class TurnStore:
         entries = self.window.save(place) if self.window else None
         kept = _Kept(row.context[:-1], self.cache.save(place, row.kv_length), entries)
         self._kept[row.request.seed] = kept
-        self.bytes += kept.saved.values.nbytes
+        self.bytes += kept.bytes
         while self.bytes > _MOST_BYTES:
             self._drop(next(iter(self._kept)))
 
@@ -65,5 +70,5 @@ class TurnStore:
 
     def _drop(self, seed: int) -> _Kept:
         kept = self._kept.pop(seed)
-        self.bytes -= kept.saved.values.nbytes
+        self.bytes -= kept.bytes
         return kept

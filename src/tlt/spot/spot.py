@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 _PIECE = 64  # maximum number of entries from one response, because responses to a prompt are similar
 _STEPS = 64  # rollouts before the last one whose data are kept, if the buffer has room
 _HEADS = 1 << 30  # bytes for the heads of target versions in the training data; two are always kept
-_READY = 2  # micro-batches of data that training from random weights needs
-_SPREAD = 4  # entries per input of `fc` that training from random weights needs to compute the first `fc`
-_ENOUGH = 4  # micro-batches of data that a trained drafter needs, because a few responses make it worse on others
-_MEMORY, _LEAST_MEMORY = 50, 8  # micro-batches in the mean of weights, at the lowest and the highest rate
+_ENOUGH = 4  # micro-batches of data that training needs, and entries per input of `fc`: a few responses do not suffice
+_AVERAGED = 8  # micro-batches in the mean of weights at the highest learning rate, and more at lower ones
 _SAMPLE = 16  # entries per input of `fc` in the sample for its whitening
 _LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
 
@@ -64,10 +62,7 @@ class SpotTrainer:
         self.judged_tokens = RULE.judged * config.micro_batch_tokens
         self._is_whole = False  # whether the rollout with the current target has ended
         self._is_new_task = False  # whether no training has followed the last change of the task
-        wanted = _ENOUGH * config.micro_batch_tokens
-        if not layer.trained:
-            wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
-        self.enough = min(wanted, config.buffer_tokens // 8)
+        self.enough = min(_ENOUGH * max(config.micro_batch_tokens, layer.fc.in_features), config.buffer_tokens // 8)
 
     # -- training data -------------------------------------------------------------------------------------------------
 
@@ -135,14 +130,14 @@ class SpotTrainer:
         batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
         self.trainer.step(batch, stop)
         self._follow()
-        if (steps := int(self.trainer.steps)) & (steps - 1) == 0:
+        if self.trainer.steps.bit_count() == 1:
             self._prepare()
         return len(batch.tokens)
 
     def _prepare(self) -> None:
         """Estimate the whitening of fc's inputs, before the first step and after 1, 2, 4, ... steps, because the data
         then have more prompts."""
-        entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
+        entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, self.trainer.steps
         sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
@@ -156,9 +151,8 @@ class SpotTrainer:
     @torch.no_grad()
     def _follow(self) -> None:
         """Update the mean of the weights. A higher learning rate means fewer micro-batches in the mean."""
-        weight = max(1 / _MEMORY, self.trainer.rate_scale / _LEAST_MEMORY)
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
-            mean.lerp_(parameter, weight)
+            mean.lerp_(parameter, self.trainer.rate_scale / _AVERAGED)
 
     def state(self) -> TrainerState | None:
         """Return a copy of all that training changes, in host memory. If it is not finite, return None and restart

@@ -60,8 +60,8 @@ class DrafterTrainer:
         )
         self.rng = random.Random(seed)
         self.heads = {target.version: target.head}
-        self.steps = 0.0
-        """number of optimizer steps; a float, as in the trainer state"""
+        self.steps = 0
+        """number of optimizer steps"""
         self.reach = float(config.unroll) if layer.trained else 0.0
         """running mean of the number of accepted draft tokens in a trained chain"""
         self.rate_scale = 1.0
@@ -140,7 +140,7 @@ class DrafterTrainer:
         """Yield for each depth: the drafter's inputs of the head [M, D], and the entries whose distributions they
         should match [M]. `check_stop` is called at each depth, here and in `backward`."""
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
-        roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
+        roots = at[self.steps % _EVERY :: _EVERY].contiguous()
         for t, out in enumerate(self._unrolled(self.layer, batch, depth, roots)):
             check_stop()
             if out.requires_grad:
@@ -260,12 +260,12 @@ class DrafterTrainer:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from another trainer's `state`."""
-        self.steps, self.reach = float(state["steps"]), float(state["reach"])
+        self.steps, self.reach = int(state["steps"]), float(state["reach"])
         self.whitening = state["whitening"].to(self.target.device, self.dtype, copy=True)
         for name, parameter in self.layer.named_parameters():
             parameter.copy_(state[f"weight.{name}"])
             moments = {m: state[f"{m}.{name}"].to(parameter.device, parameter.dtype, copy=True) for m in _MOMENTS}
-            self.optimizer.state[self.parameters[name]] = {"step": torch.tensor(self.steps), **moments}
+            self.optimizer.state[self.parameters[name]] = {"step": torch.tensor(float(self.steps)), **moments}
 
     def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
         """Train once on all items. Yield the result of each `step`, so that a caller may stop in between."""

@@ -1,0 +1,105 @@
+"""Seconds of rounds, by strategy and bucket. The tuner predicts them from the start-up profile and from timed rounds.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from tlt.draft.strategy import PLAIN, Strategy
+
+_WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each strategy in a bucket
+_ENOUGH_ROUNDS = 4  # rounds of a look-ahead strategy before it is timed
+
+X = TypeVar("X", bound=float)
+
+
+class Bucket(NamedTuple):
+    """Exponents: active rows as a power of two, context as a power of four."""
+
+    rows: int
+    context: int
+
+
+def bucket_of(rows: int, context: float) -> Bucket:
+    return Bucket(max(0, math.ceil(math.log2(rows))), max(0, math.ceil(math.log(max(1.0, context) / 256, 4))))
+
+
+def interpolate(points: Mapping[X, float], x: float) -> float:
+    """Interpolate linearly between the points; return the nearest value beyond them."""
+    below = max((k for k in points if k <= x), default=min(points))
+    above = min((k for k in points if k >= x), default=max(points))
+    low, high = points[below], points[above]
+    return low if above == below else low + (high - low) * (x - below) / (above - below)
+
+
+class RoundTimes:
+    """Start-up profile and medians of timed rounds. `measure()` returns the profile, rows -> strategy -> seconds of a
+    round; other numbers of rows are interpolated. It is called when the profile is first needed."""
+
+    def __init__(self, measure: Callable[[], Mapping[int, Mapping[Strategy, float]]]) -> None:
+        self._measure = measure
+        self._took: dict[Bucket, dict[Strategy, deque[float]]] = {}
+        self._medians: dict[tuple[Bucket, Strategy], float] = {}
+        self._interpolated: dict[tuple[Strategy, int], float] = {}
+
+    @cached_property
+    def profile(self) -> dict[int, dict[Strategy, float]]:
+        profile = self._measure()
+        return {rows: dict(profile[rows]) for rows in sorted(profile)}
+
+    def profiled(self, arm: Strategy, rows: int) -> float:
+        """Return the seconds of a round by the profile alone."""
+        if (arm, rows) not in self._interpolated:
+            costs = {profiled: seconds[arm] for profiled, seconds in self.profile.items()}
+            self._interpolated[arm, rows] = interpolate(costs, rows)
+        return self._interpolated[arm, rows]
+
+    def rounds(self, arm: Strategy, bucket: Bucket) -> int:
+        """Return the number of timed rounds that are kept."""
+        return len(self._took.get(bucket, {}).get(arm, ()))
+
+    def seconds(self, arm: Strategy, bucket: Bucket) -> float:
+        """Return the expected seconds of a round with the largest number of rows in the bucket."""
+        plain = self._medians.get((bucket, PLAIN))
+        scale = plain / self.profiled(PLAIN, 2**bucket.rows) if plain else 1.0
+        expected, rounds = self.profiled(arm, 2**bucket.rows) * scale, self.rounds(arm, bucket)
+        if not rounds or (arm.ahead and rounds < _ENOUGH_ROUNDS):
+            return expected  # widths are not tried again, so one slow round could exclude a width
+        return (rounds * self._medians[bucket, arm] + expected) / (rounds + 1)  # the profile counts as one round
+
+    def share(self, arm: Strategy, rows: int) -> float:
+        """Return the seconds of a round of this many rows, relative to the largest number of rows in the bucket."""
+        return self.profiled(arm, rows) / self.profiled(arm, 2 ** bucket_of(rows, 0).rows)
+
+    def most_rows(self, rows: int, longer: float) -> int:
+        """Return the largest number of rows whose plain round takes at most `longer` times as long as one of `rows`,
+        by the profile."""
+        more = range(rows, max(rows, *self.profile) + 1)
+        most = longer * min(self.profiled(PLAIN, n) for n in more)  # the first timing may be too slow
+        return max([rows, *(n for n in more if self.profiled(PLAIN, n) <= most)])
+
+    def add_rounds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
+        """Add the seconds of rounds with the largest number of rows in the bucket."""
+        took = self._took.setdefault(bucket, {}).setdefault(arm, deque(maxlen=_WINDOW_ROUNDS))
+        took.extend(seconds)
+        self._medians[bucket, arm] = statistics.median(took)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[Any]:
+        """Return plain data."""
+        return [[list(b), list(arm), list(s)] for b, arms in self._took.items() for arm, s in arms.items()]
+
+    def load_state(self, state: Iterable[Any], arms: Iterable[Strategy]) -> None:
+        """Load the timed rounds of these strategies."""
+        known = frozenset(arms)
+        for bucket, arm, seconds in state:
+            if seconds and (key := Strategy(*arm)) in known:
+                self.add_rounds(Bucket(*bucket), key, seconds)
