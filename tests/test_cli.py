@@ -22,7 +22,10 @@ from tiny import QUESTIONS, tiny_tree
 
 from tlt import __version__, progress
 from tlt.cli import _parser, main
-from tlt.commands.generate import _shown
+from tlt.commands.generate import Asked, _prompts, _shown
+from tlt.config import DataConfig, TaskConfig
+from tlt.data.prompts import encoder
+from tlt.data.tokenizer import load_tokenizer
 from tlt.run.display import Display
 from tlt.run.views import JsonLines, OneLine
 from tlt.sampling import make_requests
@@ -336,6 +339,17 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
         (row, index, QUESTIONS[row]) for row in range(2) for index in range(2)
     ]
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
+
+
+def test_a_runs_model_sees_prompts_as_in_its_training(home: Path) -> None:
+    """Template, prefill and chat template are those of the run, unless an option replaces them."""
+    tokenizer = load_tokenizer(home / "model")
+    asked = Asked(["2 + 2"], None, None, "auto", "")
+    trained_on = {"template": "Q: {question}\n", "prefill": "<think>", "chat": False, "system": "", "size": 9}
+    config = DataConfig(tasks=[TaskConfig(name="chain_sum")], template="Q: {question}\n", prefill="<think>")
+    wanted = tuple(encoder(tokenizer, config)("Q: 2 + 2\n"))
+    assert _prompts(asked, tokenizer, trained_on)[0].token_ids == wanted
+    assert _prompts(asked, tokenizer, {})[0].token_ids != wanted
 
 
 def test_generate_writes_in_the_order_of_the_prompts(tmp_path: Path) -> None:

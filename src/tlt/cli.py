@@ -132,7 +132,10 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     )
     generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
     generate.add_argument(
-        "--chat", default="auto", choices=["auto", "on", "off"], help="use the chat template; auto: if there is one"
+        "--chat",
+        default="auto",
+        choices=["auto", "on", "off"],
+        help="use the chat template; auto: as the run did, else if there is one",
     )
     generate.add_argument("--system", default="", help="system message for prompts that have none")
     generate.add_argument("--samples", type=int, default=1, help="number of responses to each prompt")

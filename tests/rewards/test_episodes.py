@@ -346,7 +346,7 @@ def test_a_first_text_leaves_room_for_a_token() -> None:
 
 
 def test_an_environment_that_begins_the_conversation_is_known() -> None:
-    """Requests of coming steps are then not decoded ahead, because their first text is not known."""
+    """Look-ahead then skips requests of coming steps, because their first text is not known."""
     found = episodes(AtOnce(Game))
     found.begin([request for request in REQUESTS if not request.prompt.prompt_id])
     assert not found.opens

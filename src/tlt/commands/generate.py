@@ -16,7 +16,7 @@ from rich.console import Console
 from tlt import progress
 from tlt.build import load_engine, sampling_params
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
-from tlt.data.prompts import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
+from tlt.data.prompts import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens, shown_to_model
 from tlt.data.tokenizer import load_tokenizer
 from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
@@ -29,6 +29,8 @@ from tlt.wording import counted
 
 OURS = ("row", "index", "response", "finish_reason")
 """fields of a response in a line of --out, after the columns of its row"""
+_SHOWN, _CHAT = ("prompt_column", "template", "prefill"), ("system", "chat_arguments", "now")
+"""fields of [data] of a run that its model's prompts need, without and with the chat template"""
 _OPTIONS = {"data.prompt_column": "--prompt-column", "data.chat = true": "--chat on", "data.chat = false": "--chat off"}
 """field of a recipe -> option of this command"""
 
@@ -42,7 +44,7 @@ class Asked(NamedTuple):
     column: str | None
     """column of `file` with the prompt; None: that of the recipe of the run that trained the model"""
     chat: str
-    """`on`, `off`, or `auto`: on if the tokenizer has a chat template"""
+    """`on`, `off`, or `auto`: as the run did that trained the model; else on if the tokenizer has a chat template"""
     system: str
 
 
@@ -106,35 +108,39 @@ def _data_of_the_run(policy: Path) -> Mapping[str, Any]:
 
 
 def _prompts(asked: Asked, tokenizer: Any, trained_on: Mapping[str, Any]) -> list[Prompt]:
-    """Return the prompts of the command. `trained_on` has the prompt column and the time for chat templates of the run
-    that trained the model."""
-    chat = asked.chat == "on" or (asked.chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
-    if asked.system and not chat:
-        raise DataError("--system needs a chat template, but the tokenizer has none, or --chat is off")
-    column = asked.column or trained_on.get("prompt_column", DataConfig.model_fields["prompt_column"].default)
-    config = DataConfig(
-        path=local_data(asked.file)[0] if asked.file else "-",
-        prompt_column=column,
-        max_prompt_tokens=sys.maxsize,
-        chat=chat,
-        system=asked.system,
-        now=trained_on.get("now") if chat else None,
-    )
+    """Return the prompts of the command, as the run with this section [data] showed its prompts to the model."""
+    config = _shown_as_in(trained_on, asked, tokenizer)
     encode = encoder(tokenizer, config)
-    typed = [_typed(i, text, column, encode) for i, text in enumerate(asked.prompts)]
+    typed = [_typed(i, text, config, encode) for i, text in enumerate(asked.prompts)]
     if not asked.file:
         return typed
     return typed + [replace(p, prompt_id=len(typed) + p.prompt_id) for p in load_prompts(config, encode)]
 
 
-def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
+def _shown_as_in(trained_on: Mapping[str, Any], asked: Asked, tokenizer: Any) -> DataConfig:
+    auto = trained_on.get("chat", bool(getattr(tokenizer, "chat_template", None)))
+    chat = asked.chat == "on" or (asked.chat == "auto" and auto)
+    if asked.system and not chat:
+        raise DataError("--system needs a chat template, but the tokenizer has none, or --chat is off")
+    shown = {name: trained_on[name] for name in _SHOWN + _CHAT * chat if name in trained_on}
+    given = {"prompt_column": asked.column, "system": asked.system}
+    path = local_data(asked.file)[0] if asked.file else "-"
+    return DataConfig(
+        **{**shown, **{name: value for name, value in given.items() if value}},
+        path=path,
+        max_prompt_tokens=sys.maxsize,
+        chat=chat,
+    )
+
+
+def _typed(number: int, text: str, config: DataConfig, encode: Encode) -> Prompt:
     """Return the prompt of a --prompt. Raises DataError."""
     if not is_text(text):
         raise DataError(f"--prompt is not UTF-8 text: {text[:80]!a}")
-    token_ids = tuple(encode(text)) if text else ()
+    token_ids = tuple(encode(shown_to_model(text, config))) if text else ()
     if not token_ids:
         raise DataError(f"--prompt {text!r} is empty: it needs at least one token")
-    return Prompt(number, text, token_ids, {column: text})
+    return Prompt(number, text, token_ids, {config.prompt_column: text})
 
 
 def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:

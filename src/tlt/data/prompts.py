@@ -39,7 +39,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
-        asked = _asked(question, config)
+        asked = shown_to_model(question, config)
         written = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False, default=str)
         if not is_text(written):
             raise DataError(f"prompt {row} contains a lone surrogate, which is not text: {written[:80]!a}")
@@ -85,7 +85,8 @@ def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Promp
     return [replace(prompt, counts_by_task=False) for prompt in prompts]
 
 
-def _asked(question: Question, config: DataConfig) -> Question:
+def shown_to_model(question: Question, config: DataConfig) -> Question:
+    """Return the prompt in `data.template`. Raises DataError."""
     if isinstance(question, str):
         return config.template.replace("{question}", question)
     if config.template != "{question}":

@@ -17,7 +17,8 @@ NO_GAIN = (
 )
 ROUNDING = (
     "rounding depends on the shape of a batch and decides near-ties: about one token in a hundred differs in bfloat16, "
-    "and one in a million in float32. `tlt verify` checks whether rounding is the cause"
+    "and one in a million in float32. The two times are then of different responses. `tlt verify` checks whether "
+    "rounding is the cause"
 )
 
 
