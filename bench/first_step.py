@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from tlt.build import load_engine, load_tokenizer, stop_token_ids
+from tlt.build import load_engine, load_tokenizer
+from tlt.data.sampling_params import stop_token_ids
 from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine
 from tlt.metrics import provenance, write_json

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.build import open_target, open_workplace, settled, steps_ahead, torch_device
-from tlt.config import Config, ModelConfig
+from tlt.build import open_target, open_workplace, settled, steps_ahead
+from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
 from tlt.models.families import ModelError
@@ -94,13 +94,3 @@ def test_vllm_refuses_an_untied_head_of_a_tied_config(tmp_path: Path, target: st
         ModelError, match=f"targets has {target}, and the model's head is tied.* engine.backend = 'tlt'"
     ):
         open_target(config, None)
-
-
-def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.9 reads the variable only once, and without it refuses every product of a deterministic update."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    torch_device(ModelConfig(path="model", device="cpu"))
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    torch_device(ModelConfig(path="model", device="cpu"))
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -1,18 +1,18 @@
-"""Builders of the parts of a recipe: target, drafters, tuner, engine, tokenizer, prompts, sampling parameters."""
+"""Builders of the parts of a recipe: target, drafters, tuner, engine, prompts."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
+from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig, section_of
 from tlt.config.registry import DRAFTERS, learned, maker, may_be_learned
-from tlt.data.prompts import encoder, load_prompts, refuse_foreign_tokens
+from tlt.data.limits import refuse_foreign_tokens
+from tlt.data.prompts import encoder, load_prompts
+from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import AheadStore
 from tlt.draft.drafter import Drafter, Sources
@@ -25,9 +25,9 @@ from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.files import read_json, telling
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
+from tlt.models.device import share_cores, torch_device, torch_dtype
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.progress import working
 from tlt.rewards.tools import with_tools
@@ -245,26 +245,6 @@ def open_workplace(config: Config) -> Workplace:
     return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 
-def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = False) -> None:
-    """Raise DataError for prompts with tokens outside the model's vocabulary. Raise ModelError if a prompt and its
-    response may exceed the model's context."""
-    options = decoder_options(read_config(config.model.path))
-    refuse_foreign_tokens(prompts, options.vocab_size)
-    section = "eval" if held_out and config.eval.max_new_tokens else "rollout"
-    new = int(getattr(config, section).max_new_tokens)
-    longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + new
-    if longest > options.max_positions:
-        whose = "a held-out prompt" if held_out else "a prompt"
-        why = ", as the rollout decoder attends to all of a context" if options.limited_by == "sliding_window" else ""
-        most = options.max_positions - longest + new
-        least = f"lower {section}.max_new_tokens to at most {most}"
-        shorter = f"lower data.max_prompt_tokens below {options.max_positions}, with data.long_prompts = 'drop'"
-        raise ModelError(
-            f"{whose} with its response may reach {longest} tokens, but config.json has {options.limited_by} = "
-            f"{options.max_positions}{why}: {least if most > 0 else shorter}"
-        )
-
-
 def settled(config: Config) -> Config:
     """Return the configuration as it is used on this machine and recorded for the run.
 
@@ -280,69 +260,9 @@ def settled(config: Config) -> Config:
     return config
 
 
-def share_cores(config: Config) -> bool:
-    """Return whether the workers on this machine outnumber its CPU cores. Idle workers then leave their time to those
-    that decode."""
-    alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
-    return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))
-
-
 def without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
     """Replace `adaptive` for a vLLM without look-ahead: by the learned drafter of `speculation.path`, or by plain
     decoding if there is none. vLLM's n-gram drafter is not used, because it drafts even where this is slower."""
     if speculation.drafter != "adaptive":
         return speculation
     return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})
-
-
-def torch_dtype(config: ModelConfig) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if torch_device(config).type == "cuda" else torch.float32
-    return getattr(torch, config.dtype)
-
-
-def torch_device(config: ModelConfig) -> torch.device:
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if config.dtype == "float64" and config.device == "auto":
-        name = "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model.device = {config.device!r}, but this machine has no CUDA device: set it to 'cpu'")
-    count = torch.cuda.device_count()
-    if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
-        raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
-    # PyTorch 2.9 asks for it if algorithms are deterministic (rl/deterministic.py), and reads it at its first product
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return torch.device(name)
-
-
-def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
-    """Return the sampling parameters of a rollout. Raises ModelError if no end token and no stop string is known."""
-    vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
-    stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
-    if not stops and not strings:
-        raise ModelError(
-            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token below the "
-            f"vocab_size of {vocab_size}, so no response would end: set eos_token_id there, or set rollout.stop_strings"
-        )
-    return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
-
-
-def eval_sampling(config: Config, params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters for held-out prompts: `params` with the values that [eval] sets."""
-    names = ("temperature", "top_k", "top_p", "max_new_tokens")
-    given = {name: value for name in names if (value := getattr(config.eval, name)) is not None}
-    return replace(params, **given)
-
-
-def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return all end tokens that config.json, generation_config.json and the tokenizer name."""
-    named = [tokenizer.eos_token_id]
-    for file in ("config.json", "generation_config.json"):
-        path = Path(folder) / file
-        with telling(ModelError, f"{path} cannot be read"):
-            ids = read_json(path).get("eos_token_id") if path.is_file() else None
-        named += ids if isinstance(ids, list) else [ids]
-    for token in named:
-        if token is not None and (type(token) is not int or token < 0):
-            raise ModelError(f"{folder} has {token!r} for an eos_token_id: give a token's number, or several in a list")
-    return tuple(sorted({i for i in named if i is not None}))

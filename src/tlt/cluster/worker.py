@@ -17,16 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.build import (
-    open_engine,
-    open_target,
-    starting_drafter,
-    torch_device,
-)
+from tlt.build import open_engine, open_target, starting_drafter
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import peak_memory
+from tlt.models.device import torch_device
 from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous

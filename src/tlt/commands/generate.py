@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from tlt import progress
-from tlt.build import load_engine, sampling_params
+from tlt.build import load_engine
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
-from tlt.data.prompts import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens, shown_to_model
+from tlt.data.limits import refuse_foreign_tokens
+from tlt.data.prompts import DataError, Encode, encoder, load_prompts, shown_to_model
+from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
 from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config

@@ -184,16 +184,6 @@ def _warn_of_two(bos: str) -> None:
     log.warning("both the prompts and the tokenizer add %s: only one is kept", bos)
 
 
-def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """Raise DataError for tokens outside the vocabulary. A tokenizer of another model gives such tokens."""
-    for prompt in prompts:
-        if max(prompt.token_ids) >= vocab_size:
-            raise DataError(
-                f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, outside the model's vocabulary of "
-                f"{vocab_size}: the tokenizer in model.path is not this model's"
-            )
-
-
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
     """Return the sha256 of the prompts as tokens, as texts, and with all columns of a file, which rewards may read. A
     resumed run needs the same prompts. If only the tokens differ, the tokenizer has changed."""

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 
-from tlt.build import stop_token_ids
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
+from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.asynchronous import ABORTED, AsyncEngine

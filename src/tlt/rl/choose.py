@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tlt.build import torch_device, torch_dtype
 from tlt.config import Config
+from tlt.models.device import torch_device, torch_dtype
 from tlt.rl.lora import AdaptedPolicy
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tlt.build import share_cores, torch_device
 from tlt.config import Config
 from tlt.engine.memory import free_bytes
+from tlt.models.device import share_cores, torch_device
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED
 from tlt.run.trackers import names_of

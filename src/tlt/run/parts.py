@@ -7,17 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tlt.build import (
-    open_engine,
-    open_target,
-    refuse_misfits,
-    sampling_params,
-    starting_drafter,
-    steps_ahead,
-)
+from tlt.build import open_engine, open_target, starting_drafter, steps_ahead
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
+from tlt.data.limits import refuse_misfits
 from tlt.data.prompts import encoder, load_prompts, make_cursor, reply_encoder
+from tlt.data.sampling_params import sampling_params
 from tlt.energy import Meter, MeteredTracer
 from tlt.engine.spelling import Detokenizer
 from tlt.loop import Parts, Rollout, Trainable

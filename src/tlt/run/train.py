@@ -10,9 +10,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tlt.build import eval_sampling, refuse_misfits, settled
+from tlt.build import settled
 from tlt.config import Config
+from tlt.data.limits import refuse_misfits
 from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out, refuse_missing_files
+from tlt.data.sampling_params import eval_sampling
 from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json

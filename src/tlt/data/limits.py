@@ -1,0 +1,40 @@
+"""Checks of prompts against the limits of the model: its vocabulary and its context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt.config import Config
+from tlt.data.tables import DataError
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.types import Prompt
+
+
+def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """Raise DataError for tokens outside the vocabulary. A tokenizer of another model gives such tokens."""
+    for prompt in prompts:
+        if max(prompt.token_ids) >= vocab_size:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, outside the model's vocabulary of "
+                f"{vocab_size}: the tokenizer in model.path is not this model's"
+            )
+
+
+def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = False) -> None:
+    """Raise DataError for prompts with tokens outside the model's vocabulary. Raise ModelError if a prompt and its
+    response may exceed the model's context."""
+    options = decoder_options(read_config(config.model.path))
+    refuse_foreign_tokens(prompts, options.vocab_size)
+    section = "eval" if held_out and config.eval.max_new_tokens else "rollout"
+    new = int(getattr(config, section).max_new_tokens)
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + new
+    if longest > options.max_positions:
+        whose = "a held-out prompt" if held_out else "a prompt"
+        why = ", as the rollout decoder attends to all of a context" if options.limited_by == "sliding_window" else ""
+        most = options.max_positions - longest + new
+        least = f"lower {section}.max_new_tokens to at most {most}"
+        shorter = f"lower data.max_prompt_tokens below {options.max_positions}, with data.long_prompts = 'drop'"
+        raise ModelError(
+            f"{whose} with its response may reach {longest} tokens, but config.json has {options.limited_by} = "
+            f"{options.max_positions}{why}: {least if most > 0 else shorter}"
+        )

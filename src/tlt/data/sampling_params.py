@@ -1,0 +1,45 @@
+"""Sampling parameters of a recipe, with the end tokens that the model's folder and tokenizer name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tlt.config import Config, RolloutConfig
+from tlt.files import read_json, telling
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.types import SamplingParams
+
+
+def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
+    """Return the sampling parameters of a rollout. Raises ModelError if no end token and no stop string is known."""
+    vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
+    stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
+    if not stops and not strings:
+        raise ModelError(
+            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token below the "
+            f"vocab_size of {vocab_size}, so no response would end: set eos_token_id there, or set rollout.stop_strings"
+        )
+    return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
+
+
+def eval_sampling(config: Config, params: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters for held-out prompts: `params` with the values that [eval] sets."""
+    names = ("temperature", "top_k", "top_p", "max_new_tokens")
+    given = {name: value for name in names if (value := getattr(config.eval, name)) is not None}
+    return replace(params, **given)
+
+
+def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Return all end tokens that config.json, generation_config.json and the tokenizer name."""
+    named = [tokenizer.eos_token_id]
+    for file in ("config.json", "generation_config.json"):
+        path = Path(folder) / file
+        with telling(ModelError, f"{path} cannot be read"):
+            ids = read_json(path).get("eos_token_id") if path.is_file() else None
+        named += ids if isinstance(ids, list) else [ids]
+    for token in named:
+        if token is not None and (type(token) is not int or token < 0):
+            raise ModelError(f"{folder} has {token!r} for an eos_token_id: give a token's number, or several in a list")
+    return tuple(sorted({i for i in named if i is not None}))

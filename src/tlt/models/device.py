@@ -1,0 +1,37 @@
+"""Device and dtype of a model, and the CPU cores that workers share."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tlt.config import Config, ModelConfig
+from tlt.models.families import ModelError
+
+
+def torch_dtype(config: ModelConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if torch_device(config).type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
+
+
+def torch_device(config: ModelConfig) -> torch.device:
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if config.dtype == "float64" and config.device == "auto":
+        name = "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model.device = {config.device!r}, but this machine has no CUDA device: set it to 'cpu'")
+    count = torch.cuda.device_count()
+    if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
+        raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
+    # PyTorch 2.9 asks for it if algorithms are deterministic (rl/deterministic.py), and reads it at its first product
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return torch.device(name)
+
+
+def share_cores(config: Config) -> bool:
+    """Return whether the workers on this machine outnumber its CPU cores. Idle workers then leave their time to those
+    that decode."""
+    alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
+    return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))
