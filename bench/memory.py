@@ -25,8 +25,8 @@ def measure(max_rows: int, kv_memory_mb: int) -> dict[str, float]:
     """Decode, with nothing that stops a response before its own bound of tokens. Returns MiB, counts and seconds."""
     import torch
 
-    from tlt.build import make_target
     from tlt.engine.engine import Engine
+    from tlt.models.choose import make_target
     from tlt.models.weights import read_safetensors
     from tlt.types import Prompt, Request, SamplingParams
 

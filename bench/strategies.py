@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tlt.build import make_drafters, open_workplace
+from tlt.build import open_workplace
 from tlt.config import load_config
+from tlt.draft.choose import make_drafters
 from tlt.draft.strategy import LEARNED, PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed

@@ -33,8 +33,9 @@ Kind = tuple[str, int]
 
 
 def record(recipe: Path, out: Path, steps: int) -> None:
-    from tlt.build import make_drafters, open_workplace
+    from tlt.build import open_workplace
     from tlt.config import load_config
+    from tlt.draft.choose import make_drafters
     from tlt.engine.engine import Engine
     from tlt.sampling import make_requests
 

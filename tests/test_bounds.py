@@ -167,7 +167,7 @@ def test_a_number_at_its_bound_runs_or_is_refused_by_name(
     def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
 
-    monkeypatch.setattr("tlt.build.profile", even)  # the start-up profile takes seconds
+    monkeypatch.setattr("tlt.engine.backend.profile", even)  # the start-up profile takes seconds
     group = []
     for value in VALUES:
         if place_of(value) == place and value.bound == bound:

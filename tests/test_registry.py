@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from tlt.config import Config, ConfigError, RewardTerm, parse_config
-from tlt.config.registry import DRAFTERS, REWARDS, TRACKERS, maker
+from tlt.config import Config, ConfigError, EngineConfig, RewardTerm, parse_config
+from tlt.config.registry import BACKENDS, DRAFTERS, REWARDS, TRACKERS, maker
 from tlt.config.rewards import RewardConfig
 from tlt.engine.state import LOOK_AHEAD, TARGET
 from tlt.rewards.scores import RewardError, make_terms
@@ -13,9 +15,16 @@ from tlt.rewards.scores import RewardError, make_terms
 RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
 
 
-@pytest.mark.parametrize("entry", [*DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()], ids=lambda e: e.make)
+ENTRIES = [*BACKENDS.values(), *DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.make)
 def test_every_entry_leads_to_a_callable(entry: object) -> None:
     assert callable(maker(entry))  # type: ignore[arg-type]
+
+
+def test_each_backend_of_a_recipe_has_an_entry() -> None:
+    assert get_args(EngineConfig.model_fields["backend"].annotation) == tuple(BACKENDS)
 
 
 @pytest.mark.parametrize(

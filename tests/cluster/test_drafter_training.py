@@ -86,7 +86,7 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
     learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
     with (
         patch("tlt.run.parts._many_workers", many_workers),
-        patch("tlt.build.make_tuner", lambda *arguments: Fixed(learned)),
+        patch("tlt.engine.backend.make_tuner", lambda *arguments: Fixed(learned)),
         rule(**changed),
     ):
         summary = run_module.train(config, False, Display(Console(quiet=True)))

@@ -29,7 +29,7 @@ def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
 
-    monkeypatch.setattr("tlt.build.profile", even)
+    monkeypatch.setattr("tlt.engine.backend.profile", even)
     monkeypatch.setattr(schedule, "RULE", replace(RULE, stretch=1, burst=10**9))
 
 

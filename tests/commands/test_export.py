@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tiny import compare_here, qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tlt.build import make_target
 from tlt.cli import main
 from tlt.commands import export_check
 from tlt.commands.export import export
 from tlt.commands.export_check import check_drafter, check_in_new_process
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
+from tlt.models.choose import make_target
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.run.train import train

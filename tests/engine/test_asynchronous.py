@@ -12,13 +12,13 @@ import pytest
 import torch
 from tiny import EOS, tiny_model
 
-from tlt.build import make_target
 from tlt.config import EngineConfig, ModelConfig
 from tlt.draft.strategy import Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
+from tlt.models.choose import make_target
 from tlt.models.weights import read_safetensors
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Request, SamplingParams

@@ -24,11 +24,11 @@ from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
-from tlt.build import make_target
 from tlt.config import EngineConfig, ModelConfig
 from tlt.engine.engine import Engine
 from tlt.integrations.decoding import prompt_number
 from tlt.integrations.verl_terms import Seeds, UnsupportedError
+from tlt.models.choose import make_target
 from tlt.models.weights import read_safetensors
 from tlt.types import Prompt, Request, SamplingParams
 

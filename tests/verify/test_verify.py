@@ -17,13 +17,13 @@ from tiny import tiny_config, tiny_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.build import make_target
 from tlt.config import Config, parse_config
 from tlt.draft.ahead import LookAhead
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
 from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
+from tlt.models.choose import make_target
 from tlt.models.weights import read_safetensors
 from tlt.run import train as run
 from tlt.run.display import Display

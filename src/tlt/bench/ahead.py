@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tlt.build import load_detokenizer, make_target
+from tlt.build import load_detokenizer
 from tlt.config import Config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.loop import one_step
+from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
 from tlt.run.parts import make_parts
 from tlt.types import Request, Response

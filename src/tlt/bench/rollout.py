@@ -22,12 +22,14 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
-from tlt.build import load_detokenizer, make_drafters, make_tuner, open_workplace, settled
+from tlt.build import load_detokenizer, open_workplace, settled
 from tlt.config import Config
 from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.calibration import Calibration
+from tlt.draft.choose import make_drafters
 from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json

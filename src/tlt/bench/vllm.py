@@ -18,14 +18,14 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, trained
 from tlt.bench.rollout import bench_requests
-from tlt.build import Workplace, make_engine, make_target, open_target, open_workplace
+from tlt.build import Workplace, load_detokenizer, open_target, open_workplace
 from tlt.config import Config
-from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import AheadStore
+from tlt.engine.backend import make_engine
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
-from tlt.engine.spelling import Detokenizer
 from tlt.metrics import provenance, write_json
+from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
@@ -94,12 +94,11 @@ def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
 
 def _contenders(config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder) -> list[_Contender]:
     engine = config.engine.model_copy(update={"max_rows": batch})
-    tokenizer = load_tokenizer(config.model.path)
-    spell, most = Detokenizer(tokenizer), config.speculation.look_ahead_tokens
+    spell, most = load_detokenizer(config.model), config.speculation.look_ahead_tokens
     adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
     found = [
         _Contender("tlt plain", Engine(present, engine, detokenize=spell)),
-        _Contender("tlt adaptive", make_engine(engine, adaptive, present, tokenizer, store=AheadStore(most)), True),
+        _Contender("tlt adaptive", make_engine(engine, adaptive, present, spell, store=AheadStore(most)), True),
     ]
     for name, target in targets.items():
         ours = VllmEngine(target, engine, spell, store=AheadStore(most))

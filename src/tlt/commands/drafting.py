@@ -19,11 +19,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tlt.build import load_detokenizer, make_drafters, make_tuner, open_workplace
+from tlt.build import load_detokenizer, open_workplace
 from tlt.config import Config, ConfigError
+from tlt.draft.choose import make_drafters
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.files import refuse_to_overwrite, share

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from tlt import progress
-from tlt.build import load_engine
+from tlt.build import backend_of, load_engine
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data.limits import refuse_foreign_tokens
 from tlt.data.prompts import DataError, Encode, encoder, load_prompts, shown_to_model
@@ -22,7 +22,6 @@ from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
 from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
-from tlt.run.about import VLLM_STARTS
 from tlt.sampling import make_requests
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_data, local_model
@@ -73,8 +72,8 @@ def generate(
         refuse_our_columns(prompts, asked.file)
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
     params = sampling_params(rollout, model.path, tokenizer)
-    if backend.backend == "vllm":
-        console.print(VLLM_STARTS, style="dim")
+    if note := backend_of(backend).start_note:
+        console.print(note, style="dim")
     longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
     engine = load_engine(model, speculation, backend, longest)
     requests = make_requests(prompts, samples, params, seed)

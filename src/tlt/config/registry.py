@@ -1,5 +1,5 @@
-"""Names that a recipe may use: drafters, rewards, trackers. To add one, write a file and an entry here. Modules are
-imported at their first use, because recipes are read before torch is imported."""
+"""Names that a recipe may use: backends, drafters, rewards, trackers. To add one, write a file and an entry here.
+Modules are imported at their first use, because recipes are read before torch is imported."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ class TrackerEntry(NamedTuple):
     """package that it needs"""
 
 
+class BackendEntry(NamedTuple):
+    make: str
+    """`module:class` of a `Backend`: see `tlt.engine.protocol`"""
+
+
+BACKENDS = {
+    "tlt": BackendEntry("tlt.engine.backend:OwnBackend"),
+    "vllm": BackendEntry("tlt.vllm.backend:VllmBackend"),
+}
 # A learned chain ends before a token that is reached with a probability below 0.3. Values from 0.2 to 0.4 were equally
 # fast at batch sizes 1 and 4, and 0.5 was slower.
 DRAFTERS = {
@@ -73,6 +82,6 @@ def may_be_learned(drafter: str) -> bool:
     return drafter == "adaptive" or learned(drafter)
 
 
-def maker(entry: DrafterEntry | RewardEntry | TrackerEntry) -> Any:
+def maker(entry: BackendEntry | DrafterEntry | RewardEntry | TrackerEntry) -> Any:
     module, _, name = entry.make.partition(":")
     return getattr(import_module(module), name)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tlt.config import EngineConfig
+from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Tuner
 from tlt.models.families import DecoderOptions
+from tlt.spot.buffer import Harvest, Transcript
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 
@@ -106,6 +108,59 @@ class RolloutEngine(Protocol):
 
     def plain_beside(self) -> RolloutEngine:
         """Return an engine for plain decoding with the same target. Only one of the two may run at a time."""
+        ...
+
+
+class Backend(Protocol):
+    """A kind of engine that `engine.backend` names: see BACKENDS in `tlt.config.registry`."""
+
+    start_note: str
+    """note for users if engines take long to start, or an empty text"""
+
+    def settled(self, config: Config) -> SpeculationConfig:
+        """Return the speculation that this backend uses for a recipe."""
+        ...
+
+    def trains_drafter(self, config: Config) -> bool:
+        """Return whether the learned drafter can be trained during a run."""
+        ...
+
+    def open_target(self, config: Config, folder: str | Path | None) -> Target:
+        """Return a target with the weights in `folder`. If it is None, return a target for training, whose weights are
+        loaded later. Raises ModelError."""
+        ...
+
+    def open_engine(
+        self,
+        config: Config,
+        target: Target,
+        detokenize: Detokenizer,
+        layer: EagleLayer | None,
+        on_harvest: Callable[[Harvest | Transcript], None] | None,
+        tracer: Tracer,
+    ) -> RolloutEngine:
+        """Return an engine on a target of this backend. `layer` is the learned drafter to start with. `on_harvest`
+        receives its training data."""
+        ...
+
+    def load_engine(
+        self,
+        model: ModelConfig,
+        speculation: SpeculationConfig,
+        engine: EngineConfig,
+        detokenize: Detokenizer,
+        longest: int | None,
+    ) -> RolloutEngine:
+        """Return an engine without training, with the weights in the model's folder. `longest` is the largest number of
+        tokens of a prompt and its response together (default: the model's limit). Raises ModelError or DrafterError."""
+        ...
+
+    def about_cache(self, config: Config) -> str:
+        """Return a note on the size of the key-value cache, or an empty text."""
+        ...
+
+    def about_speculation(self, config: Config) -> str:
+        """Return a note on the drafter in use."""
         ...
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tlt.build import make_engine, starting_drafter
+from tlt.build import starting_drafter
 from tlt.cluster.local import OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.draft.ahead import AheadStore
+from tlt.engine.backend import make_engine
 from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
 from tlt.spot.spot import SpotTrainer
@@ -45,8 +47,8 @@ def adaptive_engine(
     trainer = SpotTrainer(layer, target, speculation.training, seed) if layer else None
     worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
     store = AheadStore(speculation.look_ahead_tokens)
-    harvest = worker.harvest if layer else None
-    engine = make_engine(config.engine, speculation, target, tokenizer, layer, harvest, Tracer(), store)
+    harvest, detokenize = worker.harvest if layer else None, Detokenizer(tokenizer)
+    engine = make_engine(config.engine, speculation, target, detokenize, layer, harvest, Tracer(), store)
     training = OwnTraining(worker, config, target.options, layer)
     if resumed:
         training.load_state({})

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from tlt.config import ModelConfig
 from tlt.models.decoder import Decoder
+from tlt.models.device import torch_device, torch_dtype
 from tlt.models.families import decoder_options, is_fused, read_config
 from tlt.models.generic import GenericDecoder
 from tlt.models.hugging_face import load_model
 from tlt.models.weights import read_safetensors
+from tlt.progress import working
 
 
 def decoder_for(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -29,3 +32,18 @@ def folder_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, Tenso
     if is_fused(read_config(folder)):
         return read_safetensors(folder)
     return load_model(folder, dtype, torch.device("cpu")).state_dict()
+
+
+def make_target(config: ModelConfig) -> Decoder:
+    """Return a decoder for a model folder, still without weights. Raises ModelError."""
+    target = decoder_for(read_config(config.path), torch_dtype(config), torch_device(config))
+    target.cuda_graphs &= config.cuda_graphs
+    return target
+
+
+def load_target(config: ModelConfig, folder: str | Path) -> Decoder:
+    """Return a decoder with the weights in a folder. Raises ModelError."""
+    target = make_target(config)
+    with working(f"load {folder}"):
+        target.load(folder_weights(folder, target.dtype), version=0)
+    return target

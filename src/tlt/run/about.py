@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
+from tlt.build import backend_of
 from tlt.config import Config
 from tlt.engine.memory import free_bytes
-from tlt.models.device import share_cores, torch_device
+from tlt.models.device import torch_device
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED
 from tlt.run.trackers import names_of
 from tlt.types import Prompt
 from tlt.wording import counted
-
-VLLM_STARTS = "starting vLLM, which takes one or two minutes"
 
 
 def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> str:
@@ -36,20 +35,18 @@ def about_model(config: Config) -> str:
     many = f", {workers} workers" if workers > 1 else ", one worker"
     if workers > 1 and device.type == "cpu" and config.cluster.address is None:
         many += " (for a large model one worker with all cores may be faster: compare them with tlt estimate)"
-    start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
+    backend = backend_of(config.engine)
+    start = f"; {backend.start_note}" if backend.start_note else ""
     untested = f" ({family.model_type} is not tested with tlt yet: it is checked at each sync)"
     new = "" if family.model_type in TRIED else untested
-    return f"model: {model}{new}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
+    return f"model: {model}{new}, on {device}{many}; speculation: {backend.about_speculation(config)}{start}"
 
 
 def about_memory(config: Config) -> str:
     """Return a line with the free memory of this machine, and the largest size of an engine's key-value cache."""
     free = f"memory: {free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free on this machine"
-    if config.engine.backend == "vllm":
-        return free
-    share = "80 % of the device's free memory" if torch_device(config.model).type == "cuda" else "a quarter of that"
-    size = config.engine.kv_memory_mb
-    return f"{free}; key-value cache: at most {share if size == 'auto' else f'{size:,} MiB'} (engine.kv_memory_mb)"
+    cache = backend_of(config.engine).about_cache(config)
+    return f"{free}; {cache}" if cache else free
 
 
 def about_folder(config: Config) -> str:
@@ -63,15 +60,3 @@ def about_folder(config: Config) -> str:
     sent = f"; metrics go to {', '.join(trackers)}" if trackers else ""
     kept = f"a checkpoint {every} (the newest {run.keep} are kept){copied}"
     return f"writes to {run.folder}: {', '.join(files)}; {kept}{sent}"
-
-
-def _about_speculation(config: Config) -> str:
-    speculation = config.speculation
-    adaptive, by_vllm = speculation.drafter == "adaptive", config.engine.backend == "vllm"
-    shared = ", without look-ahead, because workers share cores" if adaptive and share_cores(config) else ""
-    if adaptive and by_vllm:
-        unused = f" ({speculation.path} is not used: set speculation.drafter = 'eagle' to use it)"
-        return f"look-ahead, with vLLM{unused if speculation.path else ''}"
-    learned = f" with {speculation.path}" if speculation.path else ""
-    slow = ", after a short profile" if adaptive else ""
-    return f"{speculation.drafter}{learned}{', with vLLM' if by_vllm else ''}{shared}{slow}"

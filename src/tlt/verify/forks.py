@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.build import make_target
 from tlt.config import Config
 from tlt.engine.laws import law_of
+from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import torch_dtype
 from tlt.sampling import gumbel_noise, log_law

@@ -7,16 +7,17 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from tlt.build import all_drafters, make_tuner
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.choose import all_drafters
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner

@@ -1,0 +1,108 @@
+"""`engine.backend = "tlt"`: our own engine, with the drafters and the tuner of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
+from tlt.draft.ahead import AheadStore
+from tlt.draft.choose import make_drafters
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.bandit import Bandit, strategies, with_ahead
+from tlt.engine.engine import Engine
+from tlt.engine.profile import profile
+from tlt.engine.protocol import Target
+from tlt.engine.spelling import Detokenizer
+from tlt.engine.tuner import Fixed, Tuner
+from tlt.models.choose import load_target, make_target
+from tlt.models.decoder import Decoder
+from tlt.models.device import share_cores, torch_device
+from tlt.progress import working
+from tlt.spot.buffer import Harvest
+from tlt.trace import Tracer
+
+
+class OwnBackend:
+    start_note = ""
+
+    def settled(self, config: Config) -> SpeculationConfig:
+        return config.speculation
+
+    def trains_drafter(self, config: Config) -> bool:
+        return True
+
+    def open_target(self, config: Config, folder: str | Path | None) -> Decoder:
+        return load_target(config.model, folder) if folder else make_target(config.model)
+
+    def open_engine(
+        self,
+        config: Config,
+        target: Target,
+        detokenize: Detokenizer,
+        layer: EagleLayer | None,
+        on_harvest: Callable[[Harvest], None] | None,
+        tracer: Tracer,
+    ) -> Engine:
+        assert isinstance(target, Decoder), "the target belongs to another backend"
+        store = AheadStore(config.speculation.look_ahead_tokens)
+        return make_engine(config.engine, config.speculation, target, detokenize, layer, on_harvest, tracer, store)
+
+    def load_engine(
+        self,
+        model: ModelConfig,
+        speculation: SpeculationConfig,
+        engine: EngineConfig,
+        detokenize: Detokenizer,
+        longest: int | None,
+    ) -> Engine:
+        return make_engine(engine, speculation, load_target(model, model.path), detokenize)
+
+    def about_cache(self, config: Config) -> str:
+        share = "80 % of the device's free memory" if torch_device(config.model).type == "cuda" else "a quarter of that"
+        size = config.engine.kv_memory_mb
+        return f"key-value cache: at most {share if size == 'auto' else f'{size:,} MiB'} (engine.kv_memory_mb)"
+
+    def about_speculation(self, config: Config) -> str:
+        speculation = config.speculation
+        adaptive = speculation.drafter == "adaptive"
+        learned = f" with {speculation.path}" if speculation.path else ""
+        slow = ", after a short profile" if adaptive else ""
+        shared = ", without look-ahead, because workers share cores" if adaptive and share_cores(config) else ""
+        return f"{speculation.drafter}{learned}{shared}{slow}"
+
+
+def make_engine(
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    target: Decoder,
+    detokenize: Detokenizer | None,
+    layer: EagleLayer | None = None,
+    on_harvest: Callable[[Harvest], None] | None = None,
+    tracer: Tracer | None = None,
+    store: AheadStore | None = None,
+) -> Engine:
+    """Return our own engine for a recipe. The target must hold weights. `layer` replaces the learned drafter that the
+    recipe names. If the drafter is `adaptive`, the first rollout profiles the machine."""
+    drafters, layout = make_drafters(speculation, target, layer)
+    tuner = make_tuner(speculation, config, target, layer)
+    return Engine(target, config, drafters, tuner, detokenize, layout, on_harvest, tracer, store)
+
+
+def make_tuner(
+    config: SpeculationConfig, engine: EngineConfig, target: Decoder, layer: EagleLayer | None = None
+) -> Tuner:
+    if config.drafter == "off":
+        return Fixed(PLAIN)
+    if config.drafter != "adaptive":
+        return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
+    drafters, layout = make_drafters(config, target, layer)
+    arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
+    known = {drafter.name: drafter.acceptance_rate for drafter in drafters if drafter.acceptance_rate is not None}
+
+    def measure() -> dict[int, dict[Strategy, float]]:
+        with working("start-up profile"):
+            return profile(target, engine, drafters, arms, layout)
+
+    return Bandit(arms, measure, known)

@@ -1,0 +1,106 @@
+"""`engine.backend = "vllm"`: vLLM with our noise. Modules of vLLM are imported when a target starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
+from tlt.draft.ahead import AheadStore
+from tlt.draft.eagle import EagleLayer
+from tlt.engine.protocol import Target
+from tlt.engine.spelling import Detokenizer
+from tlt.models.choose import folder_weights
+from tlt.models.device import torch_device, torch_dtype
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.spot.buffer import Transcript
+from tlt.trace import Tracer
+from tlt.vllm.engine import VllmEngine
+from tlt.vllm.target import VllmTarget
+
+
+class VllmBackend:
+    start_note = "starting vLLM, which takes one or two minutes"
+
+    def settled(self, config: Config) -> SpeculationConfig:
+        return config.speculation if config.looks_ahead_in_vllm else _without_look_ahead(config.speculation)
+
+    def trains_drafter(self, config: Config) -> bool:
+        """Return whether the policy can compute the training data, because vLLM returns no hidden states. A sharded
+        policy cannot. The drafter must be `eagle`."""
+        return config.speculation.drafter == "eagle" and not config.train.shard
+
+    def open_target(self, config: Config, folder: str | Path | None) -> VllmTarget:
+        """If `folder` is None, vLLM can free its memory for the update."""
+        _refuse_other_heads(config)
+        most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+        longest = config.data.max_prompt_tokens + most_new
+        target = _make_target(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
+        if folder:
+            target.load(folder_weights(folder, target.dtype), 0)
+        return target
+
+    def open_engine(
+        self,
+        config: Config,
+        target: Target,
+        detokenize: Detokenizer,
+        layer: EagleLayer | None,
+        on_harvest: Callable[[Transcript], None] | None,
+        tracer: Tracer,
+    ) -> VllmEngine:
+        """The target already has the learned drafter, so `layer` is not used."""
+        assert isinstance(target, VllmTarget), "the target belongs to another backend"
+        store = AheadStore(config.speculation.look_ahead_tokens)
+        return VllmEngine(target, config.engine, detokenize, tracer, store, on_harvest)
+
+    def load_engine(
+        self,
+        model: ModelConfig,
+        speculation: SpeculationConfig,
+        engine: EngineConfig,
+        detokenize: Detokenizer,
+        longest: int | None,
+    ) -> VllmEngine:
+        return VllmEngine(_make_target(model, engine, _without_look_ahead(speculation), longest), engine, detokenize)
+
+    def about_cache(self, config: Config) -> str:
+        return ""
+
+    def about_speculation(self, config: Config) -> str:
+        drafter, path = config.speculation.drafter, config.speculation.path
+        if drafter == "adaptive":
+            unused = f" ({path} is not used: set speculation.drafter = 'eagle' to use it)" if path else ""
+            return f"look-ahead, with vLLM{unused}"
+        learned = f" with {path}" if path else ""
+        return f"{drafter}{learned}, with vLLM"
+
+
+def _make_target(
+    model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int | None, sleeps: bool = False
+) -> VllmTarget:
+    """Return a vLLM target. `longest` is the largest number of tokens of a prompt and its response together
+    (default: the model's limit). Raises ModelError or VllmError."""
+    options = decoder_options(read_config(model.path))
+    model = model.model_copy(update={"dtype": str(torch_dtype(model)).removeprefix("torch.")})
+    longest = longest or options.max_positions
+    return VllmTarget(model, engine, speculation, options, torch_device(model), longest, sleeps)
+
+
+def _refuse_other_heads(config: Config) -> None:
+    """Raise ModelError for an adapter on a tied head or embedding. vLLM keeps one tensor for both, and the adapter
+    would make them different."""
+    lora, options = config.train.lora, decoder_options(read_config(config.model.path))
+    if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
+        raise ModelError(
+            f"train.lora.targets has {min(ends)}, and the model's head is tied to its embedding, which vLLM cannot "
+            "separate: remove that target, or set engine.backend = 'tlt'"
+        )
+
+
+def _without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
+    """Replace `adaptive` for a vLLM without look-ahead: by the learned drafter of `speculation.path`, or by plain
+    decoding if there is none. vLLM's n-gram drafter is not used, because it drafts even where this is slower."""
+    if speculation.drafter != "adaptive":
+        return speculation
+    return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})
