@@ -127,7 +127,7 @@ class Workplace:
         rollout.turns = kind(pool, self.encode, self.decode, self.config.reward.turns)  # type: ignore[arg-type]
         began = time.perf_counter()
         if plain:
-            responses = rollout.plainly(requests, lambda response: None)
+            responses = rollout.generate_plain(requests, lambda response: None)
         else:
             responses, _ = rollout.generate(requests, lambda response: None)
         seconds = time.perf_counter() - began

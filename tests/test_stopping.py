@@ -44,7 +44,7 @@ def test_a_run_that_saves_takes_the_time_that_it_needs(request_to_stop: StopRequ
 
 
 def test_an_update_under_way_has_the_same_time_again_once(request_to_stop: StopRequest) -> None:
-    request_to_stop.amid_update = lambda: True
+    request_to_stop.is_updating = lambda: True
     request_to_stop.step_has_ended()  # as an alarm that goes off does
     signal.raise_signal(signal.SIGALRM)
     assert 0.0 < seconds_left() <= PATIENCE

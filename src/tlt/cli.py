@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"tlt: {'; '.join(['interrupted', *getattr(stop, '__notes__', [])])}", file=sys.stderr)
         code = 130
     except Exception as error:
-        told = _sentence(error)
-        if told is None:  # a bug of ours, which its traceback helps to find
+        message = _sentence(error)
+        if message is None:  # a bug of ours, which its traceback helps to find
             raise
-        print(f"tlt: {_one_line('; '.join([told, *getattr(error, '__notes__', [])]))}", file=sys.stderr)
+        print(f"tlt: {_one_line('; '.join([message, *getattr(error, '__notes__', [])]))}", file=sys.stderr)
         code = LOST if isinstance(error, ClusterError) or _is_out_of_memory(error) else 2
     sys.exit(code)
 

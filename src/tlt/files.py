@@ -41,7 +41,7 @@ def decoded(content: bytes) -> str:
 
 
 @contextmanager
-def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[None]:
+def errors_as(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[None]:
     """Turn errors of a library that reads a user's file into errors of type `kind`. The message is one sentence:
     `what`, the last line of the original error, and `remedy`. Errors of type `kind` and MemoryError pass unchanged."""
     try:

@@ -67,7 +67,7 @@ class Rollout(Protocol):
         requests in `coming`, one list for each next step."""
         ...
 
-    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+    def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         """Decode the same requests with plain decoding, for comparison. The tuner and the drafter are not updated."""
         ...
 
@@ -201,7 +201,7 @@ def _decode(
         if every and (step + 1) % every == 0:
             with timed("compare", seconds, parts.tracer):
                 watcher.phase(step, "compare", len(requests))
-                plain = parts.rollout.plainly(requests, watcher.response)
+                plain = parts.rollout.generate_plain(requests, watcher.response)
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
             is_last = waves + 1 >= config.rollout.max_waves

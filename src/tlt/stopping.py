@@ -62,7 +62,7 @@ class StopRequest(SignalRecord):
         """whether the run already ends by itself; signals are then only recorded"""
         self.acknowledge: Callable[[str], None] = lambda text: None
         """shows that the first signal was received; called in a signal handler"""
-        self.amid_update: Callable[[], bool] = lambda: False
+        self.is_updating: Callable[[], bool] = lambda: False
         """returns whether the state cannot be saved at present; the step then gets the same time again, once"""
         self._more = 1
 
@@ -82,7 +82,7 @@ class StopRequest(SignalRecord):
     def time_is_up(self, number: int, frame: FrameType | None) -> None:
         if self.over:
             return
-        if self._more and self.amid_update():
+        if self._more and self.is_updating():
             self._more -= 1
             signal.setitimer(signal.ITIMER_REAL, self.patience)
         else:

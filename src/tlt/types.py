@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MOST_GUESSES = 64
+MAX_DRAFT_TOKENS = 64
 """largest number of nodes in the draft of one row, without the root"""
 
 

@@ -29,7 +29,7 @@ AHEAD = 6
 def small_steps() -> Iterator[None]:
     """Use small rings and spans, so that short rows reach the end of a ring and need several spans."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(tlt.attention.slots, "MOST_GUESSES", AHEAD)
+    patch.setattr(tlt.attention.slots, "MAX_DRAFT_TOKENS", AHEAD)
     patch.setattr(tlt.attention.slots, "_SPAN_COST", 4)
     yield
     patch.undo()

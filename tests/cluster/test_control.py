@@ -39,7 +39,7 @@ def test_an_unclear_answer_is_not_a_refusal(said: str, monkeypatch: pytest.Monke
 
 def test_a_cluster_that_never_answers_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_ASKS", "import time; time.sleep(600)")
-    monkeypatch.setattr(control, "_TELLS", 0.2)
+    monkeypatch.setattr(control, "_TOKEN_TIMEOUT", 0.2)
     with pytest.raises(ClusterError, match=r"requires a token \(no answer in 0\.2 s\)"):
         lets_in_anybody("10.0.0.1:6379")
 

@@ -248,7 +248,7 @@ def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
     home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node is missing in the first step, and back in the second. The policy is that of a run with all workers."""
-    monkeypatch.setattr("tlt.cluster.capacity._LOOKS", 0.0)
+    monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
     size, *expected = undisturbed
     room, one = [size], 0 if amid == "decode" else size - 1
     losses: list[int] = []

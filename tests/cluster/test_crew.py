@@ -198,8 +198,8 @@ def test_lost_capacity_is_logged_and_the_run_continues_without_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline does not count meanwhile. When there is room, the new worker takes the present state."""
-    monkeypatch.setattr("tlt.cluster.capacity._TELLS", 0.05)
-    monkeypatch.setattr("tlt.cluster.capacity._LOOKS", 0.0)
+    monkeypatch.setattr("tlt.cluster.capacity._LOG_AFTER", 0.05)
+    monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
     pool = NoPlace()
     crew = lost(pool, grace=0.5)
     began = time.monotonic()

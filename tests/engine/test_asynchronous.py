@@ -52,7 +52,7 @@ def requests(samples: int = 2, **law: Any) -> list[Request]:
 
 
 def test_requests_that_arrive_one_by_one_get_the_tokens_of_a_batch(engine: Engine) -> None:
-    together = {response.request.seed: response for response in engine.plain_beside().generate(requests())}
+    together = {response.request.seed: response for response in engine.plain_engine().generate(requests())}
     served = AsyncEngine(engine)
 
     async def one_by_one() -> list[Any]:
@@ -72,7 +72,7 @@ def test_requests_that_arrive_one_by_one_get_the_tokens_of_a_batch(engine: Engin
 
 def test_an_interrupted_request_ends_with_its_first_tokens(engine: Engine) -> None:
     asked = requests(max_new_tokens=400, stop_token_ids=(), top_k=3)
-    full = {response.request.seed: response for response in engine.plain_beside().generate(asked)}
+    full = {response.request.seed: response for response in engine.plain_engine().generate(asked)}
     whole = {seed: response.token_ids for seed, response in full.items()}
     served = AsyncEngine(engine)
 
@@ -112,11 +112,11 @@ def test_requests_that_are_too_large_or_repeated_are_refused(served: AsyncEngine
 
 
 def test_a_failed_round_is_raised_to_all_callers_and_the_next_request_runs(engine: Engine) -> None:
-    expected = next(iter(engine.plain_beside().generate(requests()[:1]))).token_ids
+    expected = next(iter(engine.plain_engine().generate(requests()[:1]))).token_ids
     served, real = AsyncEngine(engine), engine.round
 
     def broken() -> Any:
-        engine._amid_round = True  # as a real one leaves it behind
+        engine._in_round = True  # as a real one leaves it behind
         raise RuntimeError("the device is gone")
 
     async def ask() -> None:
@@ -134,7 +134,7 @@ def test_an_engine_that_cannot_restart_raises_to_each_caller(engine: Engine) -> 
     served, start, real = AsyncEngine(engine), engine.start, engine.round
 
     def broken(*_: Any) -> Any:
-        engine._amid_round = True
+        engine._in_round = True
         raise RuntimeError("the device is gone")
 
     async def ask() -> Any:

@@ -241,7 +241,7 @@ def test_a_comparison_with_plain_decoding_calls_the_environment_once() -> None:
     pool = AtOnce(Game)
     turns = episodes(pool)
     one = LocalRollout(build(TARGET, SuffixDrafter(10_000), TREE), turns=turns)
-    check(one.plainly(REQUESTS, lambda response: None))
+    check(one.generate_plain(REQUESTS, lambda response: None))
     asked = pool.asked
     check(one.generate(REQUESTS, lambda response: None)[0])
     assert pool.asked == asked
@@ -262,7 +262,7 @@ def test_a_comparison_waits_twice_for_a_slow_environment() -> None:
 
     pool = Pool(Game)
     one, took = LocalRollout(build(TARGET), turns=episodes(pool)), list[float]()
-    for decode_all in (one.plainly, lambda *given: one.generate(*given)[0]):
+    for decode_all in (one.generate_plain, lambda *given: one.generate(*given)[0]):
         began = time.monotonic()
         check(decode_all(REQUESTS, lambda response: None))
         took.append(time.monotonic() - began)

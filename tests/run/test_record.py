@@ -24,7 +24,7 @@ from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
 from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.trackers import Place, Trackers, known_id, names_of, remember_id, scalars
+from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
 from tlt.store.completions import CompletionsWriter, read_completions
 from tlt.store.completions_parquet import ParquetCompletions
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
@@ -414,14 +414,14 @@ def test_responses_go_to_the_tables_of_trackers_that_have_them(
 
 
 def test_only_a_resumed_run_continues_its_tracker_run(tmp_path: Path) -> None:
-    remember_id(Place(tmp_path, 0, {}), "wandb", "the-first")
-    assert known_id(Place(tmp_path, 3, {}), "wandb") == "the-first"
-    assert known_id(Place(tmp_path, 3, {}), "mlflow") is None
-    assert known_id(Place(tmp_path, 0, {}), "wandb") is None
+    remember_id(TrackedRun(tmp_path, 0, {}), "wandb", "the-first")
+    assert known_id(TrackedRun(tmp_path, 3, {}), "wandb") == "the-first"
+    assert known_id(TrackedRun(tmp_path, 3, {}), "mlflow") is None
+    assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None
 
 
 def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
-    place = Place(tmp_path, 3, {})
+    place = TrackedRun(tmp_path, 3, {})
     remember_id(place, "wandb", "the-first")
     whole = Path.write_text
 
@@ -438,7 +438,7 @@ def test_a_failing_tracker_is_turned_off_and_the_run_continues(
     tmp_path: Path, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.fails = True
-    trackers = Trackers([service.__name__, "tensorboard"], Place(tmp_path, 0, {"train": {"steps": 2}}))
+    trackers = Trackers([service.__name__, "tensorboard"], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
     for step in range(3):
         trackers.log(step, {"reward": 1.0})
     trackers.close()

@@ -86,7 +86,7 @@ def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -
     engine, asked = opened(config), requests(open_workplace(config), 6)
     expected = told(said_by(engine, asked))
     engine.target._sleeps = True  # as on a GPU
-    plain = engine.plain_beside()
+    plain = engine.plain_engine()
     engine.start(asked)
     responses = engine.round()
     plain.release()

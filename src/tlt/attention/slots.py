@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
-from tlt.types import MOST_GUESSES
+from tlt.types import MAX_DRAFT_TOKENS
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
 _SPARE = 16  # entries behind the last slot, for keys and values of padding; 16, so that all values are aligned
@@ -146,7 +146,7 @@ class SlotAttention:
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
         heads = self._heads(0, rows)
-        wraps = any((length - 1) % size + MOST_GUESSES >= size for length in lengths)
+        wraps = any((length - 1) % size + MAX_DRAFT_TOKENS >= size for length in lengths)
         ahead = _Ahead(np.array(lengths) - 1, np.array(starts), wraps, None)
         if written is None:
             places = heads + self._indices(ahead.ends, 0, 1)[..., None]

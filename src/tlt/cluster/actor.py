@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 _FIRST_WORDS = "here is worker"
 
 
-class Place(NamedTuple):
-    """Place and resources of a worker."""
+class Placement(NamedTuple):
+    """Placement and resources of a worker."""
 
     log_file: str
     """file for all output of its process, standard output and errors included"""
@@ -33,11 +33,11 @@ class Actor:
     """Ray actor of a `Worker`. The first call builds the worker, so an error of the constructor is raised by that
     call."""
 
-    def __init__(self, config: Config, index: int, policy_folder: str, place: Place) -> None:
+    def __init__(self, config: Config, index: int, policy_folder: str, placement: Placement) -> None:
         self._arguments = config, index, policy_folder
-        self._place = place
+        self._placement = placement
         self._worker: Any = None
-        _write_to(place.log_file)
+        _write_to(placement.log_file)
         log.warning("%s %d, process %d", _FIRST_WORDS, index, os.getpid())
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -61,8 +61,8 @@ class Actor:
         return self._worker.updated if self._worker is not None else 0.0
 
     def _build(self) -> Any:
-        if self._place.cores:
-            os.sched_setaffinity(0, self._place.cores)
+        if self._placement.cores:
+            os.sched_setaffinity(0, self._placement.cores)
         host = _address_of_this_machine()
         if interface := interface_of(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -71,9 +71,9 @@ class Actor:
 
         from tlt.cluster.worker import Worker
 
-        if self._place.cores:
-            torch.set_num_threads(len(self._place.cores))
-        return Worker(*self._arguments, meets=Path(self._place.folder) if self._place.folder else host)
+        if self._placement.cores:
+            torch.set_num_threads(len(self._placement.cores))
+        return Worker(*self._arguments, meets=Path(self._placement.folder) if self._placement.folder else host)
 
 
 def portable(error: Exception) -> Exception:

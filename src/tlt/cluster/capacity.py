@@ -9,8 +9,8 @@ from tlt.cluster.pool import ClusterError, Pool
 
 log = logging.getLogger(__name__)
 
-_TELLS = 10.0  # seconds after which a missing process is logged
-_LOOKS = 1.0  # seconds between two checks
+_LOG_AFTER = 10.0  # seconds after which a missing process is logged
+_POLL_EVERY = 1.0  # seconds between two checks
 _PAUSE = 30.0  # seconds before a worker that was lost too often is tried again; doubled each time
 _LONGEST_PAUSE = 3600.0
 
@@ -39,7 +39,7 @@ class Capacity:
         self._absent.pop(index, None)
         self.awaited[index] = time.monotonic()
 
-    def look(self) -> tuple[list[int], list[int]]:
+    def poll(self) -> tuple[list[int], list[int]]:
         """Return the workers whose process has started since the last check, and the workers whose process did not
         start in time."""
         now = time.monotonic()
@@ -48,7 +48,7 @@ class Capacity:
             del self.awaited[index]
             self._logged.discard(index)
         for index, since in self.awaited.items():
-            if now - since > min(_TELLS, self.grace) and index not in self._logged:
+            if now - since > min(_LOG_AFTER, self.grace) and index not in self._logged:
                 self._logged.add(index)
                 late = f"worker {index} has not started after {now - since:.0f} s ({self.pool.capacity()})"
                 log.warning("%s; its timeout is %g s (cluster.grace)", late, self.grace)
@@ -59,7 +59,7 @@ class Capacity:
         losses, also wait for a pause that doubles each time. Raises ClusterError if too few workers are left."""
         self.awaited.pop(index, None)
         self._logged.discard(index)
-        pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS
+        pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _POLL_EVERY
         self._absent[index] = time.monotonic() + pause
         left = f"{len(self.present)} of {self.pool.size} workers are left"
         if len(self.present) < self.least:
@@ -72,5 +72,5 @@ class Capacity:
         now = time.monotonic()
         if not self._absent or now < self._next:
             return []
-        self._next = now + _LOOKS
+        self._next = now + _POLL_EVERY
         return [i for i, until in self._absent.items() if now > until and self.pool.has_begun(i)]

@@ -14,7 +14,7 @@ _EVERY = 5.0  # seconds between two checks
 _MISSES = 3  # failed checks in a row after which it counts as lost, because a busy cluster may be slow to answer
 _ANSWERS = 3.0  # timeout of a check in seconds
 _REACHED_WITHIN = 10.0  # timeout in seconds for a connection to a cluster
-_TELLS = 120.0  # timeout in seconds for the process of `lets_in_anybody`
+_TOKEN_TIMEOUT = 120.0  # timeout in seconds for the process of `lets_in_anybody`
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -40,9 +40,9 @@ def lets_in_anybody(address: str) -> bool:
     asked = [sys.executable, "-c", _ASKS, address]
     env = own | {"RAY_AUTH_MODE": "disabled"}
     try:
-        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=_TELLS)
+        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=_TOKEN_TIMEOUT)
     except subprocess.TimeoutExpired:
-        answer = f"no answer in {_TELLS:g} s"
+        answer = f"no answer in {_TOKEN_TIMEOUT:g} s"
     else:
         if done.returncode == 0 or "AuthenticationError" in done.stderr:
             return done.returncode == 0
@@ -64,7 +64,7 @@ class Control:
         self._at, self._address = _host_and_port(address), address
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check whether the process is running, if the last check is old enough. Raises ClusterError if it does not
         answer any more, but only once, so that saving is not disturbed."""
         if time.monotonic() < self._next or self._missed >= _MISSES:

@@ -103,7 +103,7 @@ class Coordinator:
         self.ahead.end(stats)
         return responses, stats
 
-    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+    def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         """Decode with plain decoding. Workers help each other and do no idle work meanwhile."""
         self._all_back()
         kept = self.allocation.forecast

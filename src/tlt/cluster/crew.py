@@ -142,7 +142,7 @@ class Crew:
 
     def _awaited_in_vain(self) -> list[Done]:
         """Leave out workers whose process did not start in time. Return them as lost."""
-        begun, in_vain = self.capacity.look()
+        begun, in_vain = self.capacity.poll()
         for index in begun:
             self._since[index] = time.monotonic()
         too_few: ClusterError | None = None

@@ -84,7 +84,7 @@ class LocalRollout:
     ) -> None:
         self.engine, self.training, self.look_ahead = engine, training, look_ahead
         self.turns = turns or SingleTurn()
-        self.plain = engine.plain_beside()
+        self.plain = engine.plain_engine()
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
         self._live: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class LocalRollout:
         stats.drafter_tokens, stats.spot = training.take_tokens(), training.report()
         stats.seconds["spot"] = time.perf_counter() - began
 
-    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+    def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         self.tracer.enter(COMPARE)
         self.engine.release()
         self.plain.start(())

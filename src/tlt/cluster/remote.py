@@ -42,8 +42,8 @@ class ClusterRollout:
     def remember(self, drafts: Iterable[Ahead]) -> None:
         self.coordinator.ahead.remember(drafts)
 
-    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        return self.coordinator.plainly(requests, on_response)
+    def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        return self.coordinator.generate_plain(requests, on_response)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": self.crew.call_one("tuner_state"), "drafter": self.coordinator.training.state()}

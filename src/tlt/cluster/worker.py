@@ -122,10 +122,10 @@ class Worker:
         self.tracer = Tracer()
         self.engine = open_engine(config, self.target, layer, self.spot.harvest if layer else None, self.tracer)
         self.store = self.engine.store
-        self.plain = self.engine.plain_beside()
+        self.plain = self.engine.plain_engine()
         self.device = torch_device(config.model)
         self._rollout = -1
-        self._told: dict[int, int] = {}  # by seed, number of tokens reported so far
+        self._reported: dict[int, int] = {}  # by seed, number of tokens reported so far
         self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the state before the update under way
         self._wanted = 0.0  # idle calls up to this number must end
@@ -142,7 +142,7 @@ class Worker:
         began = time.perf_counter()  # after the start-up profile of the first rollout, which does not count
         other.release()
         engine.look_ahead(())
-        self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}
+        self._reported |= {row.request.seed: len(row.tokens) for row in work.resumed}
         engine.submit(work.requests, work.resumed)
         released = engine.release_requests(work.release)
         responses: list[Response] = []
@@ -157,8 +157,8 @@ class Worker:
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
-        news = {seed: row.tokens[self._told.get(seed, 0) :] for seed, row in rows.items()}
-        self._told = {seed: len(row.tokens) for seed, row in rows.items()}
+        news = {seed: row.tokens[self._reported.get(seed, 0) :] for seed, row in rows.items()}
+        self._reported = {seed: len(row.tokens) for seed, row in rows.items()}
         return news
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> list[Ahead]:

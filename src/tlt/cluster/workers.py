@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tlt.cluster.actor import Actor, Place, last_words
+from tlt.cluster.actor import Actor, Placement, last_words
 from tlt.cluster.control import Control, lets_in_anybody, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.signals import keep_signal_handlers, unwrap_given_up
@@ -106,11 +106,11 @@ class RayPool:
             if count < getattr(cluster, key):
                 least = f"cluster.{key} = {getattr(cluster, key)}"
                 raise ConfigError(f"{least}, but there are {count:g} {what}: each worker needs one")
-        place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
+        placement = Placement(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
         # calls are many and short, so recording them took a tenth of the CPU time
         actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_CONCURRENT: 1})(Actor)
-        return actor.remote(self._config, index, policy_folder, place)
+        return actor.remote(self._config, index, policy_folder, placement)
 
     def _log_file(self, index: int) -> str:
         return str(Path(self._config.run.folder).resolve() / f"worker_{index}.log")
@@ -137,7 +137,7 @@ class RayPool:
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
         if not self._is_updating:  # an update can end before Ray ends the workers, and a save needs it complete
-            self._control.look()
+            self._control.check()
         waiting = list(handles)
         with unwrap_given_up():
             done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)

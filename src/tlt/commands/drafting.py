@@ -197,13 +197,13 @@ class Curve:
     def advice(self) -> str:
         """Return the acceptance rates in one sentence, with advice on whether more time or more data would help."""
         held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
-        said = f"acceptance rate of the first draft token: {taught:.0%} in training, {held_back:.0%} in validation"
+        rates = f"acceptance rate of the first draft token: {taught:.0%} in training, {held_back:.0%} in validation"
         lengths = [point["accept_length"] for point in self.points]
         if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
-            return f"{said}: raise --seconds, because the drafter was still improving"
+            return f"{rates}: raise --seconds, because the drafter was still improving"
         if taught - held_back > _OVERFITTED:
-            return f"{said}: raise --tokens, because more data would help more than more time"
-        return said
+            return f"{rates}: raise --tokens, because more data would help more than more time"
+        return rates
 
 
 def fit(

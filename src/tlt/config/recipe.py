@@ -21,7 +21,7 @@ from tlt.config import moved
 from tlt.config.data import TaskConfig
 from tlt.config.rewards import RewardTerm
 from tlt.config.sections import Config
-from tlt.files import decoded, is_text, telling
+from tlt.files import decoded, errors_as, is_text
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -40,7 +40,7 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
         raise ConfigError(
             f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
         )
-    with telling(ConfigError, f"{path} is not valid TOML"):
+    with errors_as(ConfigError, f"{path} is not valid TOML"):
         own = tomllib.loads(decoded(path.read_bytes()))
     tree = _overridden(deepcopy(own), overrides)
     return _resolve_paths(parse_config(tree, str(path), own), path.parent)
@@ -59,7 +59,7 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
         if any(char < " " for char in path):  # as in "C:\new", which TOML reads as a line break
             raise ConfigError(f"the path {path!r} has a control character: write paths with '\\' in single quotes")
         near_recipe = recipe_folder / path
-        with telling(ConfigError, f"{path[:80]} is not a valid path"):
+        with errors_as(ConfigError, f"{path[:80]} is not a valid path"):
             is_there = not Path(path).is_absolute() and (near_recipe.exists() or bool(glob.glob(str(near_recipe))))
             return os.path.normpath(near_recipe) if is_there else path
 

@@ -33,7 +33,7 @@ class RewardEntry(NamedTuple):
 
 class TrackerEntry(NamedTuple):
     make: str
-    """`module:class`. It is called with a `Place` and returns a `Tracker`: see `tlt.run.trackers`."""
+    """`module:class`. It is called with a `TrackedRun` and returns a `Tracker`: see `tlt.run.trackers`."""
     package: str
     """package that it needs"""
 

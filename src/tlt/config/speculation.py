@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tlt.config.registry import DRAFTERS, learned, may_be_learned
 from tlt.config.section import Section
-from tlt.types import MOST_GUESSES
+from tlt.types import MAX_DRAFT_TOKENS
 
 
 class DrafterTrainConfig(Section):
@@ -91,8 +91,9 @@ class SpeculationConfig(Section):
                 f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
                 "speculation.drafter = 'adaptive', or remove the path with --speculation.path ''"
             )
-        if learned(self.drafter) and (self.depth - 1) * self.branching > MOST_GUESSES:
+        if learned(self.drafter) and (self.depth - 1) * self.branching > MAX_DRAFT_TOKENS:
             raise ValueError(
-                f"speculation.depth and branching give more than {MOST_GUESSES} draft tokens per row: lower one of them"
+                f"speculation.depth and branching give more than {MAX_DRAFT_TOKENS} draft tokens per row: lower one of "
+                "them"
             )
         return self

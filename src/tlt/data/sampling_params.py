@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config import Config, RolloutConfig
-from tlt.files import read_json, telling
+from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.types import SamplingParams
 
@@ -36,7 +36,7 @@ def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
     named = [tokenizer.eos_token_id]
     for file in ("config.json", "generation_config.json"):
         path = Path(folder) / file
-        with telling(ModelError, f"{path} cannot be read"):
+        with errors_as(ModelError, f"{path} cannot be read"):
             ids = read_json(path).get("eos_token_id") if path.is_file() else None
         named += ids if isinstance(ids, list) else [ids]
     for token in named:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tlt.files import parse_json, read_json, telling
+from tlt.files import errors_as, parse_json, read_json
 from tlt_rl import install_hint
 
 
@@ -81,7 +81,7 @@ def _refuse_splits(files: list[Path]) -> None:
 
 def _saved(folder: Path) -> list[Path]:
     """Return the files of a data set saved by `datasets`, without its caches. Raises DataError."""
-    with telling(DataError, f"{folder} is not a data set that can be read", "save it again with save_to_disk"):
+    with errors_as(DataError, f"{folder} is not a data set that can be read", "save it again with save_to_disk"):
         if (folder / "dataset_dict.json").is_file():
             splits = [f"{folder / split}" for split in read_json(folder / "dataset_dict.json")["splits"]]
             raise DataError(f"{folder} contains a data set for each split: give one of {', '.join(splits)}")
@@ -95,7 +95,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a file with one JSON value per line, or with one array."""
     text = path.read_bytes()
     if text.startswith(_GZIP):
-        with telling(DataError, f"{path} is not a gzip file that can be read"):
+        with errors_as(DataError, f"{path} is not a gzip file that can be read"):
             text = gzip.decompress(text)
     for start, (kind, command) in _OTHER_PACKING.items():
         if text.startswith(start):
@@ -120,7 +120,7 @@ def _parsed(text: bytes, where: str) -> Any:
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     pyarrow = _pyarrow(path)
-    with telling(DataError, f"{path} is not a Parquet file that can be read"):
+    with errors_as(DataError, f"{path} is not a Parquet file that can be read"):
         rows = pyarrow.parquet.read_table(path).to_pylist()
     yield from _numbered(rows)
 
@@ -128,7 +128,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
     pyarrow = _pyarrow(path)
     with (
-        telling(DataError, f"{path} is not an Arrow file that can be read"),
+        errors_as(DataError, f"{path} is not an Arrow file that can be read"),
         pyarrow.memory_map(str(path)) as source,
         pyarrow.ipc.open_stream(source) as stream,
     ):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tlt.engine.spelling import Detokenizer
-from tlt.files import read_json, telling
+from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError, read_config, refuse_byte_order_marks
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     # for some families transformers would make an empty tokenizer
     if not any(path.glob("*token*")) and not any(path.glob("vocab*")):
         raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
-    with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
+    with errors_as(ModelError, f"{path} has no tokenizer that can be loaded"):
         refuse_byte_order_marks(path)
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (path / name).is_file():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt.types import MOST_GUESSES, Request, Response, Row
+from tlt.types import MAX_DRAFT_TOKENS, Request, Response, Row
 
 _LEAST = 4  # smallest limit of a chain in tokens, also used after a divergence
 _CONTEXT = 4  # number of last tokens that are searched in old responses after a divergence
@@ -108,7 +108,7 @@ class Pointer:
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # index of the next token in `old`; None after a divergence
         self.is_own, self.is_over = True, False  # whether `old` is its own; whether the row is longer than that
-        self.width, self.proposed = MOST_GUESSES, 0  # limit of a chain; length of the last chain
+        self.width, self.proposed = MAX_DRAFT_TOKENS, 0  # limit of a chain; length of the last chain
         self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
         self.shift = 0  # position in the row's own old response minus position in the row
         self.advance(committed)
@@ -126,7 +126,7 @@ class Pointer:
                     self._part(self.at)
         if self.proposed:
             full = right >= self.proposed
-            self.width = min(2 * self.width, MOST_GUESSES) if full else max(_LEAST, self.width // 2)
+            self.width = min(2 * self.width, MAX_DRAFT_TOKENS) if full else max(_LEAST, self.width // 2)
             self.proposed = 0
         if self.at is None and tokens and not self.is_over:
             self._find()

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tlt.draft.features import FeatureLayout
-from tlt.files import read_json, telling
+from tlt.files import errors_as, read_json
 from tlt.models.families import DecoderOptions
 
 Kind = Literal["eagle1", "eagle3"]
@@ -210,7 +210,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         raise DrafterError(f"{path / 'config.json'} is not valid for a drafter: check window and taps")
     if max(options.taps, default=0) >= target.num_layers:
         raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
-    with telling(DrafterError, f"{path / 'config.json'} does not describe a drafter"):
+    with errors_as(DrafterError, f"{path / 'config.json'} does not describe a drafter"):
         layer = EagleLayer(options)
     wanted = {_checkpoint_name(name, options.kind): name for name in layer.state_dict()}
     if wanted.keys() != tensors.keys():

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.types import MOST_GUESSES, Row
+from tlt.types import MAX_DRAFT_TOKENS, Row
 
 # entries of a ring beyond the window, for draft tokens and for tokens committed before the ring is read
-_SLACK = 2 * MOST_GUESSES
+_SLACK = 2 * MAX_DRAFT_TOKENS
 _LAZY = 32  # writes that are put into the ring together, unless it is read earlier
 
 

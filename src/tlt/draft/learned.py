@@ -29,7 +29,7 @@ from tlt.draft.features import FeatureView
 from tlt.draft.fused import FusedLayer
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law
-from tlt.types import MOST_GUESSES, Request
+from tlt.types import MAX_DRAFT_TOKENS, Request
 
 
 class Missing(NamedTuple):
@@ -142,7 +142,7 @@ class EagleDrafter:
         caught_up = len(rows) == len(missing.last)
         written = None if caught_up else Entries(rows, missing.positions)
         self.plan = self.attention.plan_draft(missing.lengths, missing.starts, written)
-        positions = np.minimum(np.add.outer(missing.lengths, range(MOST_GUESSES)), self.options.max_positions - 1)
+        positions = np.minimum(np.add.outer(missing.lengths, range(MAX_DRAFT_TOKENS)), self.options.max_positions - 1)
         self.cis = self.target.cis(self._tensor(positions))  # [B, depth, 1, E/2]
         if not caught_up:
             at_last = self._tensor(missing.last)

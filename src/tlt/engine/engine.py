@@ -34,7 +34,7 @@ from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_depth, count_row, guesses_of
+from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_depth, count_row, draft_counts
 from tlt.engine.stops import Stops, text_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
@@ -76,7 +76,7 @@ class Engine(Generates):
         self._bound = lambda: kv_tokens or cache_tokens(config.kv_memory_mb, shape)
         self.cache = KVCache(attention_for(shape), self._bound())
         self.rollout = self._new_rollout()
-        self._amid_round = False
+        self._in_round = False
 
     def _new_rollout(self) -> RolloutState:
         target, config, strategies = self.target, self.config, self.tuner.strategies
@@ -113,11 +113,11 @@ class Engine(Generates):
 
     def start(self, requests: Iterable[Request]) -> None:
         """Start a new rollout and drop all rows. Raises ValueError for a request that cannot be decoded."""
-        begun = self.busy or self.looks_ahead or self.stats.rounds or self._amid_round
+        begun = self.busy or self.looks_ahead or self.stats.rounds or self._in_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
             self.rollout = self._new_rollout()
-            self._amid_round = False
+            self._in_round = False
         self.tuner.rollout_begins()
         self.submit(requests)
 
@@ -162,7 +162,7 @@ class Engine(Generates):
         self.keep_ahead()
         self.rollout.scheduler.put_off_ahead()
 
-    def plain_beside(self) -> Engine:
+    def plain_engine(self) -> Engine:
         """Return an engine for plain decoding with the same target. It shares nothing else with this one."""
         return Engine(self.target, self.config, detokenize=self.detokenize)
 
@@ -200,9 +200,9 @@ class Engine(Generates):
     def round(self) -> list[Response]:
         """Run one round. Return the finished responses."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
-        assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
+        assert not self._in_round, "a round that failed leaves half-filled rows behind: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
-        self._amid_round = True
+        self._in_round = True
         own = self.busy
         clock = Clock(for_coming_steps=not own)
         with clock.phase("prefill"):
@@ -225,14 +225,14 @@ class Engine(Generates):
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
         took = time.perf_counter() - start
-        counts = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
+        counts = [draft_counts(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
         committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
         if scored:
             compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
-        self._amid_round = False
+        self._in_round = False
         return responses
 
     def _admit(self) -> bool:

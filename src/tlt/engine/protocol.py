@@ -106,7 +106,7 @@ class RolloutEngine(Protocol):
         """Free the memory of the cache until the next rollout. Call this between two rollouts."""
         ...
 
-    def plain_beside(self) -> RolloutEngine:
+    def plain_engine(self) -> RolloutEngine:
         """Return an engine for plain decoding with the same target. Only one of the two may run at a time."""
         ...
 

@@ -102,7 +102,7 @@ def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequen
         counts[key] = counts.get(key, 0) + 1
 
 
-def guesses_of(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
+def draft_counts(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
     """Return the numbers of committed tokens and of look-ahead draft tokens, for the tuner. A draft token that ends the
     response counts as accepted, although no token of the target follows. The draft tokens after it do not count."""
     proposed = tree.ahead * (len(tree.tokens) - 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tlt.files import read_json, telling
+from tlt.files import errors_as, read_json
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 LAYERS = {"full_attention", "sliding_attention"}
@@ -74,7 +74,7 @@ def model_folder(folder: str | Path) -> Path:
 def read_config(folder: str | Path) -> PreTrainedConfig:
     """Return the checked Hugging Face config of a local model folder. Raises ModelError."""
     path = model_folder(folder)
-    with telling(ModelError, f"{path} cannot be read"):
+    with errors_as(ModelError, f"{path} cannot be read"):
         refuse_byte_order_marks(path)
         raw = read_json(path / "config.json")
     _refuse_run(path, raw)
@@ -83,7 +83,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise ModelError(
             f"{path}: config.json asks for remote code (auto_map), which tlt never runs: remove that entry"
         )
-    with telling(ModelError, f"{path / 'config.json'} does not describe a valid model"):
+    with errors_as(ModelError, f"{path / 'config.json'} does not describe a valid model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_family(path, config.model_type)  # transformers turns a mistral with layer_types into a ministral
     _refuse_padding(path, config)
@@ -136,7 +136,8 @@ def is_fused(config: PreTrainedConfig) -> bool:
 
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
     """Return the options of a model's decoder. Raises ModelError for an unsupported variant."""
-    with telling(ModelError, "config.json does not describe a valid model", "check the types and sizes of its fields"):
+    remedy = "check the types and sizes of its fields"
+    with errors_as(ModelError, "config.json does not describe a valid model", remedy):
         options = _fused_options(config) if is_fused(config) else _generic_options(config)
         _refuse_sizes(options)
     return options

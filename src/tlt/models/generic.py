@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from tlt.files import telling
+from tlt.files import errors_as
 from tlt.models.decoder import Attend, Decoder
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.head import Head
 from tlt.models.hugging_face import experts_in
 from tlt.models.product import Product
-from tlt.types import MOST_GUESSES
+from tlt.types import MAX_DRAFT_TOKENS
 
 _NAME = "tlt_engine"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -51,8 +51,8 @@ def attend(
     if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
         raise ValueError(f"its attention uses {names[0]}")
     rows, heads, new, size = query.shape
-    if sliding_window is not None and sliding_window <= MOST_GUESSES:
-        raise ValueError(f"its window of {sliding_window} tokens must exceed the {MOST_GUESSES} of a draft")
+    if sliding_window is not None and sliding_window <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"its window of {sliding_window} tokens must exceed the {MAX_DRAFT_TOKENS} of a draft")
     if value.shape[-1] != size:
         raise ValueError(f"its values have {value.shape[-1]} dimensions a head, and its queries {size}")
     if scaling is not None and scaling != size**-0.5:
@@ -92,10 +92,10 @@ class GenericDecoder(Decoder):
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         kind = self.config.model_type
-        undecodable = partial(telling, ModelError, f"tlt's engine does not decode models of type {kind}", _REMEDY)
+        undecodable = partial(errors_as, ModelError, f"tlt's engine does not decode models of type {kind}", _REMEDY)
         with undecodable(), no_init_weights(), self.device:
             model = self._without_weights()
-        with telling(ModelError, f"the weights of this {kind} do not fit its config.json", "fetch or save it again"):
+        with errors_as(ModelError, f"the weights of this {kind} do not fit its config.json", "fetch or save it again"):
             model.load_state_dict(state)
         model.eval().requires_grad_(False)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

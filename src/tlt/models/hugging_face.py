@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tlt.files import read_json, telling
+from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError, refuse_byte_order_marks
 from tlt.models.generations import for_both_generations
 from tlt.models.weights import weight_files
@@ -26,10 +26,10 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
     """Return the model of a folder, without dropout. Raises ModelError."""
     if (file := Path(folder) / _GENERATION).is_file():
         refuse_byte_order_marks(file.parent)
-        with telling(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
+        with errors_as(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
             GenerationConfig.from_pretrained(folder)
     weight_files(folder)  # transformers does not name a damaged file
-    with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
+    with errors_as(ModelError, f"{folder} cannot be loaded as a model to train"):
         found: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,

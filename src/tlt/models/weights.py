@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlt.files import read_json, telling
+from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError
 
 _SINGLE = "model.safetensors"
@@ -56,7 +56,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _shards(index: Path) -> list[str]:
-    with telling(ModelError, f"{index} is not an index of safetensors files", "fetch or save it again"):
+    with errors_as(ModelError, f"{index} is not an index of safetensors files", "fetch or save it again"):
         return sorted({Path(name).as_posix() for name in read_json(index)["weight_map"].values()})
 
 

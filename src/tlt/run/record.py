@@ -13,7 +13,7 @@ from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter
 from tlt.report import Page
 from tlt.rl.measure import tokens_of
-from tlt.run.trackers import Place, Trackers, names_of
+from tlt.run.trackers import TrackedRun, Trackers, names_of
 from tlt.store.completions import CompletionsWriter, table_rows
 from tlt.store.completions_parquet import ParquetCompletions
 
@@ -34,7 +34,7 @@ class Record:
         self.completions = writers[config.run.completions_format] if limit else None
         self._table_rows = config.run.tracker_completions
         self.page = Page(folder, config.run.report)
-        self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
+        self.trackers = Trackers(names, TrackedRun(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:
         """Record a step. Raises MetricsError."""

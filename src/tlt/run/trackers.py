@@ -40,7 +40,7 @@ class TableTracker(Tracker, Protocol):
         ...
 
 
-class Place(NamedTuple):
+class TrackedRun(NamedTuple):
     """Facts about the run for a tracker."""
 
     folder: Path
@@ -52,10 +52,10 @@ class Place(NamedTuple):
 class TensorBoard:
     """Tracker that writes events into the run's folder."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.board = SummaryWriter(str(place.folder / "tensorboard"), purge_step=place.first_step)
+        self.board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -69,20 +69,20 @@ class WeightsAndBiases:
     """Tracker for Weights & Biases. Its environment variables set project, entity and mode (WANDB_PROJECT,
     WANDB_MODE=offline, ...). A resumed run continues in the same tracker run."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.wandb = wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tlt"),
-            name=place.folder.resolve().name,
-            dir=str(place.folder),
-            config=dict(place.config),
-            id=known_id(place, "wandb"),
+            name=run.folder.resolve().name,
+            dir=str(run.folder),
+            config=dict(run.config),
+            id=known_id(run, "wandb"),
             resume="allow",
             settings=wandb.Settings(console="off"),  # otherwise it would store every frame of the live display
         )
-        remember_id(place, "wandb", self.run.id)
+        remember_id(run, "wandb", self.run.id)
         self.run.define_metric("*", step_metric="step")  # W&B's own step must not decrease, and a resume does that
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -100,17 +100,17 @@ class MLflow:
     """Tracker for MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set the server and the experiment. A resumed
     run continues in the same tracker run."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self.mlflow = mlflow
-        known = known_id(place, "mlflow")
+        known = known_id(run, "mlflow")
         if known is None and "MLFLOW_EXPERIMENT_NAME" not in os.environ:
             mlflow.set_experiment("tlt")
-        run = mlflow.start_run(run_id=known, run_name=place.folder.resolve().name)
-        remember_id(place, "mlflow", run.info.run_id)
+        run = mlflow.start_run(run_id=known, run_name=run.folder.resolve().name)
+        remember_id(run, "mlflow", run.info.run_id)
         if known is None:
-            mlflow.log_params({name: str(value)[:500] for name, value in leaves(place.config, ".")})
+            mlflow.log_params({name: str(value)[:500] for name, value in leaves(run.config, ".")})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(dict(values), step=step)
@@ -124,18 +124,18 @@ class Trackio:
     (default `tlt`). A resumed run continues in the run of its name. trackio does not delete the values of repeated
     steps."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        self.table, known = trackio.Table, known_id(place, "trackio")
+        self.table, known = trackio.Table, known_id(run, "trackio")
         with redirect_stdout(sys.stderr):  # trackio prints, but stdout is for the run's own lines
             self.run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "tlt"),
-                name=known or place.folder.resolve().name,
-                config=dict(place.config),
+                name=known or run.folder.resolve().name,
+                config=dict(run.config),
                 resume="allow" if known else "never",
             )
-        remember_id(place, "trackio", self.run.name)
+        remember_id(run, "trackio", self.run.name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -163,10 +163,10 @@ class Trackers:
     """All trackers of a run. If one fails, it gets no further metrics and the run continues, because metrics.jsonl is
     complete."""
 
-    def __init__(self, names: Sequence[str], place: Place) -> None:
+    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self._open: dict[str, Tracker] = {}
         for name in names:
-            if found := self._guarded(name, lambda name=name: maker(TRACKERS[name])(place)):
+            if found := self._guarded(name, lambda name=name: maker(TRACKERS[name])(run)):
                 self._open[name] = found
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -205,13 +205,13 @@ def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name.replace(" ", "_"), value
 
 
-def known_id(place: Place, name: str) -> str | None:
+def known_id(run: TrackedRun, name: str) -> str | None:
     """Return the id of the tracker run that a resumed run continues; None for a new run."""
-    path = place.folder / _IDS
-    return json.loads(path.read_text(encoding="utf-8")).get(name) if place.first_step and path.is_file() else None
+    path = run.folder / _IDS
+    return json.loads(path.read_text(encoding="utf-8")).get(name) if run.first_step and path.is_file() else None
 
 
-def remember_id(place: Place, name: str, known: str) -> None:
-    path = place.folder / _IDS
+def remember_id(run: TrackedRun, name: str, known: str) -> None:
+    path = run.folder / _IDS
     ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     write_json(path, ids | {name: known})

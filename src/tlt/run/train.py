@@ -113,7 +113,7 @@ def train(
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 run.parts.turns.keep(folder.path, resume)
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
-                stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
+                stop.is_updating, stop.begun = lambda: run.policy.version != run.standing.done, True
                 stop.acknowledge = run.display.stopping
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:

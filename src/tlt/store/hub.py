@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tlt.config import Config
 from tlt.data.tables import KINDS, SPLITS
-from tlt.files import first_line, telling
+from tlt.files import errors_as, first_line
 from tlt.progress import working
 from tlt.store.model_files import PATTERNS
 
@@ -147,7 +147,7 @@ def _chosen(name: _Name, folder: Path) -> list[str]:
     except errors.CachedRepoTreeNotFoundError:  # offline, with a cache that an older version filled
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files, card = [file for file in files if file.endswith(KINDS)], folder / _CARD
-    with telling(HubError, f"the card of {name.repository} on the Hugging Face hub cannot be read"):
+    with errors_as(HubError, f"the card of {name.repository} on the Hugging Face hub cannot be read"):
         metadata = (metadata_load(card) if card.is_file() else None) or {}
         splits = _by_card(files, metadata.get("configs") or []) or _by_names(files)
     if not splits:

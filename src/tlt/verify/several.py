@@ -100,10 +100,10 @@ class SeveralWorkers:
 
     # -- the rest of the protocol --------------------------------------------------------------------------------------
 
-    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+    def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         responses = []
         longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
-        for response in self.make(AheadStore(0), 2 * longest + _SPARE).plain_beside().generate(requests):
+        for response in self.make(AheadStore(0), 2 * longest + _SPARE).plain_engine().generate(requests):
             responses.append(response)
             on_response(response)
         return responses

@@ -57,7 +57,7 @@ class VllmEngine(Generates):
         self._accepted: dict[str, int] = {}  # accepted draft tokens of each live row before it was added to vLLM
         self._forget()
 
-    def plain_beside(self) -> VllmEngine:
+    def plain_engine(self) -> VllmEngine:
         """Return an engine that never drafts from look-ahead. Both engines share one vLLM: only one may have rows."""
         return VllmEngine(self.target, self.config, self.detokenize)
 

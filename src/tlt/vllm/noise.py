@@ -203,7 +203,7 @@ class NoiseTable:
                 self._law = full[row].float()
         return logits
 
-    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def add_noise(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Add the noise to a drafter's logits, in float32 or wider, as `apply` does for the target. No log-probs are
         stored."""
         if self.draws:

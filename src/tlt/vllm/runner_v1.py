@@ -36,8 +36,8 @@ class NoisySampling:
         drafter = getattr(runner, "drafter", None)
         if isinstance(drafter, LookAheadProposer):
             drafter.runner = runner
-        elif _guesses_greedily(drafter):
-            NoisyGuesses(self, drafter)
+        elif _drafts_greedily(drafter):
+            NoisyDrafts(self, drafter)
 
     def __call__(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         if logits is not None:
@@ -85,14 +85,14 @@ def _widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _guesses_greedily(drafter: Any) -> bool:
+def _drafts_greedily(drafter: Any) -> bool:
     """Return whether this is a learned drafter of vLLM that takes the argmax over the target's vocabulary, step by
     step."""
     others = ("use_local_argmax_reduction", "use_heterogeneous_vocab", "uses_mrope", "parallel_drafting")
     return hasattr(drafter, "_greedy_sample") and not any(getattr(drafter, name, False) for name in others)
 
 
-class NoisyGuesses:
+class NoisyDrafts:
     """Wrapper that adds the noise to a learned drafter's logits.
 
     It uses the target's noise for the same position. This raises the acceptance rate, because drafter and target then
@@ -104,7 +104,7 @@ class NoisyGuesses:
         self._first_pass = drafter.set_inputs_first_pass
         self._positions: Tensor | None = None
         drafter.set_inputs_first_pass = self.first_pass
-        drafter._greedy_sample = self.guess
+        drafter._greedy_sample = self.sample_draft
 
     def first_pass(self, *arguments: Any, **named: Any) -> Any:
         """Prepare the first draft step and record the positions of the rows that are sampled.
@@ -115,10 +115,10 @@ class NoisyGuesses:
         self._positions = self.drafter.positions[found[1]] + 1
         return found
 
-    def guess(self, hidden_states: Tensor) -> Tensor:
+    def sample_draft(self, hidden_states: Tensor) -> Tensor:
         """Return the draft tokens of one step [requests]."""
         logits, positions = self.drafter.model.compute_logits(hidden_states), self._positions
         if positions is None or len(positions) != len(logits):  # vLLM's dummy run at startup
             return logits.argmax(dim=-1)
         self._positions = positions + 1
-        return self.sampling.table.guess(_widened(logits), self.sampling.slots(), positions).argmax(dim=-1)
+        return self.sampling.table.add_noise(_widened(logits), self.sampling.slots(), positions).argmax(dim=-1)
