@@ -82,9 +82,11 @@ def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]
     batch = TrainBatch(prompts, responses, [1.0, -1.0] * (len(decoded) // 2), [[0.0] * len(r) for r in responses])
     packed = policy.logprobs(batch)
     for prompt, response, found in zip(prompts, responses, packed, strict=True):
-        law = policy.logits(torch.tensor([*prompt, *response], device=DEVICE)).log_softmax(-1).cpu()
-        expected = law[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
-        if not torch.allclose(torch.tensor(found, dtype=law.dtype), expected, atol=ROUNDING[law.dtype]):
+        distribution = policy.logits(torch.tensor([*prompt, *response], device=DEVICE)).log_softmax(-1).cpu()
+        expected = distribution[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
+        if not torch.allclose(
+            torch.tensor(found, dtype=distribution.dtype), expected, atol=ROUNDING[distribution.dtype]
+        ):
             return "log-probs of packed responses differ from those of single ones"
     return "" if policy.update(batch, 0)["grad_norm"] > 0 else "the gradient is 0"
 

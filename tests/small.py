@@ -39,7 +39,7 @@ from tlt.sampling import gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 VOCAB = 5
-LENGTH = 4  # tokens of a response whose law is enumerated: 5^4 = 625 cells
+LENGTH = 4  # tokens of a response whose distribution is enumerated: 5^4 = 625 cells
 ALPHA = 1e-6
 PROMPTS = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
 Context = tuple[int, ...]
@@ -52,7 +52,7 @@ class Violation(AssertionError):
 _noise = gumbel_noise  # bound here, so that a bug planted in tlt does not reach the reference
 
 
-# -- the model and its law ------------------------------------------------------------------------------------------
+# -- the model and its distribution ---------------------------------------------------------------------------------
 
 
 class Target:
@@ -73,7 +73,7 @@ class Target:
         self.decoder = Decoder(decoder_options(self.model.config), dtype, torch.device("cpu"))
         self.decoder.load(self.model.state_dict(), version=0)
         self._logits: dict[Context, list[float]] = {}
-        self._laws: dict[tuple[Context, SamplingParams], list[float]] = {}
+        self._distributions: dict[tuple[Context, SamplingParams], list[float]] = {}
 
     @torch.no_grad()
     def logits(self, contexts: Iterable[Context]) -> list[list[float]]:
@@ -88,25 +88,25 @@ class Target:
             self._logits.update(zip(new, rows.tolist(), strict=True))
         return [self._logits[c] for c in contexts]
 
-    def law(self, context: Context, params: SamplingParams) -> list[float]:
+    def distribution(self, context: Context, params: SamplingParams) -> list[float]:
         """Return the probabilities of the next token."""
         key = (context, params)
-        if key not in self._laws:
-            self._laws[key] = plain_law(self.logits([context])[0], params)
-        return self._laws[key]
+        if key not in self._distributions:
+            self._distributions[key] = plain_distribution(self.logits([context])[0], params)
+        return self._distributions[key]
 
-    def step_law(self, prompt: Prompt, params: SamplingParams, t: int) -> np.ndarray:
+    def step_distribution(self, prompt: Prompt, params: SamplingParams, t: int) -> np.ndarray:
         """Return the probability of token t given every possible response before it, [VOCAB] * (t + 1)."""
         contexts = [prompt.token_ids + tokens for tokens in np.ndindex(*[VOCAB] * t)]
         self.logits(contexts)
-        return np.array([self.law(c, params) for c in contexts]).reshape([VOCAB] * (t + 1))
+        return np.array([self.distribution(c, params) for c in contexts]).reshape([VOCAB] * (t + 1))
 
-    def sequence_law(self, prompt: Prompt, params: SamplingParams, length: int) -> np.ndarray:
+    def sequence_distribution(self, prompt: Prompt, params: SamplingParams, length: int) -> np.ndarray:
         """Return the probability of every response of `length` tokens, [VOCAB] * length."""
-        law = np.ones(())
+        distribution = np.ones(())
         for t in range(length):
-            law = law[..., None] * self.step_law(prompt, params, t)
-        return law
+            distribution = distribution[..., None] * self.step_distribution(prompt, params, t)
+        return distribution
 
 
 def widen(model: nn.Module) -> nn.Module:
@@ -129,20 +129,20 @@ def widen(model: nn.Module) -> nn.Module:
     return model
 
 
-def plain_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
+def plain_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
     """Return softmax(logits / temperature) cut by top-k, then by top-p, one token at a time."""
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))
     if params.temperature == 0:
         return [float(v == order[0]) for v in range(len(logits))]
     order = order[: params.top_k or None]
     weights = [math.exp((logits[v] - logits[order[0]]) / params.temperature) for v in order]
-    total, mass, law = sum(weights), 0.0, [0.0] * len(logits)
+    total, mass, distribution = sum(weights), 0.0, [0.0] * len(logits)
     for v, weight in zip(order, weights, strict=True):
         if params.top_p < 1 and mass >= params.top_p * total:
             break
-        law[v] = weight
+        distribution[v] = weight
         mass += weight
-    return [p / mass for p in law]
+    return [p / mass for p in distribution]
 
 
 def make_requests(
@@ -179,12 +179,12 @@ def reference(target: Target, requests: Sequence[Request]) -> list[Reference]:
         logits = target.logits([requests[i].prompt.token_ids + tuple(out[i].token_ids) for i in open_])
         for i, row in zip(list(open_), logits, strict=True):
             params = requests[i].sampling
-            law = plain_law(row, params)
+            distribution = plain_distribution(row, params)
             g = noise[i][len(out[i].token_ids)] if params.temperature > 0 else [0.0] * VOCAB
-            token = max(range(VOCAB), key=lambda v: _log(law[v]) + g[v])
-            full = plain_law(row, SamplingParams(temperature=params.temperature or 1.0))
+            token = max(range(VOCAB), key=lambda v: _log(distribution[v]) + g[v])
+            full = plain_distribution(row, SamplingParams(temperature=params.temperature or 1.0))
             out[i].token_ids.append(token)
-            out[i].logprobs.append(_log(law[token]))
+            out[i].logprobs.append(_log(distribution[token]))
             out[i].full_logprobs.append(_log(full[token]))
             if token in params.stop_token_ids:
                 out[i] = out[i]._replace(finish_reason="stop")
@@ -223,8 +223,8 @@ class ContextDrafter(NodeDrafter):
     def log_q(self, context: Context, params: SamplingParams) -> list[float]:
         key = (context, params)
         if key not in self._known:
-            floor = 0.0 if self.trust == 1 else 1e-9  # only the oracle excludes what the target's law excludes
-            scores = [self.trust * _log(max(p, floor)) for p in self.target.law(context, params)]
+            floor = 0.0 if self.trust == 1 else 1e-9  # only the oracle excludes what the target's distribution excludes
+            scores = [self.trust * _log(max(p, floor)) for p in self.target.distribution(context, params)]
             shift = np.random.default_rng([self.seed, *context]).normal(size=VOCAB) * self.spread
             self._known[key] = [score + s for score, s in zip(scores, shift.tolist(), strict=True)]
         return self._known[key]
@@ -366,7 +366,7 @@ def reference_draw(
         for p in range(len(PROMPTS)):
             mine = prompt == p
             with np.errstate(divide="ignore"):
-                log_p = np.log(target.step_law(PROMPTS[p], params, t))
+                log_p = np.log(target.step_distribution(PROMPTS[p], params, t))
             tokens[mine, t] = (log_p[tuple(tokens[mine, :t].T)] + g[mine]).argmax(-1)
     return tokens.reshape(epochs, len(PROMPTS), group, LENGTH)
 
@@ -379,12 +379,12 @@ def _require(holds: bool, message: str) -> None:
         raise Violation(message)
 
 
-def check_law(observed: np.ndarray, law: np.ndarray, what: str) -> None:
+def check_distribution(observed: np.ndarray, distribution: np.ndarray, what: str) -> None:
     """Compare counts with probabilities by chi-square. Cells that expect fewer than 5 are pooled, and impossible ones
     must be empty."""
-    counts, expected = observed.ravel(), law.ravel() * observed.sum()
+    counts, expected = observed.ravel(), distribution.ravel() * observed.sum()
     impossible = int(counts[expected == 0].sum())
-    _require(impossible == 0, f"{what}: {impossible} draws of sequences that the law excludes")
+    _require(impossible == 0, f"{what}: {impossible} draws of sequences that the distribution excludes")
     order = np.argsort(expected)
     pooled = int((expected < 5.0).sum())
     while expected[order[:pooled]].sum() < 5.0:  # the pool itself must expect 5
@@ -397,7 +397,7 @@ def check_law(observed: np.ndarray, law: np.ndarray, what: str) -> None:
 
 
 def detectable_bias(cells: int, draws: int, power: float = 0.95) -> float:
-    """Return the total variation, spread evenly over the cells, that `check_law` finds with this power."""
+    """Return the total variation, spread evenly over the cells, that `check_distribution` finds with this power."""
     critical = stats.chi2.isf(ALPHA, cells - 1)
     low, high = 0.0, float(draws)
     for _ in range(60):
@@ -417,28 +417,36 @@ def check_joint(draws: np.ndarray, target: Target, params: SamplingParams) -> No
     """Check that the first 1, 2, 3 and 4 tokens of each prompt's responses follow the enumerated distribution."""
     for p, prompt in enumerate(PROMPTS):
         for length in range(1, LENGTH + 1):
-            law = target.sequence_law(prompt, params, length)
-            check_law(count(draws[:, p, :, :length].reshape(-1, length)), law, f"prompt {p}, {length} tokens")
+            distribution = target.sequence_distribution(prompt, params, length)
+            check_distribution(
+                count(draws[:, p, :, :length].reshape(-1, length)), distribution, f"prompt {p}, {length} tokens"
+            )
 
 
 def check_group_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
     """Check that the first two tokens of responses 0 and 1 of a group follow the product of their distributions."""
     for p, prompt in enumerate(PROMPTS):
-        law = target.sequence_law(prompt, params, 2)
-        _check_product(draws[:, p, 0, :2], draws[:, p, 1, :2], law, law, f"prompt {p}, responses 0 and 1")
+        distribution = target.sequence_distribution(prompt, params, 2)
+        _check_product(
+            draws[:, p, 0, :2], draws[:, p, 1, :2], distribution, distribution, f"prompt {p}, responses 0 and 1"
+        )
 
 
 def check_request_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
     """Check that the first two tokens of requests with different prompts, and of one prompt in two epochs, follow the
     products of their distributions."""
-    laws = [target.sequence_law(prompt, params, 2) for prompt in PROMPTS]
-    _check_product(draws[:, 0, 0, :2], draws[:, 1, 0, :2], laws[0], laws[1], "prompts 0 and 1")
+    distributions = [target.sequence_distribution(prompt, params, 2) for prompt in PROMPTS]
+    _check_product(draws[:, 0, 0, :2], draws[:, 1, 0, :2], distributions[0], distributions[1], "prompts 0 and 1")
     even, odd = draws[0::2, 0, 0, :2], draws[1::2, 0, 0, :2]
-    _check_product(even[: len(odd)], odd, laws[0], laws[0], "two epochs of prompt 0")
+    _check_product(even[: len(odd)], odd, distributions[0], distributions[0], "two epochs of prompt 0")
 
 
-def _check_product(one: np.ndarray, other: np.ndarray, law: np.ndarray, other_law: np.ndarray, what: str) -> None:
-    check_law(count(np.concatenate([one, other], axis=1)), np.multiply.outer(law, other_law), what)
+def _check_product(
+    one: np.ndarray, other: np.ndarray, distribution: np.ndarray, other_distribution: np.ndarray, what: str
+) -> None:
+    check_distribution(
+        count(np.concatenate([one, other], axis=1)), np.multiply.outer(distribution, other_distribution), what
+    )
 
 
 def check_same_draws(draws: np.ndarray, expected: np.ndarray) -> None:

@@ -240,8 +240,8 @@ def test_train_is_quiet_or_prints_json(capsys: pytest.CaptureFixture[str], recip
 
 def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:
     model = str(home / "model")
-    law = ["--max-new-tokens", "8", "--dtype", "float64", "--device", "cpu"]
-    assert exit_code("generate", model, "--prompt", QUESTIONS[0], *law, *options) == 0
+    sampling = ["--max-new-tokens", "8", "--dtype", "float64", "--device", "cpu"]
+    assert exit_code("generate", model, "--prompt", QUESTIONS[0], *sampling, *options) == 0
     return capsys.readouterr().out
 
 

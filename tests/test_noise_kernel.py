@@ -72,13 +72,13 @@ def test_a_noise_table_filled_by_the_kernel_is_the_same(monkeypatch: pytest.Monk
     plain = NoiseTable(4, CPU)
     monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise_kernel.write_scores)
     by_kernel = NoiseTable(4, CPU)
-    laws = ((1.0, 0, 1.0), (0.7, 5, 0.9), (0.0, 0, 1.0))
+    samplings = ((1.0, 0, 1.0), (0.7, 5, 0.9), (0.0, 0, 1.0))
     slots, positions = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([3, 4, 5, 6, 7])
     logits = torch.randn(5, 300)
     found = []
     for table in (plain, by_kernel):
-        for slot, law in enumerate(laws):
-            table.add(slot, Draw(slot, 2**63 + slot, 2, *law), 16)
+        for slot, sampling in enumerate(samplings):
+            table.add(slot, Draw(slot, 2**63 + slot, 2, *sampling), 16)
         scores = table.apply(logits.clone(), slots, positions)
         found.append((scores, table.take({0: (2, 3), 1: (3, 5), 2: (5, 6)})))
     assert torch.equal(found[0][0], found[1][0])

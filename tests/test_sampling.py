@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tlt.sampling import (
-    Law,
+    SamplingTensors,
     _gumbel,
     _host_words,
     gumbel_noise,
     gumbel_topk,
-    log_law,
     philox,
     philox_words,
     request_seed,
+    sampling_log_probs,
 )
 
 INF = math.inf
@@ -189,14 +189,16 @@ def test_request_seed_depends_on_every_field() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-# -- the law ----------------------------------------------------------------------------------------------------------
+# -- the distribution -------------------------------------------------------------------------------------------------
 
 
-def law_of(*rows: tuple[float, int, float]) -> Law:
+def sampling_of(*rows: tuple[float, int, float]) -> SamplingTensors:
     """Return the sampling parameters of rows, each (temperature, top_k, top_p)."""
     temperature, top_k, top_p = zip(*rows, strict=True)
     restricted = any(k > 0 or p < 1 for _, k, p in rows)
-    return Law(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), restricted)
+    return SamplingTensors(
+        torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), restricted
+    )
 
 
 def brute_force(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float] | None:
@@ -229,8 +231,10 @@ def test_distribution_against_brute_force(logits: list[float], temperature: floa
     right = brute_force(logits, temperature, top_k, top_p)
     assume(right is not None)
     assert right is not None
-    law = law_of((temperature, top_k, top_p))._replace(temperature=torch.tensor([temperature], dtype=torch.float64))
-    log_p, full = log_law(torch.tensor([logits], dtype=torch.float64), law)
+    sampling = sampling_of((temperature, top_k, top_p))._replace(
+        temperature=torch.tensor([temperature], dtype=torch.float64)
+    )
+    log_p, full = sampling_log_probs(torch.tensor([logits], dtype=torch.float64), sampling)
     assert log_p[0].exp().tolist() == pytest.approx(right, abs=1e-12)
     unrestricted = brute_force(logits, temperature, 0, 1.0)
     assert full[0].exp().tolist() == pytest.approx(unrestricted, abs=1e-12)
@@ -246,16 +250,16 @@ def test_distribution_against_transformers(temperature: float, top_k: int, top_p
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    law = law_of(*[(temperature, top_k, top_p)] * 20)
-    law = law._replace(temperature=torch.full((20,), temperature, dtype=torch.float64))
-    assert torch.allclose(log_law(logits, law)[0].exp(), scores.softmax(-1), rtol=0, atol=1e-12)
+    sampling = sampling_of(*[(temperature, top_k, top_p)] * 20)
+    sampling = sampling._replace(temperature=torch.full((20,), temperature, dtype=torch.float64))
+    assert torch.allclose(sampling_log_probs(logits, sampling)[0].exp(), scores.softmax(-1), rtol=0, atol=1e-12)
 
 
 def test_each_row_has_its_own_sampling_parameters() -> None:
     """Trees of several nodes per row, and rows with different sampling parameters in one batch."""
     rows = [(1.0, 0, 1.0), (0.5, 2, 1.0), (0.7, 0, 0.6), (2.0, 3, 0.9)]
     logits = torch.randn(4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    log_p, full = log_law(logits, law_of(*rows))
+    log_p, full = sampling_log_probs(logits, sampling_of(*rows))
     for b, (temperature, top_k, top_p) in enumerate(rows):
         for n in range(6):
             right = brute_force(logits[b, n].tolist(), temperature, top_k, top_p)
@@ -269,28 +273,28 @@ def test_a_filter_of_one_row_does_not_affect_the_others(dtype: torch.dtype) -> N
     """A row's distribution must not depend on other rows by a bit. top_p = 1 keeps every token, however small its
     probability."""
     logits = torch.randn(2, 5000, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4
-    alone, _ = log_law(logits[:1], law_of((1.0, 0, 1.0)))
-    mixed, _ = log_law(logits, law_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
+    alone, _ = sampling_log_probs(logits[:1], sampling_of((1.0, 0, 1.0)))
+    mixed, _ = sampling_log_probs(logits, sampling_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
     assert torch.isfinite(mixed[0]).all()
     assert torch.equal(mixed[0], alone[0])
 
 
 def test_top_k_alone_keeps_k() -> None:
     logits = torch.tensor([[30.0, 0.0, -30.0, -60.0, -90.0]])
-    log_p, _ = log_law(logits, law_of((1.0, 4, 1.0)))
+    log_p, _ = sampling_log_probs(logits, sampling_of((1.0, 4, 1.0)))
     assert torch.isfinite(log_p[0]).tolist() == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-12, 0.3])
 def test_top_p_is_never_empty(top_p: float) -> None:
-    log_p, _ = log_law(torch.tensor([[1.0, 5.0, 2.0], [0.0, 0.0, 0.0]]), law_of(*[(1.0, 0, top_p)] * 2))
+    log_p, _ = sampling_log_probs(torch.tensor([[1.0, 5.0, 2.0], [0.0, 0.0, 0.0]]), sampling_of(*[(1.0, 0, top_p)] * 2))
     assert log_p.tolist() == [[-INF, 0.0, -INF], [0.0, -INF, -INF]]
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
 def test_a_prefix_with_exactly_the_mass_of_top_p_is_enough(top_p: float, kept: int) -> None:
     """Four equal tokens, whose sums are exact."""
-    log_p, _ = log_law(torch.zeros(1, 4), law_of((1.0, 0, top_p)))
+    log_p, _ = sampling_log_probs(torch.zeros(1, 4), sampling_of((1.0, 0, top_p)))
     assert log_p[0].exp().tolist() == pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))
 
 
@@ -300,7 +304,7 @@ def test_the_mass_of_a_long_tail_is_summed_exactly(top_p: float) -> None:
     them."""
     logits = 0.5 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)) - 20
     logits[0, 0] = 0.0
-    log_p, full = log_law(logits, law_of((1.0, 0, top_p)))
+    log_p, full = sampling_log_probs(logits, sampling_of((1.0, 0, top_p)))
     likeliest_first = full[0].sort(descending=True).values.softmax(-1).double().numpy()
     kept = 1 + int((np.cumsum(likeliest_first) < top_p).sum())
     assert abs(int(torch.isfinite(log_p).sum()) - kept) <= 1
@@ -310,18 +314,21 @@ def test_dtypes_are_kept_or_widened() -> None:
     """float64 is not cast to float32, and no wider type to bfloat16."""
     logits = torch.randn(3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     for rows in ([(0.7, 0, 1.0)] * 3, [(0.7, 5, 0.9)] * 3):
-        law = law_of(*rows)
-        assert [x.dtype for x in log_law(logits, law)] == [torch.float64] * 2
-        assert [x.dtype for x in log_law(logits.float(), law)] == [torch.float32] * 2
+        sampling = sampling_of(*rows)
+        assert [x.dtype for x in sampling_log_probs(logits, sampling)] == [torch.float64] * 2
+        assert [x.dtype for x in sampling_log_probs(logits.float(), sampling)] == [torch.float32] * 2
         narrow, wide = logits.bfloat16(), logits.bfloat16().float()
-        assert all(torch.equal(a, b) for a, b in zip(log_law(narrow, law), log_law(wide, law), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(sampling_log_probs(narrow, sampling), sampling_log_probs(wide, sampling), strict=True)
+        )
 
 
 def test_temperature_zero_is_greedy() -> None:
     """The argmax is the greedy token, the first of equal ones. The full log-probs are those of temperature 1."""
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]], dtype=torch.float64)
     for top_k, top_p in ((0, 1.0), (2, 0.5)):
-        log_p, full = log_law(logits, law_of((0.0, top_k, top_p)))
+        log_p, full = sampling_log_probs(logits, sampling_of((0.0, top_k, top_p)))
         assert gumbel_topk(log_p, torch.zeros(1, 4)).picks.item() == 1
         assert torch.equal(full, torch.log_softmax(logits, dim=-1))
 
@@ -337,8 +344,8 @@ def test_the_lowest_temperatures_share_the_probability_among_the_best(
 ) -> None:
     """Below 1e-38 a temperature is subnormal or 0 in float32, and a logit divided by it is infinite."""
     rows = [(temperature, top_k, top_p) for temperature in (*LOWEST, 1.0, 0.0)]
-    law = law_of(*rows)._replace(temperature=torch.tensor([row[0] for row in rows], dtype=torch.float64))
-    log_p, full = log_law(torch.tensor([logits] * len(rows), dtype=dtype), law)
+    sampling = sampling_of(*rows)._replace(temperature=torch.tensor([row[0] for row in rows], dtype=torch.float64))
+    log_p, full = sampling_log_probs(torch.tensor([logits] * len(rows), dtype=dtype), sampling)
     for row, temperature in enumerate([*LOWEST, 1.0, 1.0]):
         rounded = torch.tensor(logits, dtype=dtype).tolist()
         assert log_p[row].exp().tolist() == pytest.approx(brute_force(rounded, temperature, top_k, top_p), abs=1e-6)
@@ -352,8 +359,8 @@ def test_other_rows_do_not_depend_on_the_lowest_temperatures(dtype: torch.dtype)
     logits = (torch.randn(count, 400, generator=torch.Generator().manual_seed(7)) * 9).to(dtype)
     wide = logits if dtype == torch.float64 else logits.float()
     expected = torch.log_softmax(wide / temperatures.to(wide.dtype)[:, None], dim=-1)
-    law = law_of(*[(1.0, 0, 1.0)] * count)._replace(temperature=temperatures)
-    assert torch.equal(log_law(logits, law)[0], expected)
+    sampling = sampling_of(*[(1.0, 0, 1.0)] * count)._replace(temperature=temperatures)
+    assert torch.equal(sampling_log_probs(logits, sampling)[0], expected)
 
 
 # -- the sample -------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 
-class Law(NamedTuple):
+class SamplingTensors(NamedTuple):
     """Sampling parameters of M rows, as tensors [M]. `restricted`: a row uses top-k or top-p. `tempered`: a row has a
     temperature other than 1. `greedy`: a row has a temperature of 0."""
 
@@ -128,7 +128,7 @@ class Law(NamedTuple):
     tempered: bool = True
     greedy: bool = True
 
-    def of(self, rows: slice) -> Law:
+    def of(self, rows: slice) -> SamplingTensors:
         return self._replace(temperature=self.temperature[rows], top_k=self.top_k[rows], top_p=self.top_p[rows])
 
 
@@ -138,7 +138,7 @@ def lowest_temperature(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny * 1e8
 
 
-def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Return (log p, log softmax(logits / temperature)) over [M, ..., V]. p is the distribution after temperature,
     top-k and top-p, in that order.
 
@@ -148,26 +148,26 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     shape = (-1,) + (1,) * (logits.dim() - 1)
-    if law.tempered:
-        temperature = law.temperature.clamp(min=lowest_temperature(wide.dtype)).to(wide.dtype)
-        wide = wide / torch.where(law.temperature > 0, temperature, 1.0).view(shape)
+    if sampling.tempered:
+        temperature = sampling.temperature.clamp(min=lowest_temperature(wide.dtype)).to(wide.dtype)
+        wide = wide / torch.where(sampling.temperature > 0, temperature, 1.0).view(shape)
     full = torch.log_softmax(wide, dim=-1)
-    if not law.restricted:
+    if not sampling.restricted:
         return full, full
     ordered, ids = torch.sort(full, dim=-1, descending=True, stable=True)
     vocab_size = full.shape[-1]
-    top_k = torch.where(law.top_k > 0, law.top_k, vocab_size).view(shape)
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocab_size).view(shape)
     ordered = ordered.masked_fill(torch.arange(vocab_size, device=full.device) >= top_k, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     # mass of the tokens ranked above, in float64, because the rounding of many small terms could move the cut
     before = torch.cumsum(probabilities, dim=-1, dtype=torch.float64) - probabilities
-    top_p = torch.where(law.top_p < 1, law.top_p, torch.inf)  # 1 keeps all, even if a partial sum rounds to 1
+    top_p = torch.where(sampling.top_p < 1, sampling.top_p, torch.inf)  # 1 keeps all, even if a partial sum rounds to 1
     outside = before >= top_p.view(shape)
     outside[..., 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
     restricted = torch.empty_like(ordered).scatter_(-1, ids, ordered)
     # rows without top-k and top-p keep the same bits, whatever other rows are in the batch
-    return torch.where(((law.top_k > 0) | (law.top_p < 1)).view(shape), restricted, full), full
+    return torch.where(((sampling.top_k > 0) | (sampling.top_p < 1)).view(shape), restricted, full), full
 
 
 class TopK(NamedTuple):

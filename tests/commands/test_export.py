@@ -419,13 +419,15 @@ def test_a_drafter_has_the_rope_of_its_target(model: Path, tmp_path: Path) -> No
         check_drafter(tmp_path / "out", target)
 
 
-@pytest.mark.parametrize("law", [{"top_k": 20}, {"num_beams": 1, "early_stopping": True}, {"min_p": 0.1, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 20}, {"num_beams": 1, "early_stopping": True}, {"min_p": 0.1, "top_p": 0.9}]
+)
 def test_generation_defaults_that_transformers_would_not_write_are_kept_by_training_and_export(
-    tmp_path: Path, law: dict[str, Any]
+    tmp_path: Path, sampling: dict[str, Any]
 ) -> None:
     config = tiny_config(tmp_path, train={"steps": 1})
     source = Path(config.model.path)
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, **law}))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, **sampling}))
     train(config)
     export(Path(config.run.folder), tmp_path / "out", "hf", "float32")
     for folder in (policy_in(config.run.folder), tmp_path / "out"):

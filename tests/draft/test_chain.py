@@ -22,7 +22,7 @@ from tlt.engine.engine import Engine, Round
 from tlt.types import Prompt, Request, SamplingParams
 from tlt.verify.modes import InTurn
 
-LAWS = {
+SAMPLINGS = {
     "plain": [SamplingParams(max_new_tokens=40, stop_token_ids=(3,))],
     "long": [SamplingParams(max_new_tokens=60)],
     "tempered": [SamplingParams(0.7, max_new_tokens=40), SamplingParams(1.3, max_new_tokens=9)],
@@ -47,7 +47,12 @@ def layer_of(model: Model, kind: Kind, window: int, reduced: bool) -> EagleLayer
 
 
 def trees(
-    model: Model, layer: EagleLayer, whole: bool, strategies: list[Strategy], laws: str, kv_tokens: int | None = None
+    model: Model,
+    layer: EagleLayer,
+    whole: bool,
+    strategies: list[Strategy],
+    sampling: str,
+    kv_tokens: int | None = None,
 ) -> list[tuple[int, int, DraftTree]]:
     """Decode 11 requests in 5 rows. Return (seed, tokens of the row, tree) of every row and round that drafts."""
     drafter = EagleDrafter(layer, model.decoder)
@@ -66,7 +71,7 @@ def trees(
         return made
 
     engine.draft = observed
-    params = cycle(LAWS[laws])
+    params = cycle(SAMPLINGS[sampling])
     asked = [
         Request(Prompt(n, "", tuple((3 * n + j * j) % 11 for j in range(1 + 5 * (n % 4)))), 0, 0, 70 + n, next(params))
         for n in range(11)
@@ -113,10 +118,10 @@ def test_whole_chains_equal_those_grown_by_level(model: Model, case: str, kind: 
     check(ours, theirs)
 
 
-@pytest.mark.parametrize("laws", ["tempered", "greedy", "restricted"])
-def test_whole_chains_follow_the_sampling_parameters_of_their_request(model: Model, laws: str) -> None:
+@pytest.mark.parametrize("sampling", ["tempered", "greedy", "restricted"])
+def test_whole_chains_follow_the_sampling_parameters_of_their_request(model: Model, sampling: str) -> None:
     layer = layer_of(model, "eagle1", 6, True)
-    ours, theirs = (trees(model, layer, whole, CASES["every_round"], laws) for whole in (True, False))
+    ours, theirs = (trees(model, layer, whole, CASES["every_round"], sampling) for whole in (True, False))
     check(ours, theirs)
 
 

@@ -28,8 +28,8 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.engine import Round as Round_
-from tlt.engine.laws import law_of
 from tlt.engine.rows import RowTable
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.types import Prompt, Request, Row, SamplingParams
 from tlt.verify.modes import InTurn
@@ -57,7 +57,7 @@ class Round:
     layer: EagleLayer
     length: int
     """of the feature window"""
-    laws: dict[Path, Tensor] = field(default_factory=dict)
+    distributions: dict[Path, Tensor] = field(default_factory=dict)
     tree: DraftTree | None = None
     committed: tuple[int, ...] = ()
 
@@ -89,7 +89,7 @@ class Recorder(EagleDrafter):
         for slot, row in enumerate(live):
             for w, on in enumerate(alive[slot]):
                 if on:
-                    found = self.log[row.request.seed, len(row.tokens)].laws
+                    found = self.log[row.request.seed, len(row.tokens)].distributions
                     found[paths[slot][w]] = candidates.log_q[slot, w].clone()
         return candidates
 
@@ -139,7 +139,7 @@ class Life:
         for _ in self.engine.generate(requests):
             pass
         assert self.engine.stats.drafter_failures == 0
-        for where in [where for where, round_ in self.log.items() if not round_.laws]:  # no room for a draft
+        for where in [where for where, round_ in self.log.items() if not round_.distributions]:  # no room for a draft
             del self.log[where]
         return self.log
 
@@ -165,9 +165,9 @@ def check_as_fresh(model: Model, log: dict[Place, Round], strategy: Strategy, ev
     assert len(log) > 8
     for where, got in some_of(log, every):
         want = fresh(model, got, strategy)
-        assert got.laws.keys() == want.laws.keys(), where
-        for path, law in want.laws.items():
-            assert torch.allclose(got.laws[path], law, rtol=1e-8, atol=1e-8), (where, path)
+        assert got.distributions.keys() == want.distributions.keys(), where
+        for path, distribution in want.distributions.items():
+            assert torch.allclose(got.distributions[path], distribution, rtol=1e-8, atol=1e-8), (where, path)
         assert got.tree is not None
         assert want.tree is not None
         assert (got.tree.tokens, got.tree.parents) == (want.tree.tokens, want.tree.parents), where
@@ -175,14 +175,14 @@ def check_as_fresh(model: Model, log: dict[Place, Round], strategy: Strategy, ev
 
 def requests(count: int = 6, new_tokens: int = 40, group: int = 1, prompt: int = 5) -> list[Request]:
     """Return requests with different prompts, lengths and sampling parameters."""
-    laws = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0})
+    samplings = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0})
     return [
         Request(
             Prompt(n // group, "", tuple((3 * k + n // group) % 11 for k in range(prompt + n // group))),
             n % group,
             0,
             77 + n,
-            SamplingParams(max_new_tokens=new_tokens - 5 * (n % 4), **laws[n % len(laws)]),
+            SamplingParams(max_new_tokens=new_tokens - 5 * (n % 4), **samplings[n % len(samplings)]),
         )
         for n in range(count)
     ]
@@ -209,12 +209,12 @@ def check_as_twin(model: Model, log: dict[Place, Round], every: int, listed: Ten
         features = model.features(context, got.layer.options.taps)[:-1]  # the root has not been through the target
         start = max(0, len(context) - 1 - window)
         entries = twin.true_entries(features[start:], context[start + 1 :], start)
-        for path, law in got.laws.items():
+        for path, distribution in got.distributions.items():
             logits = twin.logits(twin.chain(entries, path)[-1]) / (params.temperature or 1.0)
             logits = logits if listed is None else logits[listed]
-            inside = law.isfinite()
+            inside = distribution.isfinite()
             want = torch.log_softmax(logits[inside], 0)  # among what top-k and top-p leave
-            assert torch.allclose(law[inside], want, rtol=1e-7, atol=1e-7), (where, path)
+            assert torch.allclose(distribution[inside], want, rtol=1e-7, atol=1e-7), (where, path)
             assert logits[inside].min() >= logits[~inside].max() if not inside.all() else True
 
 
@@ -229,7 +229,7 @@ def test_proposals_equal_the_twins(model: Model, kind: Kind, window: int, strate
     """The twin uses transformers' hidden states and full attention. This checks windows, positions, tree masks and the
     cache."""
     log = Life(model, make_layer(model.decoder, kind, window), Fixed(strategy)).run(requests(4, new_tokens=60))
-    assert max(len(path) for round_ in log.values() for path in round_.laws) == strategy.depth - 1
+    assert max(len(path) for round_ in log.values() for path in round_.distributions) == strategy.depth - 1
     check_as_twin(model, log, every=17)
 
 
@@ -339,11 +339,11 @@ def test_a_sibling_whose_source_no_longer_has_the_prompt(model: Model) -> None:
         for start in range(first, len(context) - 1):
             entries = twin.true_entries(features[start:], context[start + 1 :], start)
             possible.append(torch.log_softmax(twin.logits(twin.chain(entries, ())[-1]), 0))
-        law = round_.laws.get(())
-        if law is None or not law.isfinite().all():
+        distribution = round_.distributions.get(())
+        if distribution is None or not distribution.isfinite().all():
             assert not round_.committed, "nothing to draft from, but only before the first round"
         else:
-            assert any(torch.allclose(law, p, rtol=1e-7, atol=1e-7) for p in possible), len(round_.committed)
+            assert any(torch.allclose(distribution, p, rtol=1e-7, atol=1e-7) for p in possible), len(round_.committed)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -410,7 +410,7 @@ def test_values_that_are_not_finite_do_not_affect_the_next_row(model: Model, pla
     layer = make_layer(model.decoder, "eagle3", 16)
     layout = layer.options.layout
 
-    def laws(before: bool) -> Tensor:
+    def distributions(before: bool) -> Tensor:
         window = FeatureWindow(layout, hidden, torch.float64, torch.device("cpu"))
         drafter, table = EagleDrafter(layer, model.decoder), RowTable([window])
 
@@ -425,8 +425,8 @@ def test_values_that_are_not_finite_do_not_affect_the_next_row(model: Model, pla
         def predict() -> Tensor:
             rows = len(table)
             none = np.zeros((rows, 1), dtype=np.int64)
-            law = law_of([SamplingParams()] * rows, torch.device("cpu"))
-            return drafter.predict(Level(0, none, none, none == 0, law)).log_q
+            sampling = sampling_tensors([SamplingParams()] * rows, torch.device("cpu"))
+            return drafter.predict(Level(0, none, none, none == 0, sampling)).log_q
 
         drafter.begin(FeatureView(window))
         if before:
@@ -440,7 +440,7 @@ def test_values_that_are_not_finite_do_not_affect_the_next_row(model: Model, pla
         come(2, 3, 1.0)
         return predict()
 
-    assert torch.allclose(laws(before=True), laws(before=False), rtol=1e-10, atol=1e-10)
+    assert torch.allclose(distributions(before=True), distributions(before=False), rtol=1e-10, atol=1e-10)
 
 
 def test_a_tree_too_large_for_the_cache_only_turns_the_drafter_off(model: Model) -> None:

@@ -18,7 +18,7 @@ from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Drafter, Level, Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
 from tlt.draft.tree import DraftTree, NoiseOf, Roots, _cut, _grow_trees, _Grown, grow, stack
-from tlt.engine.laws import law_of
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -87,8 +87,8 @@ def trees_of(
     tokens = [committed[-1] if committed else asked.prompt.token_ids[-1] for asked, committed in rows]
     room = [asked.sampling.max_new_tokens - len(committed) for asked, committed in rows]
     stops = [[*asked.sampling.stop_token_ids, -1, -1][:2] for asked, _ in rows]
-    law = law_of([asked.sampling for asked, _ in rows], CPU)
-    roots = Roots(np.array(tokens), np.array(room), np.array(stops), law, CPU)
+    sampling = sampling_tensors([asked.sampling for asked, _ in rows], CPU)
+    roots = Roots(np.array(tokens), np.array(room), np.array(stops), sampling, CPU)
     return grow(drafter, roots, strategy, noise_of(len(rows)), VOCAB, known or Calibration())
 
 

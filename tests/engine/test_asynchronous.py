@@ -23,7 +23,7 @@ from tlt.models.weights import read_safetensors
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Request, SamplingParams
 
-LAW = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
+SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
 PROMPTS = [Prompt(number, "", tuple(range(65, 70 + number))) for number in range(4)]
 
 
@@ -47,8 +47,8 @@ def served(engine: Engine) -> Iterator[AsyncEngine]:
     made.close()
 
 
-def requests(samples: int = 2, **law: Any) -> list[Request]:
-    return make_requests(PROMPTS, samples, SamplingParams(**vars(LAW) | law), seed=7)
+def requests(samples: int = 2, **sampling: Any) -> list[Request]:
+    return make_requests(PROMPTS, samples, SamplingParams(**vars(SAMPLING) | sampling), seed=7)
 
 
 def test_requests_that_arrive_one_by_one_get_the_tokens_of_a_batch(engine: Engine) -> None:

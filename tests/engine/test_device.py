@@ -27,7 +27,7 @@ STRATEGIES = {
     "eagle chain": Strategy("eagle", 5, 1, 6),
     "eagle tree": Strategy("eagle", 3, 2, 8),
 }
-LAWS = (
+SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(7,)),
@@ -66,9 +66,9 @@ def engine_for(target: Decoder, strategy: Strategy, kind: Kind = "eagle3", **con
 
 def requests(count: int, tokens: int) -> list[Request]:
     """Return groups of two. The suffix drafter finds its matches in the prompts."""
-    laws = [replace(law, max_new_tokens=tokens) for law in LAWS]
+    samplings = [replace(sampling, max_new_tokens=tokens) for sampling in SAMPLINGS]
     prompts = [Prompt(i, "", (1, 2, 3, 1, 1, 1, 1, 1, 1)[: 5 + i]) for i in range((count + 1) // 2)]
-    return [Request(prompts[n // 2], n % 2, 0, n, laws[n % len(laws)]) for n in range(count)]
+    return [Request(prompts[n // 2], n % 2, 0, n, samplings[n % len(samplings)]) for n in range(count)]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle1", marks=pytest.mark.slow), "eagle3"])

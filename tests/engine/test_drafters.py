@@ -19,7 +19,7 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.drafters import AcceptanceRate, Drafters
-from tlt.sampling import Law
+from tlt.sampling import SamplingTensors
 from tlt.types import Prompt, Request, SamplingParams
 
 
@@ -143,11 +143,11 @@ class Grabbing(NodeDrafter):
 
     def predict(self, level: Level) -> Candidates:
         drafted = super().predict(level)
-        self.given += [level.tokens, level.parents, level.alive, level.law]
+        self.given += [level.tokens, level.parents, level.alive, level.sampling]
         for thing in self.given:
             if isinstance(thing, np.ndarray):
                 thing[...] = 1
-            elif isinstance(thing, Law):
+            elif isinstance(thing, SamplingTensors):
                 for tensor in (thing.temperature, thing.top_k, thing.top_p):
                     tensor.fill_(2)
             elif isinstance(thing, Request):
@@ -163,9 +163,9 @@ class Grabbing(NodeDrafter):
 @pytest.mark.parametrize("strategy", [Strategy("", 3, 1, 4), Strategy("", 2, 2, 6)], ids=["chain", "tree"])
 def test_a_drafter_that_writes_into_its_inputs_changes_nothing(strategy: Strategy) -> None:
     target, drafter = Target(), Grabbing()
-    laws = [SamplingParams(0.7, max_new_tokens=20), SamplingParams(0.9, top_k=3, max_new_tokens=20)]
+    samplings = [SamplingParams(0.7, max_new_tokens=20), SamplingParams(0.9, top_k=3, max_new_tokens=20)]
     prompts = [Prompt(i, "", (1, 2, i), {"answer": "right"}) for i in range(3)]
-    asked = make_requests(prompts, laws)
+    asked = make_requests(prompts, samplings)
     engine = build(target, drafter, strategy, max_rows=3)
     found = small.decode(engine, asked)
     small.check_tokens(found, small.reference(target, asked))

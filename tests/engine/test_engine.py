@@ -57,8 +57,8 @@ def engine(drafter: Any = None, shape: Strategy = PLAIN, detokenize: Any = None,
 
 
 def request(prompt: Sequence[int] = (7, 8, 9), index: int = 0, prompt_id: int = 0, **params: Any) -> Request:
-    law: dict[str, Any] = {"max_new_tokens": 12} | params
-    return Request(Prompt(prompt_id, "", tuple(prompt)), index, 0, 1000 * prompt_id + index, SamplingParams(**law))
+    sampling: dict[str, Any] = {"max_new_tokens": 12} | params
+    return Request(Prompt(prompt_id, "", tuple(prompt)), index, 0, 1000 * prompt_id + index, SamplingParams(**sampling))
 
 
 def some_requests(count: int, **params: Any) -> list[Request]:

@@ -23,7 +23,7 @@ from tlt.engine.tuner import Fixed
 from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Response, SamplingParams
 
-LAWS = [SamplingParams(max_new_tokens=n, stop_token_ids=stops) for n, stops in ((7, (3,)), (40, ()), (90, ()))]
+SAMPLINGS = [SamplingParams(max_new_tokens=n, stop_token_ids=stops) for n, stops in ((7, (3,)), (40, ()), (90, ()))]
 AHEAD = PLAIN._replace(ahead=16)
 CHAIN = Strategy("eagle", 4, 1, 5, ahead=16)
 
@@ -36,7 +36,7 @@ def target() -> Target:
 @cache
 def requests() -> tuple[Request, ...]:
     prompts = [Prompt(i, "", tuple(1 + (i * 7 + k) % (VOCAB - 1) for k in range(3 + i))) for i in range(4)]
-    return tuple(make_requests(prompts, LAWS, group=3))
+    return tuple(make_requests(prompts, SAMPLINGS, group=3))
 
 
 @cache

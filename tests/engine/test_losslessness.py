@@ -49,7 +49,7 @@ def target(dtype: torch.dtype = torch.float64) -> Target:
     return Target(seed=0, dtype=dtype)
 
 
-# -- the law ----------------------------------------------------------------------------------------------------------
+# -- the distribution -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def narrow_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
 
 
-LAWS = {
+SAMPLINGS = {
     "plain": SamplingParams(1.0, max_new_tokens=4),
     "temperature": SamplingParams(0.7, max_new_tokens=4),
     "top_k": SamplingParams(1.0, top_k=3, max_new_tokens=4),
@@ -73,15 +73,15 @@ def check_all(draws: np.ndarray, params: SamplingParams, of: Target) -> None:
     small.check_request_independence(draws, of, params)
 
 
-@pytest.mark.parametrize("law", [pytest.param("plain", marks=pytest.mark.slow), "all"])
-def test_the_sampling_rule_has_the_distribution(law: str) -> None:
+@pytest.mark.parametrize("sampling", [pytest.param("plain", marks=pytest.mark.slow), "all"])
+def test_the_sampling_rule_has_the_distribution(sampling: str) -> None:
     """argmax of log p + g for 600,000 requests. This shows a bias of the noise, or related seeds."""
-    draws = small.reference_draw(target(), LAWS[law], epochs=150_000)
-    check_all(draws, LAWS[law], target())
+    draws = small.reference_draw(target(), SAMPLINGS[sampling], epochs=150_000)
+    check_all(draws, SAMPLINGS[sampling], target())
 
 
 class Speculation(NamedTuple):
-    law: str
+    sampling: str
     strategy: Strategy
     drafter: Callable[[Target], Drafter | None]
     epochs: int = 4_000
@@ -113,7 +113,7 @@ def test_distribution_of_responses(name: str) -> None:
     """This shows a drafter, a tree or a batch that changes the distribution: over positions, within a group, or across
     requests."""
     s = SPECULATIONS[name]
-    of, params, run_seed = target(s.dtype), LAWS[s.law], list(SPECULATIONS).index(name) + 1
+    of, params, run_seed = target(s.dtype), SAMPLINGS[s.sampling], list(SPECULATIONS).index(name) + 1
     engine = build(of, s.drafter(of), s.strategy, max_rows=64 if "suffix" in name else 512)
     draws = small.draw(engine, params, s.epochs, run_seed=run_seed)
     assert engine.stats.drafter_failures == 0
@@ -358,7 +358,7 @@ def test_a_rollout_does_not_depend_on_earlier_ones() -> None:
 
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
-ORACLE_LAWS = {
+ORACLE_SAMPLINGS = {
     "off": {},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.8},
@@ -375,7 +375,7 @@ def test_all_draft_tokens_of_an_oracle_are_accepted(
     """Every draft token of the target itself is accepted at every depth.
 
     This shows drafts with another noise, position, distribution or context than the target's, which only cost speed."""
-    params = SamplingParams(temperature, **ORACLE_LAWS[cut], max_new_tokens=40)
+    params = SamplingParams(temperature, **ORACLE_SAMPLINGS[cut], max_new_tokens=40)
     requests = make_requests(MIXED_PROMPTS, [params], group=2)
     engine = build(target(), small.oracle(target()), strategy, bound_tokens=85 if memory == "preempted" else None)
     steps = small.record_steps(engine)

@@ -25,7 +25,7 @@ from tlt.engine.engine import Engine, Round
 from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.runner import Runner, Sampled
 from tlt.models.decoder import Decoder
-from tlt.sampling import Law, gumbel_noise
+from tlt.sampling import SamplingTensors, gumbel_noise
 from tlt.types import Prompt, Row, SamplingParams
 
 Patch = pytest.MonkeyPatch
@@ -87,14 +87,14 @@ def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
 
 
 def top_p_at_the_root_only(patch: Patch) -> None:
-    log_law = tlt.engine.runner.log_law
+    sampling_log_probs = tlt.engine.runner.sampling_log_probs
 
-    def by_node(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-        log_p, full = log_law(logits, law)
-        below, _ = log_law(logits, law._replace(top_p=torch.ones_like(law.top_p)))
+    def by_node(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        log_p, full = sampling_log_probs(logits, params)
+        below, _ = sampling_log_probs(logits, params._replace(top_p=torch.ones_like(params.top_p)))
         return torch.cat([log_p[:, :1], below[:, 1:]], dim=1), full
 
-    patch.setattr(tlt.engine.runner, "log_law", by_node)
+    patch.setattr(tlt.engine.runner, "sampling_log_probs", by_node)
 
 
 # -- bugs: the walk and the commit ------------------------------------------------------------------------------------

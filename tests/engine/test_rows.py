@@ -30,8 +30,8 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 TARGET = Target(seed=0)
 
 
-def request(prompt: Sequence[int], seed: int, new_tokens: int = 8, **law: Any) -> Request:
-    params = SamplingParams(**({"temperature": 0.7} | law), max_new_tokens=new_tokens)
+def request(prompt: Sequence[int], seed: int, new_tokens: int = 8, **sampling: Any) -> Request:
+    params = SamplingParams(**({"temperature": 0.7} | sampling), max_new_tokens=new_tokens)
     return Request(Prompt(seed // 10, "", tuple(prompt)), seed % 10, 0, seed, params)
 
 

@@ -160,9 +160,9 @@ def test_a_model_that_decodes_greedily_stops_where_transformers_stops(tmp_path: 
     engine = tlt.load_engine({"path": str(tmp_path), "dtype": "float64", "device": "cpu"}, {"drafter": "suffix"})
     ended = 0
     for strings in (("é",), ("b<|im_end|>", "a a"), ("<|end|>", "bb"), ("ab ab", "<|im_end|>a", "Ã")):
-        law = SamplingParams(temperature=0.0, max_new_tokens=40, stop_strings=strings)
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=40, stop_strings=strings)
         prompts = [Prompt(i, "", (i,)) for i in range(0, 250, 25)]
-        for response in engine.generate(tlt.make_requests(prompts, 1, law, 0)):
+        for response in engine.generate(tlt.make_requests(prompts, 1, sampling, 0)):
             asked = torch.tensor([response.request.prompt.token_ids])
             wanted = model.generate(
                 asked,

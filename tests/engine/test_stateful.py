@@ -38,7 +38,7 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 CPU = torch.device("cpu")
 TARGETS = (Target(seed=0), Target(seed=1))
 PROMPTS = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4,)), Prompt(2, "", (2, 0, 1) * 7), Prompt(3, "", (1, 2, 3, 3)))
-LAWS = (
+SAMPLINGS = (
     {"temperature": 0.7},
     {"temperature": 0.0},
     {"temperature": 0.9, "top_k": 3},
@@ -75,7 +75,7 @@ class Vandal(EagleDrafter):
     def predict(self, level: Level) -> Candidates:
         for array in (level.tokens, level.parents, level.alive):
             array[...] = 1
-        for tensor in (level.law.temperature, level.law.top_k, level.law.top_p):
+        for tensor in (level.sampling.temperature, level.sampling.top_k, level.sampling.top_p):
             tensor.fill_(3)
         for rows in (self.window.lengths, self.window.starts):
             rows.append(7)
@@ -134,18 +134,18 @@ class Engines(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 2),
         asked=st.lists(
-            st.tuples(st.sampled_from(PROMPTS), st.sampled_from(LAWS), st.sampled_from(LENGTHS)),
+            st.tuples(st.sampled_from(PROMPTS), st.sampled_from(SAMPLINGS), st.sampled_from(LENGTHS)),
             min_size=1,
             max_size=4,
         ),
     )
     def submit(self, number: int, asked: list[tuple[Prompt, dict[str, Any], int]]) -> None:
         requests = []
-        for prompt, law, length in asked:
+        for prompt, sampling, length in asked:
             index = next(self.indices) % 6
             while (seed := 10 * prompt.prompt_id + index) in self.open:
                 index += 100
-            requests.append(Request(prompt, index, 0, seed, SamplingParams(**law, max_new_tokens=length)))
+            requests.append(Request(prompt, index, 0, seed, SamplingParams(**sampling, max_new_tokens=length)))
             self.open[seed] = requests[-1]
         self.engine(number).submit(requests)
 

@@ -138,8 +138,8 @@ def _by_the_model(model: Any, found: dict[str, Any], temperature: float) -> list
     for prompt, tokens in zip(found["prompt_ids"], found["completion_ids"], strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-        law = (logits / temperature).log_softmax(-1)
-        rows.append(law.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist())
+        distribution = (logits / temperature).log_softmax(-1)
+        rows.append(distribution.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist())
     return rows
 
 

@@ -167,11 +167,12 @@ def test_the_end_tokens_are_those_of_trl(folder: Path) -> None:
 
 def test_the_sampling_parameters_are_the_trainers(folder: Path) -> None:
     args = FakeTrainer(folder, temperature=0.3, top_k=5, top_p=0.9).args
-    law = trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
-    assert (law.temperature, law.top_k, law.top_p, law.max_new_tokens, law.stop_token_ids) == (0.3, 5, 0.9, 12, (1, 2))
+    found = trl_terms.to_sampling_params(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
+    expected = (0.3, 5, 0.9, 12, (1, 2))
+    assert (found.temperature, found.top_k, found.top_p, found.max_new_tokens, found.stop_token_ids) == expected
     assert off()(PROMPTS, FakeTrainer(folder)) != off()(PROMPTS, FakeTrainer(folder, seed=43)), "TRL's own seed"
     args.top_k = None  # off, as 0 is
-    assert trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
+    assert trl_terms.to_sampling_params(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
 
 
 def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:

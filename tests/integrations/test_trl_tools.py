@@ -33,9 +33,9 @@ class Generation:
         self.asked: list[Request] = []
         self.trainer = SimpleNamespace()
         self.turns = ToolTurns(self.trainer, self.decode)
-        law = SamplingParams(max_new_tokens=MOST)
+        sampling = SamplingParams(max_new_tokens=MOST)
         prompts = [(1, 2), (1, 2), (4, 5, 6)]
-        self.first = first = [Request(Prompt(0, "", ids), i, 0, 100 + i, law) for i, ids in enumerate(prompts)]
+        self.first = first = [Request(Prompt(0, "", ids), i, 0, 100 + i, sampling) for i, ids in enumerate(prompts)]
         short = [Request(r.prompt, r.index, 0, r.seed, SamplingParams(max_new_tokens=4)) for r in first]
         self.responses = responses = self.decode(short)
         self.turns.begin(first, responses)

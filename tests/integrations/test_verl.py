@@ -81,9 +81,9 @@ def expected(weights: Any, folder: Path, rank: int, step: int, prompts: list[tup
     target.load(weights, 0)
     seeds = Seeds(3, rank)
     seeds.step(step)
-    law = SamplingParams(0.8, max_new_tokens=24, stop_token_ids=(EOS,))
+    sampling = SamplingParams(0.8, max_new_tokens=24, stop_token_ids=(EOS,))
     requests = [
-        Request(Prompt(prompt_number(p), "", p), index, step, seed, law)
+        Request(Prompt(prompt_number(p), "", p), index, step, seed, sampling)
         for p in prompts
         for index, seed in [seeds.next(prompt_number(p))]
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tlt.integrations.verl_terms import TESTED, Seeds, UnsupportedError, law_of, refuse
+from tlt.integrations.verl_terms import TESTED, Seeds, UnsupportedError, refuse, to_sampling_params
 from tlt.integrations.versions import refuse_version
 
 
@@ -57,27 +57,27 @@ def test_unsupported_options_are_refused_by_name(changes: dict[str, Any]) -> Non
 
 def test_sampling_parameters_are_verls_and_the_limit_is_the_remaining_length() -> None:
     asked = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-    law = law_of(asked, rollout(), 12, [3, 4], 512)
-    assert (law.temperature, law.top_p, law.top_k, law.stop_token_ids) == (0.7, 0.9, 0, (3, 4))
-    assert law.max_new_tokens == 30, "a response's own bound"
-    assert law_of({"top_k": 5}, rollout(), 45, [], 512).max_new_tokens == 5, "a later turn: 20 + 30 - 45"
-    assert law_of({"top_k": 5}, rollout(), 45, [], 512).top_k == 5
-    assert law_of({"max_tokens": 7}, rollout(), 45, [], 512).max_new_tokens == 7
-    assert law_of({"max_new_tokens": 9}, rollout(), 45, [], 512).max_new_tokens == 9
+    params = to_sampling_params(asked, rollout(), 12, [3, 4], 512)
+    assert (params.temperature, params.top_p, params.top_k, params.stop_token_ids) == (0.7, 0.9, 0, (3, 4))
+    assert params.max_new_tokens == 30, "a response's own bound"
+    assert to_sampling_params({"top_k": 5}, rollout(), 45, [], 512).max_new_tokens == 5, "a later turn: 20 + 30 - 45"
+    assert to_sampling_params({"top_k": 5}, rollout(), 45, [], 512).top_k == 5
+    assert to_sampling_params({"max_tokens": 7}, rollout(), 45, [], 512).max_new_tokens == 7
+    assert to_sampling_params({"max_new_tokens": 9}, rollout(), 45, [], 512).max_new_tokens == 9
 
 
 def test_responses_fit_the_models_limit() -> None:
-    assert law_of({}, rollout(), 12, [], 40).max_new_tokens == 28
-    assert law_of({"max_tokens": 100}, rollout(), 12, [], 40).max_new_tokens == 28
-    assert law_of({}, rollout(max_model_len=30), 12, [], 40).max_new_tokens == 18
+    assert to_sampling_params({}, rollout(), 12, [], 40).max_new_tokens == 28
+    assert to_sampling_params({"max_tokens": 100}, rollout(), 12, [], 40).max_new_tokens == 28
+    assert to_sampling_params({}, rollout(max_model_len=30), 12, [], 40).max_new_tokens == 18
     with pytest.raises(ValueError, match="a prompt of 40 tokens leaves no room"):
-        law_of({}, rollout(), 40, [], 40)
+        to_sampling_params({}, rollout(), 40, [], 40)
 
 
 @pytest.mark.parametrize("asked", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"stop": ["x"]}])
 def test_an_unsupported_sampling_parameter_is_refused_by_name(asked: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(asked))):
-        law_of(asked, rollout(), 1, [], 512)
+        to_sampling_params(asked, rollout(), 1, [], 512)
 
 
 def test_seeds_do_not_depend_on_the_order_of_prompts_and_are_never_repeated() -> None:

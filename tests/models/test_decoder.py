@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tlt.draft.tree import DraftTree, stack
-from tlt.engine.laws import law_of
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.runner import Runner
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.models.decoder import Decoder, RMSNorm
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -120,7 +120,7 @@ class Rows:
         self.runner = Runner(self.decoder, self.cache, None, prefill_tokens)
         self.runner.prefill(0, contexts)
         self.lengths = [len(context) - 1 for context in contexts]
-        self.law = law_of([SamplingParams()] * len(contexts), CPU)
+        self.sampling = sampling_tensors([SamplingParams()] * len(contexts), CPU)
         self.noise = NoiseWindow(len(contexts), options.vocab_size, 16, CPU)
         long = SamplingParams(max_new_tokens=10**6)
         for row in range(len(contexts)):
@@ -130,7 +130,7 @@ class Rows:
         """Compute one target pass over trees whose root is each row's last token. Nothing is committed."""
         self.noise.prepare([0] * len(trees), 16)
         self.runner.verify(
-            stack(trees, CPU), self.lengths, self.noise, torch.zeros(len(trees), dtype=torch.long), self.law
+            stack(trees, CPU), self.lengths, self.noise, torch.zeros(len(trees), dtype=torch.long), self.sampling
         )
         return self.decoder.last
 

@@ -15,9 +15,9 @@ from tiny import decoder_options
 from torch import Tensor
 
 from tlt.draft.tree import DraftTree, stack
-from tlt.engine.laws import law_of
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.runner import Runner
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
 from tlt.types import Prompt, Request, Row, SamplingParams
@@ -68,7 +68,9 @@ def logits(decoder: RecordingDecoder) -> Tensor:
     noise.prepare([0], 0)
     runner = Runner(decoder, cache, window=None, prefill_tokens=8)
     runner.prefill(0, [[1, 2, 3]])
-    runner.verify(stack([DraftTree([3])], CPU), [2], noise, torch.tensor([0]), law_of([SamplingParams()], CPU))
+    runner.verify(
+        stack([DraftTree([3])], CPU), [2], noise, torch.tensor([0]), sampling_tensors([SamplingParams()], CPU)
+    )
     return decoder.last
 
 

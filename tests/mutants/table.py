@@ -15,10 +15,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_host_words", "less", 5, "Each bit of a seed counts once."),
         ("philox_words", "swap", 4, "Noise depends on position and token by a fixed place in the counter."),
         ("_gumbel", "constant", 1, "The noise has the standard Gumbel distribution."),
-        ("log_law", "compare", 3, "Top-k keeps k tokens."),
-        ("log_law", "argument", 25, "Top-p sums probabilities in float64."),
-        ("log_law", "compare", 5, "Top-p keeps the smallest prefix that reaches its mass."),
-        ("log_law", "unwrap", 31, "A restricted distribution sums to 1."),
+        ("sampling_log_probs", "compare", 3, "Top-k keeps k tokens."),
+        ("sampling_log_probs", "argument", 25, "Top-p sums probabilities in float64."),
+        ("sampling_log_probs", "compare", 5, "Top-p keeps the smallest prefix that reaches its mass."),
+        ("sampling_log_probs", "unwrap", 31, "A restricted distribution sums to 1."),
         ("gumbel_topk", "operator", 0, "A token is the argmax of log-probability plus noise."),
     ],
     ("engine.walk", "engine/test_walk.py"): [
@@ -70,11 +70,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("NoiseWindow.prepare", "operand", 1, "The bonus token of a chain has noise."),
         ("DraftNoise.__call__", "operand", 1, "A drafter ranks candidates under the noise of their own position."),
     ],
-    ("engine.laws", "engine/test_planted_bugs.py"): [
-        ("LawTable.remove", "drop", 0, "A row that moves keeps its sampling parameters."),
+    ("engine.sampling_table", "engine/test_planted_bugs.py"): [
+        ("SamplingTable.remove", "drop", 0, "A row that moves keeps its sampling parameters."),
     ],
-    ("engine.laws", "engine/test_rows.py"): [
-        ("LawTable.append", "drop", 1, "A new row's sampling parameters apply from its first round."),
+    ("engine.sampling_table", "engine/test_rows.py"): [
+        ("SamplingTable.append", "drop", 1, "A new row's sampling parameters apply from its first round."),
     ],
     ("engine.runner", "draft/test_features.py"): [
         ("Runner._keep", "operand", 19, "A feature is stored with the token that follows it."),

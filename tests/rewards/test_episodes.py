@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import small
-from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_law
+from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_distribution
 
 from tlt.cluster.local import LocalRollout
 from tlt.config import EngineConfig
@@ -105,11 +105,13 @@ def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], 
         reply(opening)
         begin = len(tokens)
     while True:
-        law = plain_law(target.logits([request.prompt.token_ids + tuple(tokens)])[0], request.sampling)
-        scores = [small._log(p) + g for p, g in zip(law, noise[len(tokens)], strict=True)]
+        distribution = plain_distribution(
+            target.logits([request.prompt.token_ids + tuple(tokens)])[0], request.sampling
+        )
+        scores = [small._log(p) + g for p, g in zip(distribution, noise[len(tokens)], strict=True)]
         token = max(range(VOCAB), key=scores.__getitem__)
         tokens.append(token)
-        logprobs.append(math.log(law[token]))
+        logprobs.append(math.log(distribution[token]))
         if token != STOP:
             if len(tokens) == MOST:
                 return ended("length")

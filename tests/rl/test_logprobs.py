@@ -31,12 +31,12 @@ def random_head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Ten
     return hidden, head, torch.randint(V, (T,), generator=generator)
 
 
-def law_under(head: Tensor) -> Any:
-    def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def distribution_under(head: Tensor) -> Any:
+    def distribution(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_p = torch.log_softmax(hidden @ head.T, -1)
         return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1).detach()
 
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize("tokens", [1, 3, T - 1, T, 1000])
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(
     pull = torch.linspace(-1, 2, T, dtype=dtype)
     found = []
     for size in (tokens, T):
-        logprobs, entropy = in_chunks(law_under(head), hidden, targets, size)
+        logprobs, entropy = in_chunks(distribution_under(head), hidden, targets, size)
         found.append((logprobs, entropy, *torch.autograd.grad((logprobs * pull).sum(), (hidden, head))))
     for ours, theirs in zip(*found, strict=True):
         assert ours.shape == theirs.shape
@@ -110,10 +110,10 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperat
     policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits[0].detach().double()))
     (micro,) = policy.passes.micro_batches([policy.model], batch, range(6), Alone())
     logprobs, entropy = token_logprobs(policy.model, micro, temperature, 512, autocast=True)
-    law = torch.distributions.Categorical(logits=seen[0] / temperature)
+    distribution = torch.distributions.Categorical(logits=seen[0] / temperature)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
-    assert torch.allclose(logprobs.double(), law.log_prob(micro.targets), rtol=0, atol=1e-5)
-    assert torch.allclose(entropy.double(), law.entropy(), rtol=0, atol=1e-5)
+    assert torch.allclose(logprobs.double(), distribution.log_prob(micro.targets), rtol=0, atol=1e-5)
+    assert torch.allclose(entropy.double(), distribution.entropy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 26), (torch.float64, 13), (torch.bfloat16, 26)])

@@ -51,28 +51,28 @@ def make_decoder(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
     return decoder
 
 
-def transformers_law(folder: Path) -> Tensor:
+def transformers_distribution(folder: Path) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         return model(torch.tensor([TEXT])).logits[0, -1].softmax(-1)
 
 
-def assert_law(decoder: Decoder, expected: Tensor) -> None:
+def assert_distribution(decoder: Decoder, expected: Tensor) -> None:
     torch.testing.assert_close(last_logits(decoder, [TEXT])[0].softmax(-1), expected, atol=1e-5, rtol=0)
 
 
 def test_a_head_that_config_json_ties_is_kept_from_file_to_checkpoint(tmp_path: Path) -> None:
     folder = own_head(tmp_path / "model")
     policy, decoder = make_policy(folder), make_decoder(folder)
-    before = transformers_law(folder)
-    assert_law(decoder, before)
+    before = transformers_distribution(folder)
+    assert_distribution(decoder, before)
     policy.update(random_batch(VOCAB), 0)
     policy.save(tmp_path)
     decoder.load(policy.state_dict(), version=1)
-    after = transformers_law(tmp_path / "policy")
+    after = transformers_distribution(tmp_path / "policy")
     assert float((after - before).abs().sum()) > 0.01
-    assert_law(decoder, after)
-    assert_law(make_decoder(tmp_path / "policy"), after)
+    assert_distribution(decoder, after)
+    assert_distribution(make_decoder(tmp_path / "policy"), after)
     assert make_policy(tmp_path / "policy").sha256() == policy.sha256()
 
 
@@ -104,8 +104,8 @@ def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.d
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         hidden = model.model(torch.arange(0, VOCAB, 2)[None]).last_hidden_state[0]
-        laws = [(hidden @ state[name].double().T).softmax(-1) for name in (HEAD, EMBEDDING)]
-    expected = 0.5 * (laws[0] - laws[1]).abs().sum(-1)
+        distributions = [(hidden @ state[name].double().T).softmax(-1) for name in (HEAD, EMBEDDING)]
+    expected = 0.5 * (distributions[0] - distributions[1]).abs().sum(-1)
     with pytest.raises(ModelError, match=r"version 7.*config\.json") as caught:
         check_parity(decoder, policy)
     message = str(caught.value)

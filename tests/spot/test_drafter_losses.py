@@ -15,12 +15,12 @@ from tlt.spot.losses import LOSSES
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)
 
 
-def law(*of: float) -> Tensor:
+def distribution(*of: float) -> Tensor:
     return torch.tensor([of], dtype=torch.float64)
 
 
 def test_losses_by_hand() -> None:
-    p, log_q = law(*P), law(*Q).log()
+    p, log_q = distribution(*P), distribution(*Q).log()
     cross = -(0.5 * math.log(0.2) + 0.3 * math.log(0.2) + 0.2 * math.log(0.6))
     entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
     weight = math.exp(-3 * (1 - 0.4))
@@ -35,7 +35,7 @@ def test_losses_by_hand() -> None:
 def test_the_gradient_of_the_hybrid_loss_is_that_of_its_parts() -> None:
     """The gradient with respect to each log q is -p for the KL divergence, and q / 2 with the sign of q - p for the
     total variation. The weight has none."""
-    p, log_q = law(*P), law(*Q).log().requires_grad_()
+    p, log_q = distribution(*P), distribution(*Q).log().requires_grad_()
     (gradient,) = torch.autograd.grad(losses.hybrid(p, log_q).sum(), log_q)
     weight = math.exp(-3 * (1 - 0.4))
     expected = [weight * -p + (1 - weight) * math.copysign(q / 2, q - p) for p, q in zip(P, Q, strict=True)]
@@ -94,9 +94,9 @@ def test_value_and_gradient_equal_those_of_the_plain_sum(monkeypatch: pytest.Mon
     """The twin computes each draft token alone, and leaves the gradient to autograd."""
     monkeypatch.setattr(losses, "LOGITS", rows * 11)
     given, of = guesses(), guesses()["outs"].requires_grad_()
-    laws = torch.softmax(given["teacher"] @ given["known"].T, -1)[given["at"]]
+    distributions = torch.softmax(given["teacher"] @ given["known"].T, -1)[given["at"]]
     log_q = torch.log_softmax(of @ given["head"].T, -1)
-    each = [LOSSES[name](p[None], q[None])[0] for p, q in zip(laws, log_q, strict=True)]
+    each = [LOSSES[name](p[None], q[None])[0] for p, q in zip(distributions, log_q, strict=True)]
     plain = torch.stack(each) @ given["weights"]
     (wanted,) = torch.autograd.grad(3.0 * plain, of)
     outs = given.pop("outs").requires_grad_()
@@ -104,7 +104,7 @@ def test_value_and_gradient_equal_those_of_the_plain_sum(monkeypatch: pytest.Mon
     (found,) = torch.autograd.grad(3.0 * value, outs)
     assert value.item() == pytest.approx(plain.item())
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
-    assert torch.allclose(overlap, torch.minimum(laws, log_q.exp()).sum(-1))
+    assert torch.allclose(overlap, torch.minimum(distributions, log_q.exp()).sum(-1))
 
 
 def test_it_can_be_interrupted_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,9 +391,9 @@ def test_the_teacher_is_the_target_of_the_datas_version(monkeypatch: pytest.Monk
     p, log_q = torch.softmax(hidden @ old.T, -1), torch.log_softmax(out @ model.decoder.head.T, -1)
     follows = (batch.segments[1:] == batch.segments[:-1]) & batch.counted[:-1]
     overlap = 1 - total_variation(p[1:], log_q[:-1])[follows].mean().item()
-    assert spot.trainer.loss(batch)[1] == [pytest.approx(overlap)], "trained towards the laws of its version"
-    law = torch.cat([law for _, law in spot.trainer._target_distributions(batch)])
-    assert torch.allclose(law, p), "judged by the same"
+    assert spot.trainer.loss(batch)[1] == [pytest.approx(overlap)], "trained towards the distributions of its version"
+    distribution = torch.cat([distribution for _, distribution in spot.trainer._target_distributions(batch)])
+    assert torch.allclose(distribution, p), "judged by the same"
     spot.target_moved()
     spot.train(0)
     for version in range(2, 9):

@@ -25,7 +25,7 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.tree import Roots, grow
 from tlt.engine.engine import Engine
-from tlt.engine.laws import law_of
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.models.decoder import Decoder
 from tlt.spot import losses
 from tlt.spot.buffer import Harvest
@@ -57,11 +57,11 @@ class Recorded(EagleDrafter):
 
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         super().__init__(layer, target)
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
 
     def predict(self, level: Level) -> Candidates:
         candidates = super().predict(level)
-        self.laws.append(candidates.log_q[:, 0].clone())
+        self.distributions.append(candidates.log_q[:, 0].clone())
         return candidates
 
 
@@ -80,7 +80,7 @@ def drafted(
         window.append(Row(request), kept=0)
         window.first[row] = item.start
     room, stops = np.full(rows, 1000), np.full((rows, 1), -1)
-    roots = Roots(np.zeros(rows, dtype=np.int64), room, stops, law_of([SamplingParams()] * rows, CPU), CPU)
+    roots = Roots(np.zeros(rows, dtype=np.int64), room, stops, sampling_tensors([SamplingParams()] * rows, CPU), CPU)
     found = {}
     for entry in range(max(len(item.tokens) for item in items)):
         on = [row for row in range(rows) if entry < len(items[row].tokens)]
@@ -92,12 +92,12 @@ def drafted(
             following = [int(item.tokens[min(entry + depth + 1, len(item.tokens) - 1)]) for item in items]
             return 1e6 * F.one_hot(torch.tensor(following), 11).double()[:, None]
 
-        drafter.laws.clear()
+        drafter.distributions.clear()
         grow(drafter, roots, Strategy("eagle", steps, 1, steps + 1), noise_of, 11, Calibration())
-        for column, laws in enumerate(drafter.laws):
+        for column, distributions in enumerate(drafter.distributions):
             for row in on:
                 if entry + column < len(items[row].tokens):
-                    found[row, entry, column] = laws[row]
+                    found[row, entry, column] = distributions[row]
     return found
 
 
@@ -119,9 +119,9 @@ def test_every_column_equals_sequential_drafting(
         want = drafted(model, layer, items, steps)
     offsets = [sum(len(item.tokens) for item in items[:row]) for row in range(len(items))]
     assert len(want) == sum(n - t for n in (17, 9, 1, 21, 4) for t in range(steps) if n > t)
-    for (row, entry, column), law in want.items():
+    for (row, entry, column), distribution in want.items():
         got = torch.log_softmax(model.decoder.head @ columns[column][offsets[row] + entry], 0)
-        assert torch.allclose(got, law, rtol=1e-8, atol=1e-8), (row, entry, column)
+        assert torch.allclose(got, distribution, rtol=1e-8, atol=1e-8), (row, entry, column)
 
 
 @pytest.mark.parametrize("queries", [1, 7, 128])

@@ -88,21 +88,23 @@ def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
 
 
 def test_all_tokens_of_the_oracle_are_accepted_also_after_preemption(verdict: dict[str, Any]) -> None:
-    laws = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict["oracle"]}
-    assert laws == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
+    samplings = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict["oracle"]}
+    assert samplings == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
     assert all(o["accepted"] == o["drafted"] > 0 for o in verdict["oracle"])
     assert any(o["preemptions"] > 0 for o in verdict["oracle"])
 
 
 def test_all_look_ahead_tokens_of_the_target_itself_are_accepted(verdict: dict[str, Any]) -> None:
-    assert [law_of(check) for check in verdict["look_ahead"]] == [law_of(check) for check in verdict["oracle"]]
+    assert [sampling_of(check) for check in verdict["look_ahead"]] == [
+        sampling_of(check) for check in verdict["oracle"]
+    ]
     for check in verdict["look_ahead"]:
         assert check["accepted"] == check["drafted"] > 0
         assert check["passes"] == check["fewest_passes"] == 3 * 4  # 17, 17 and 14 tokens of each of four rows
     assert any(check["preemptions"] > 0 for check in verdict["look_ahead"])
 
 
-def law_of(check: dict[str, Any]) -> tuple[Any, ...]:
+def sampling_of(check: dict[str, Any]) -> tuple[Any, ...]:
     return check["temperature"], check["top_k"], check["top_p"]
 
 
@@ -352,8 +354,8 @@ V, SEED = 8, 2**63 + 5
 REFERENCE: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
-def request_of(**law: Any) -> Request:
-    return Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**law))
+def request_of(**sampling: Any) -> Request:
+    return Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**sampling))
 
 
 def noise_at(position: int) -> Tensor:
@@ -371,8 +373,8 @@ def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
     return give
 
 
-def response(tokens: list[int], **law: Any) -> Response:
-    return Response(request_of(**law), tokens, [], [], "length")
+def response(tokens: list[int], **sampling: Any) -> Response:
+    return Response(request_of(**sampling), tokens, [], [], "length")
 
 
 @pytest.mark.parametrize("difference", [1e-6, 0.3])
@@ -417,35 +419,37 @@ def test_a_response_that_ends_early_for_no_reason_is_never_explained() -> None:
     assert fork.position == 2
 
 
-def law_with(chances: list[float]) -> Tensor:
+def distribution_with(chances: list[float]) -> Tensor:
     return torch.tensor([*chances, *[1e-9] * (V - len(chances))], dtype=torch.float64).log()
 
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompute: Callable[[Tensor], None]) -> None:
-    recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
+    recompute(distribution_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
     fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
     """One side kept token 2, which won. The other one cut it in favour of token 3, and then token 0 was the best."""
-    recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
+    recompute(distribution_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
     fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
 def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor], None]) -> None:
     """The mass above token 2 is top_p except for rounding: it is inside on one side, and outside on the other."""
-    recompute(law_with([0.5, 0.4, 0.1]))
+    recompute(distribution_with([0.5, 0.4, 0.1]))
     for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
         fork = forks.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
         assert fork.gap < EXPLAINED
 
 
-@pytest.mark.parametrize("law", [{"top_k": 2}, {"top_p": 0.6}])
-def test_a_token_far_outside_the_cut_explains_nothing(recompute: Callable[[Tensor], None], law: dict[str, Any]) -> None:
-    recompute(law_with([0.5, 0.3, 0.1, 0.06]))
-    fork = forks.fork_of("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
+@pytest.mark.parametrize("sampling", [{"top_k": 2}, {"top_p": 0.6}])
+def test_a_token_far_outside_the_cut_explains_nothing(
+    recompute: Callable[[Tensor], None], sampling: dict[str, Any]
+) -> None:
+    recompute(distribution_with([0.5, 0.3, 0.1, 0.06]))
+    fork = forks.fork_of("suffix", 0, response([0], **sampling), response([3], **sampling), REFERENCE)
     assert fork.gap > EXPLAINED
 
 

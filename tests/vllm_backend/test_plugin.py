@@ -107,12 +107,12 @@ def test_an_untested_version_is_not_changed(vllm: Any, monkeypatch: pytest.Monke
 
 def test_the_runner_v1_adds_the_noise_once_however_often_it_is_loaded(vllm: Any) -> None:
     from small import Target
-    from test_shared_noise import LAWS, ours, requests
+    from test_shared_noise import SAMPLINGS, ours, requests
 
     plugin.register()
     plugin.register()
     target = Target().decoder
-    asked = requests([LAWS["tempered"]])[:1]
+    asked = requests([SAMPLINGS["tempered"]])[:1]
     runner = vllm.Runner(target, 2)
     runner.add("0", asked[0], params(0.0, Draw(0, asked[0].seed, 3, 0.6, 0, 1.0).as_extra()))
     said = ours(target, asked)[asked[0].seed].token_ids

@@ -40,7 +40,7 @@ from test_episodes import AtOnce
 
 pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")
 ROOT = Path(__file__).parent.parent.parent
-LAWS = (
+SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.6),
     SamplingParams(temperature=0.9, top_k=20, top_p=0.9),
@@ -76,9 +76,14 @@ def place() -> Any:
 
 
 def requests(place: Any, count: int, **changes: Any) -> list[Request]:
-    laws = [replace(law, stop_token_ids=place.sampling.stop_token_ids, max_new_tokens=160, **changes) for law in LAWS]
+    samplings = [
+        replace(sampling, stop_token_ids=place.sampling.stop_token_ids, max_new_tokens=160, **changes)
+        for sampling in SAMPLINGS
+    ]
     return [
-        Request(place.prompts[i // 4], i % 4, 0, request_seed(0, "test", i // 4, 0, i % 4), laws[i % len(laws)])
+        Request(
+            place.prompts[i // 4], i % 4, 0, request_seed(0, "test", i // 4, 0, i % 4), samplings[i % len(samplings)]
+        )
         for i in range(count)
     ]
 
@@ -211,9 +216,9 @@ def test_a_model_that_vllm_does_not_support_is_an_error_of_one_sentence(tmp_path
 
 
 def test_a_request_that_is_too_long_is_refused(opened: Any, place: Any) -> None:
-    law = replace(LAWS[0], max_new_tokens=10_000)
+    sampling = replace(SAMPLINGS[0], max_new_tokens=10_000)
     with pytest.raises(ValueError, match=r"lower rollout\.max_new_tokens"):
-        opened("off").start([Request(place.prompts[0], 0, 0, 1, law)])
+        opened("off").start([Request(place.prompts[0], 0, 0, 1, sampling)])
 
 
 def test_too_little_memory_is_an_error_of_one_sentence() -> None:
@@ -260,21 +265,21 @@ path, rows, stops = sys.argv[1], *map(ast.literal_eval, sys.argv[2:])
 ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 llm = LLM(path, dtype="float32", max_model_len=512, kv_cache_memory_bytes=2**28, enforce_eager=True,
           skip_tokenizer_init=True, speculative_config=ngram)
-laws = [
+samplings = [
     SamplingParams(temperature=0, max_tokens=160, stop_token_ids=stops, ignore_eos=True, detokenize=False,
-                   extra_args=Draw(key, seed, len(prompt), *law).as_extra())
-    for key, (prompt, seed, *law) in enumerate(rows)
+                   extra_args=Draw(key, seed, len(prompt), *sampling).as_extra())
+    for key, (prompt, seed, *sampling) in enumerate(rows)
 ]
 wanted = dict(max_tokens=160, stop_token_ids=stops, ignore_eos=True, detokenize=False)
-laws.append(SamplingParams(temperature=0, **wanted))  # of somebody else, amid ours
+samplings.append(SamplingParams(temperature=0, **wanted))  # of somebody else, amid ours
 prompts = [{"prompt_token_ids": prompt} for prompt, *_ in [*rows, rows[0]]]
 refusals = []
-for extra in (laws[0].extra_args, {"tlt": {"seed": 1}}):
+for extra in (samplings[0].extra_args, {"tlt": {"seed": 1}}):
     try:
         llm.generate(prompts[:1], [SamplingParams(temperature=0.7, extra_args=extra, **wanted)], use_tqdm=False)
     except ValueError as error:
         refusals.append(str(error))
-found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, laws, use_tqdm=False)]
+found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, samplings, use_tqdm=False)]
 for line in (found[:-1], found[-1], refusals):
     print(line)
 """

@@ -23,7 +23,7 @@ from tlt.vllm import runner_v1
 from tlt.vllm.noise import KEY, Draw, NoiseTable
 from tlt.vllm.runner_v1 import NoisySampling
 
-LAWS = {
+SAMPLINGS = {
     "temperature 1": SamplingParams(max_new_tokens=12),
     "tempered": SamplingParams(temperature=0.6, max_new_tokens=12),
     "cut": SamplingParams(temperature=0.8, top_k=3, top_p=0.8, max_new_tokens=12),
@@ -53,10 +53,12 @@ def tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_v1, "require_vllm", lambda: None)
 
 
-def requests(laws: Sequence[SamplingParams]) -> list[Request]:
+def requests(samplings: Sequence[SamplingParams]) -> list[Request]:
     prompts = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
     seeds = random.Random(7)
-    return [Request(prompts[i % 2], i, 0, seeds.getrandbits(64), law) for i, law in enumerate([*laws] * 4)]
+    return [
+        Request(prompts[i % 2], i, 0, seeds.getrandbits(64), sampling) for i, sampling in enumerate([*samplings] * 4)
+    ]
 
 
 def ours(target: Any, asked: Sequence[Request]) -> dict[int, Response]:
@@ -64,9 +66,9 @@ def ours(target: Any, asked: Sequence[Request]) -> dict[int, Response]:
 
 
 def params_of(request: Request, key: int, had: int = 0) -> Any:
-    law = request.sampling
-    draw = Draw(key, request.seed, len(request.prompt.token_ids), law.temperature, law.top_k, law.top_p)
-    return SimpleNamespace(temperature=0.0, max_tokens=law.max_new_tokens - had, extra_args=draw.as_extra())
+    sampling = request.sampling
+    draw = Draw(key, request.seed, len(request.prompt.token_ids), sampling.temperature, sampling.top_k, sampling.top_p)
+    return SimpleNamespace(temperature=0.0, max_tokens=sampling.max_new_tokens - had, extra_args=draw.as_extra())
 
 
 def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[int, Response]) -> None:
@@ -105,29 +107,33 @@ def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[
                 torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(pairs), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("laws", [[law] for law in LAWS.values()] + [list(LAWS.values())], ids=[*LAWS, "mixed"])
+@pytest.mark.parametrize(
+    "samplings", [[sampling] for sampling in SAMPLINGS.values()] + [list(SAMPLINGS.values())], ids=[*SAMPLINGS, "mixed"]
+)
 class TestTheSameTokens:
     def test_by_the_logits_processor_of_runner_v2(
-        self, laws: list[SamplingParams], target: Any, processor: type
+        self, samplings: list[SamplingParams], target: Any, processor: type
     ) -> None:
-        asked = requests(laws)
+        asked = requests(samplings)
         runner = RunnerV2(target, SLOTS, processor)
         decode(runner, runner.processor.table, asked, ours(target, asked))
 
-    def test_by_the_wrapper_of_runner_v1(self, laws: list[SamplingParams], target: Any, tested_version: None) -> None:
-        asked = requests(laws)
+    def test_by_the_wrapper_of_runner_v1(
+        self, samplings: list[SamplingParams], target: Any, tested_version: None
+    ) -> None:
+        asked = requests(samplings)
         runner = RunnerV1(target, SLOTS)
         decode(runner, NoisySampling(runner).table, asked, ours(target, asked))
 
 
 def test_other_requests_are_not_changed(target: Any, processor: type) -> None:
-    asked = requests([LAWS["temperature 1"]])[:2]
+    asked = requests([SAMPLINGS["temperature 1"]])[:2]
     runner = RunnerV2(target, SLOTS, processor)
     runner.add("theirs", asked[0], SimpleNamespace(temperature=0.0, max_tokens=12, extra_args=None))
     runner.add("ours", asked[1], params_of(asked[1], 0))
     for _ in range(12):
         runner.step({})
-    greedy = replace(asked[0], sampling=LAWS["greedy"])
+    greedy = replace(asked[0], sampling=SAMPLINGS["greedy"])
     assert runner.live["theirs"].tokens == ours(target, [greedy])[greedy.seed].token_ids
     assert runner.live["ours"].tokens == ours(target, asked[1:])[asked[1].seed].token_ids
 
@@ -170,7 +176,7 @@ def test_a_preempted_request_of_runner_v1_keeps_its_slot_while_all_places_are_ta
     target: Any, tested_version: None
 ) -> None:
     """It left the batch, but the runner still knows it."""
-    asked = requests([LAWS["tempered"]])[:2]
+    asked = requests([SAMPLINGS["tempered"]])[:2]
     said, runner = ours(target, asked), RunnerV1(target, 1)
     table = NoisySampling(runner).table
     runner.add("0", asked[0], params_of(asked[0], 0))
@@ -206,7 +212,7 @@ def test_a_request_that_continues_a_long_response_has_room_for_the_rest(
     version: int, target: Any, processor: type, tested_version: None
 ) -> None:
     """Its prompt includes that part."""
-    asked = requests([replace(LAWS["temperature 1"], max_new_tokens=302)])[0]
+    asked = requests([replace(SAMPLINGS["temperature 1"], max_new_tokens=302)])[0]
     runner: Any = RunnerV1(target, 1) if version == 1 else RunnerV2(target, 1, processor)
     table = NoisySampling(runner).table if version == 1 else runner.processor.table
     runner.add("0", asked, params_of(asked, 0, had=300), [1] * 300)
@@ -278,7 +284,7 @@ class TestWhatTravelsWithARequest:
             Draw.of(extra)
 
     def test_the_noise_needs_greedy_decoding(self, processor: Any) -> None:
-        params = params_of(requests([LAWS["tempered"]])[0], 0)
+        params = params_of(requests([SAMPLINGS["tempered"]])[0], 0)
         processor.validate_params(params)
         params.temperature = 1.0
         with pytest.raises(ValueError, match="must be 0"):

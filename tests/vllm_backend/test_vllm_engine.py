@@ -40,8 +40,8 @@ def opened(config: Config) -> VllmEngine:
 
 
 def requests(place: Any, count: int) -> list[Request]:
-    law = replace(place.sampling, temperature=0.8)
-    return [Request(place.prompts[i % 4], i // 4, 0, random.Random(i).getrandbits(64), law) for i in range(count)]
+    sampling = replace(place.sampling, temperature=0.8)
+    return [Request(place.prompts[i % 4], i // 4, 0, random.Random(i).getrandbits(64), sampling) for i in range(count)]
 
 
 def said_by(engine: Any, asked: list[Request]) -> dict[int, Response]:

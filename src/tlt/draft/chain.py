@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt.attention.padded import level_plan
 from tlt.cuda_graph import Replayed
-from tlt.sampling import Law, gumbel_topk
+from tlt.sampling import SamplingTensors, gumbel_topk
 
 if TYPE_CHECKING:
     from tlt.draft.learned import EagleDrafter, Missing
@@ -42,15 +42,19 @@ class ReplayedChain:
         # shared, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
         alike = [chain.noise for chain in drafter.chains.values() if chain.noise.shape[:2] == (rows, depth)]
         self.noise = alike[0] if alike else torch.zeros(rows, depth, vocab_size, device=device)
-        self.law = [torch.ones(rows, dtype=kind, device=device) for kind in (torch.float64, torch.int64, torch.float64)]
+        self.sampling = [
+            torch.ones(rows, dtype=kind, device=device) for kind in (torch.float64, torch.int64, torch.float64)
+        ]
         self.missing = torch.zeros(2 * entries + 4 * rows, dtype=torch.int64, device=device)
         self.replayed = Replayed(device)
 
-    def __call__(self, drafter: EagleDrafter, missing: Missing, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, drafter: EagleDrafter, missing: Missing, sampling: SamplingTensors, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the tokens [B, depth] and the two best scores of each [B, depth, 2] under the noise [B, depth, V]."""
         count = len(noise)
         self.noise[:count] = noise if drafter.vocabulary is None else noise[..., drafter.vocabulary]
-        for fixed, given in zip(self.law, (law.temperature, law.top_k, law.top_p), strict=True):
+        for fixed, given in zip(self.sampling, (sampling.temperature, sampling.top_k, sampling.top_p), strict=True):
             fixed[:count] = given
         rows, entries = self.shape.rows, self.shape.entries
         blind = np.zeros(rows, dtype=np.int64)
@@ -76,15 +80,15 @@ class ReplayedChain:
         seen = slots.bias(slots.beyond(ends, starts), None, 1)
         plan = level_plan(slots, row, position, seen)
         hidden = drafter.attend(query.index_select(0, last), kv, residual.index_select(0, last), plan)
-        temperature, top_k, top_p = self.law
-        law, tokens, scores = Law(temperature, top_k, top_p, *flags), list[Tensor](), list[Tensor]()
+        temperature, top_k, top_p = self.sampling
+        sampling, tokens, scores = SamplingTensors(temperature, top_k, top_p, *flags), list[Tensor](), list[Tensor]()
         for level in range(depth):
             if level > 0:
                 own = (ends + level) % slots.tokens
                 seen.scatter_(2, own.repeat_interleave(len(seen) // rows)[:, None, None], 0.0)
                 cis = drafter.target.cis((ends + level).clamp(max=drafter.options.max_positions - 1))
                 hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), level_plan(slots, row_of, own, seen))
-            log_q = fused.log_q(hidden, (rows,), law)
+            log_q = fused.log_q(hidden, (rows,), sampling)
             if level == 0:
                 log_q = log_q.masked_fill((blind > 0)[:, None], -torch.inf)
             best = gumbel_topk(log_q, self.noise[:, level], k=2)

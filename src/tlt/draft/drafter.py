@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt.draft.features import FeatureView
-from tlt.sampling import Law
+from tlt.sampling import SamplingTensors
 from tlt.types import Request
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Level(NamedTuple):
     """[B, W] int64, index of each node's parent among the nodes of the previous level"""
     alive: np.ndarray
     """[B, W] bool. Proposals for other nodes are ignored."""
-    law: Law
+    sampling: SamplingTensors
     """sampling parameters of the B requests"""
 
 
@@ -123,7 +123,7 @@ class ChainDrafter(Protocol):
     whole_chains: bool
     """whether that is faster here than one level at a time"""
 
-    def draft_chain(self, alive: np.ndarray, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each row what `predict` would lead to, as long as all draft tokens are continued: the tokens [B,
         depth], and the two best scores of each under the noise [B, depth, 2]. `alive` [B]: rows that are continued.
         `noise` [B, depth, V]: that of each level, over the whole vocabulary."""

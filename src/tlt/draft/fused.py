@@ -12,7 +12,7 @@ from torch import Tensor
 from tlt.draft.eagle import EagleLayer
 from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
 from tlt.models.product import Product
-from tlt.sampling import Law, log_law
+from tlt.sampling import SamplingTensors, sampling_log_probs
 
 _TABLE = 1 << 23  # elements up to which the contribution of every token's embedding is precomputed
 
@@ -89,7 +89,7 @@ class FusedLayer:
         gate, up = self.gate_up(self.norms["post_attention_layernorm"].unit(x)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), x)
 
-    def log_q(self, hidden: Tensor, nodes: tuple[int, ...], law: Law) -> Tensor:
+    def log_q(self, hidden: Tensor, nodes: tuple[int, ...], sampling: SamplingTensors) -> Tensor:
         """Return log q [*nodes, V] of the layer's outputs [M, D], over the tokens that it can propose."""
         normed = self.norms["norm"](hidden) if "norm" in self.norms else hidden
-        return log_law(self.to_logits(normed).view(*nodes, -1), law)[0]
+        return sampling_log_probs(self.to_logits(normed).view(*nodes, -1), sampling)[0]

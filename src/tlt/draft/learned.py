@@ -28,7 +28,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
 from tlt.draft.fused import FusedLayer
 from tlt.models.decoder import Decoder
-from tlt.sampling import Law
+from tlt.sampling import SamplingTensors
 from tlt.types import MAX_DRAFT_TOKENS, Request
 
 
@@ -93,24 +93,24 @@ class EagleDrafter:
     def predict(self, level: Level) -> Candidates:
         missing = self._catch_up(level.alive[:, 0]) if level.depth == 0 else None
         self.hidden = self._first(missing) if missing else self._deeper(level)  # [B * n, D]
-        log_q = self.fused.log_q(self.hidden, level.tokens.shape, level.law)
+        log_q = self.fused.log_q(self.hidden, level.tokens.shape, level.sampling)
         if missing and missing.blind:
             log_q[self._tensor(np.array(missing.blind))] = -torch.inf
         return Candidates(None if self.vocabulary is None else self.vocabulary.expand_as(log_q), log_q)
 
     @torch.inference_mode()
-    def draft_chain(self, alive: np.ndarray, law: Law, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._catch_up(alive)
         addresses = self.attention.memory[0], self.window.features, self.window.tokens
         if [*map(id, addresses)] != [*map(id, self._addresses)]:  # the chains have the addresses of freed tensors
             self.chains, self._addresses = {}, addresses
         rows = min(rounded_up(len(alive)), self.attention.slots)
         shape = ChainShape(
-            rows, rounded_up(len(missing.rows)), noise.shape[1], law.restricted, law.tempered, law.greedy
+            rows, rounded_up(len(missing.rows)), noise.shape[1], sampling.restricted, sampling.tempered, sampling.greedy
         )
         if shape not in self.chains:
             self.chains[shape] = ReplayedChain(self, shape)
-        return self.chains[shape](self, missing, law, noise)
+        return self.chains[shape](self, missing, sampling, noise)
 
     # -- the roots, from the target's hidden states --------------------------------------------------------------------
 

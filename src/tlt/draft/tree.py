@@ -23,7 +23,7 @@ from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, ChainDrafter, Drafter, Level
 from tlt.draft.strategy import Strategy
 from tlt.host import to_host
-from tlt.sampling import Law, gumbel_topk
+from tlt.sampling import SamplingTensors, gumbel_topk
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Roots(NamedTuple):
     """[B] maximum number of tokens still to be generated"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
-    law: Law
+    sampling: SamplingTensors
     """sampling parameters of the B requests, for the drafter"""
     device: torch.device
     """device of the noise"""
@@ -96,7 +96,7 @@ def _grow_chains(
     whole = None
     if isinstance(drafter, ChainDrafter) and drafter.whole_chains:
         noise = torch.cat([noise_of(depth, None) for depth in range(most)], dim=1)
-        whole = to_host(*drafter.draft_chain(roots.room > 1, roots.law, noise))
+        whole = to_host(*drafter.draft_chain(roots.room > 1, roots.sampling, noise))
     tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
     reach, alive = np.ones(none.shape), roots.room[:, None] > 1
     levels = [(tokens, reach, none - 1)]
@@ -104,7 +104,7 @@ def _grow_chains(
         if not alive.any():
             break
         if whole is None:
-            candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.law))
+            candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.sampling))
             tokens, cells, valid = _children(
                 candidates, tokens.shape, 1, depth, roots, noise_of, vocab_size, calibration
             )
@@ -137,7 +137,7 @@ def _grow_trees(
     for depth in range(strategy.depth):
         if not alive.any():
             break
-        candidates = drafter.predict(Level(depth, tokens.copy(), parents.copy(), alive.copy(), roots.law))
+        candidates = drafter.predict(Level(depth, tokens.copy(), parents.copy(), alive.copy(), roots.sampling))
         tokens, cells, valid = _children(
             candidates, tokens.shape, strategy.branching, depth, roots, noise_of, vocab_size, calibration
         )

@@ -25,13 +25,13 @@ from tlt.draft.tree import DraftTree, NoiseOf, Roots, grow, stack
 from tlt.engine.drafters import Drafters
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.laws import LawTable
 from tlt.engine.memory import cache_tokens
 from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.placing import seat
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
+from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_depth, count_row, draft_counts
@@ -82,7 +82,7 @@ class Engine(Generates):
         target, config, strategies = self.target, self.config, self.tuner.strategies
         self.cache.clear()
         self.cache.bound_tokens = self._bound()
-        laws = LawTable(target.device)
+        sampling = SamplingTable(target.device)
         depth = max(s.depth for s in strategies)
         noise = NoiseWindow(config.max_rows, target.options.vocab_size, depth, target.device)
         window = view = harvester = None
@@ -91,13 +91,13 @@ class Engine(Generates):
             view, harvester = FeatureView(window), Harvester(window, target.version, self.on_harvest)
         ahead = LookAhead(self.store, target.options.vocab_size)
         turns = TurnStore(self.cache, window)
-        rows = RowTable([turns, self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
+        rows = RowTable([turns, self.cache, sampling, noise, *([window] if window else []), ahead, self.drafters])
         widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
         return RolloutState(
             rows=rows,
             scheduler=Scheduler(rows, self.cache, config.max_rows, widest, target.options.max_positions),
-            laws=laws,
+            sampling=sampling,
             noise=noise,
             window=window,
             view=view,
@@ -266,7 +266,7 @@ class Engine(Generates):
         noise = self.rollout.noise
         noise.prepare(positions, max(strategy.depth, min(strategy.ahead, noise.width - 1)))
         at = torch.tensor(positions, device=self.target.device)
-        return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.laws.batch)
+        return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.sampling.batch)
 
     def draft(self, now: Round) -> list[DraftTree]:
         """Draft a tree for each row. Rows with a look-ahead draft use it; the strategy's drafter drafts the others."""
@@ -286,7 +286,7 @@ class Engine(Generates):
             tokens, room = np.array(
                 [(row.root, row.room * (row.finite and not chain)) for row, chain in zip(now.rows, chains, strict=True)]
             ).T
-            roots = Roots(tokens, room, now.batch.stops, now.batch.shown, self.target.device)
+            roots = Roots(tokens, room, now.batch.stops, now.batch.for_drafters, self.target.device)
             noise = self.draft_noise(now)
             vocab_size = self.target.options.vocab_size
             trees = self.drafters.guard(
@@ -324,7 +324,7 @@ class Engine(Generates):
         runner, drafted = self.rollout.runner, any(len(tree.tokens) > 1 for tree in trees)
         # if all drafts of a strategy have one size, few passes are captured
         stacked = stack(trees, self.target.device, now.strategy.nodes if runner.graphs and drafted else 1)
-        return runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.law)
+        return runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.sampling)
 
     # -- commit --------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.host import to_host
 from tlt.models.decoder import Decoder
-from tlt.sampling import Law, gumbel_topk, log_law
+from tlt.sampling import SamplingTensors, gumbel_topk, sampling_log_probs
 
 _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
 _CACHE_BYTES = 1 << 21  # size of the log-probs of a part, so that it stays in the cache of a CPU core
@@ -110,14 +110,18 @@ class Runner:
             following = [contexts[r][p + 1] for r, p in places]
             window.write([first + r for r in rows], positions, features[row, offset], following)
 
-    def verify(self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, law: Law) -> Sampled:
+    def verify(
+        self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
+    ) -> Sampled:
         """Run one pass over all trees in slots 0.. and sample the target's token at each node, under the noise of the
         node's position. In plain decoding this is the only time in a round that the host waits for the device."""
         hidden, *features = self._pass(0, trees, lengths, self.graphs)
         logits, positions = self.target.logits(hidden), times[:, None] + trees.depths
         parts = [
             _sample(
-                logits[part], noise.at(self._tensor(range(len(logits))[part])[:, None], positions[part]), law.of(part)
+                logits[part],
+                noise.at(self._tensor(range(len(logits))[part])[:, None], positions[part]),
+                sampling.of(part),
             )
             for part in _parts(logits)
         ]
@@ -155,11 +159,11 @@ def _parts(logits: Tensor) -> list[slice]:
     return [slice(low, low + size) for low in range(0, rows, size)]
 
 
-def _sample(logits: Tensor, noise: Tensor, law: Law) -> tuple[Tensor, Tensor, Tensor]:
+def _sample(logits: Tensor, noise: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Return the token at each node of [B, N, V] and its two log-probs, [B, N, 1] each."""
-    log_p, log_full = log_law(logits, law)
+    log_p, log_full = sampling_log_probs(logits, sampling)
     token = gumbel_topk(log_p, noise).picks
     logprob = log_p.gather(-1, token)
-    if law.greedy:
-        logprob = logprob.masked_fill((law.temperature == 0)[:, None, None], 0.0)
+    if sampling.greedy:
+        logprob = logprob.masked_fill((sampling.temperature == 0)[:, None, None], 0.0)
     return token, logprob, log_full.gather(-1, token)

@@ -14,10 +14,10 @@ from tlt.draft.features import FeatureView, FeatureWindow
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.harvest import Harvester
-from tlt.engine.laws import BatchLaw, LawTable
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner
+from tlt.engine.sampling_table import BatchSampling, SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.turns import TurnStore
 from tlt.types import RolloutStats, Row
@@ -29,7 +29,7 @@ class RolloutState:
 
     rows: RowTable
     scheduler: Scheduler
-    laws: LawTable
+    sampling: SamplingTable
     noise: NoiseWindow
     window: FeatureWindow | None
     view: FeatureView | None
@@ -52,7 +52,7 @@ class Round:
     """[B] number of committed tokens in the cache"""
     positions: Tensor
     """[B] position of the next token in each response"""
-    batch: BatchLaw
+    batch: BatchSampling
 
     def roots(self) -> list[DraftTree]:
         """Return trees without draft tokens."""

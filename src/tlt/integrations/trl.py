@@ -22,7 +22,7 @@ from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
 from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
-from tlt.integrations.trl_terms import TESTED, law_of, prompts_of, refuse, refuse_impossible
+from tlt.integrations.trl_terms import TESTED, prompts_of, refuse, refuse_impossible, to_sampling_params
 from tlt.integrations.trl_tools import ToolTurns, has_tools
 from tlt.integrations.trl_weights import Trained
 from tlt.integrations.versions import refuse_version
@@ -133,14 +133,14 @@ class _Process:
 
     def _requests(self, prompts: Sequence[Any], trainer: Any) -> list[Request]:
         domain, step, time_ = self.place.of(trainer)
-        first, law = trainer.accelerator.process_index * len(prompts), law_of(trainer)
+        first, params = trainer.accelerator.process_index * len(prompts), to_sampling_params(trainer)
         requests = []
         for index, token_ids in enumerate(prompts_of(prompts, trainer), start=first):
-            refuse_impossible(token_ids, law, self.target.options.max_positions)
+            refuse_impossible(token_ids, params, self.target.options.max_positions)
             prompt = Prompt(prompt_number(token_ids), "", token_ids)
             when = prompt.prompt_id if step is None else step
             seed = request_seed(trainer.args.seed, domain, when, time_, index)
-            requests.append(Request(prompt, index, self.place.generations, seed, law))
+            requests.append(Request(prompt, index, self.place.generations, seed, params))
         return requests
 
 

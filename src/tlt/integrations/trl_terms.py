@@ -76,7 +76,7 @@ def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
     return [tuple(ids) for ids in rendered["input_ids"]]
 
 
-def law_of(trainer: Any) -> SamplingParams:
+def to_sampling_params(trainer: Any) -> SamplingParams:
     """Return the sampling parameters of a completion. It ends at each end token of the model or the tokenizer, as in
     TRL."""
     args = trainer.args
@@ -89,11 +89,11 @@ def law_of(trainer: Any) -> SamplingParams:
     )
 
 
-def refuse_impossible(token_ids: Sequence[int], law: SamplingParams, most: int) -> None:
+def refuse_impossible(token_ids: Sequence[int], params: SamplingParams, most: int) -> None:
     """Raise ValueError, with TRL's names of options, for a prompt that the engine would refuse."""
     if not token_ids:
         raise ValueError("a prompt has no tokens: drop empty prompts from the data set")
-    longest = len(token_ids) + law.max_new_tokens
+    longest = len(token_ids) + params.max_new_tokens
     if longest > most:
         raise ValueError(
             f"a prompt of {len(token_ids)} tokens and its completion may reach {longest}, but the model supports "

@@ -20,7 +20,7 @@ from tlt.draft.strategy import LEARNED
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.protocol import RolloutEngine
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
-from tlt.integrations.verl_terms import Seeds, law_of, refuse
+from tlt.integrations.verl_terms import Seeds, refuse, to_sampling_params
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.families import read_config
 from tlt.types import Prompt, Request, Response
@@ -68,10 +68,10 @@ class Server:
                 return TokenOutput(token_ids=[], stop_reason=ABORTED, extra_fields={"global_steps": self.step})
             await self.admits.wait()
         tokens = tuple(int(token) for token in prompt_ids)
-        law = law_of(sampling_params, self.rollout, len(tokens), self.stops, self.longest)
+        params = to_sampling_params(sampling_params, self.rollout, len(tokens), self.stops, self.longest)
         number = prompt_number(tokens)
         index, seed = self.seeds.next(number)
-        response = await self.engine.generate(Request(Prompt(number, "", tokens), index, self.step, seed, law))
+        response = await self.engine.generate(Request(Prompt(number, "", tokens), index, self.step, seed, params))
         return self._output(response, bool(sampling_params.get("logprobs")))
 
     def _output(self, response: Response, with_logprobs: bool) -> TokenOutput:

@@ -41,7 +41,7 @@ def refuse(rollout: Any) -> None:
         )
 
 
-def law_of(
+def to_sampling_params(
     asked: Mapping[str, Any], rollout: Any, prompt_tokens: int, stops: Sequence[int], longest: int
 ) -> SamplingParams:
     """Return the sampling parameters of one `generate` call.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tlt.config import Config
-from tlt.engine.laws import law_of
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import torch_dtype
-from tlt.sampling import gumbel_noise, log_law
+from tlt.sampling import gumbel_noise, sampling_log_probs
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.oracle import last_logits
 
@@ -53,8 +53,8 @@ def fork_of(mode: str, step: int, plain: Response, other: Response, reference: D
 
 def _gap(reference: Decoder, request: Request, prefix: Sequence[int], a: int, b: int) -> float:
     logits = last_logits(reference, [[*request.prompt.token_ids, *prefix]])
-    law = law_of([request.sampling], reference.device)
-    log_p, full = (x[0] for x in log_law(logits, law))
+    sampling = sampling_tensors([request.sampling], reference.device)
+    log_p, full = (x[0] for x in sampling_log_probs(logits, sampling))
     seed = torch.tensor([request.seed], dtype=torch.uint64).view(torch.int64)
     noise = gumbel_noise(seed, torch.tensor([len(prefix)]), len(log_p))[0]
     scores = log_p + noise.double()

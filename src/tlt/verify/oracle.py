@@ -14,11 +14,11 @@ from tlt.draft.ahead import AheadStore
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.laws import law_of
+from tlt.engine.sampling_table import sampling_tensors
 from tlt.engine.tuner import Fixed
 from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
-from tlt.sampling import log_law
+from tlt.sampling import sampling_log_probs
 from tlt.types import Prompt, Request, SamplingParams
 
 _DISTRIBUTIONS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
@@ -35,8 +35,8 @@ class OracleDrafter(NodeDrafter):
 
     def propose(self, nodes: Sequence[Node]) -> Offer:
         contexts = [[*node.request.prompt.token_ids, *node.committed, *node.path] for node in nodes]
-        law = law_of([node.request.sampling for node in nodes], self.target.device)
-        return Offer(None, log_law(last_logits(self.target, contexts), law)[0])
+        sampling = sampling_tensors([node.request.sampling for node in nodes], self.target.device)
+        return Offer(None, sampling_log_probs(last_logits(self.target, contexts), sampling)[0])
 
 
 def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:

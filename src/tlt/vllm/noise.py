@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.sampling import Law, gumbel_noise, has_kernel, log_law
+from tlt.sampling import SamplingTensors, gumbel_noise, has_kernel, sampling_log_probs
 
 KEY = "tlt"
 """key of tlt's entry in vLLM's `SamplingParams.extra_args`"""
@@ -39,7 +39,7 @@ class Draw:
     temperature: float
     top_k: int
     top_p: float
-    show_law: bool = False
+    show_distribution: bool = False
     """keep the log-probs of the whole vocabulary for its last row, to compare two models"""
 
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class NoiseTable:
         self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
         self._drafts: dict[int, list[int]] = {}  # by slot
         self._left: dict[int, tuple[Tensor, list[int]]] = {}  # by key, for requests that left their slot
-        self._law: Tensor | None = None
+        self._distribution: Tensor | None = None
         self._write = score_writer(device)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -173,11 +173,11 @@ class NoiseTable:
         """Drop the log-probs of requests that left their slot and were not taken."""
         self._left.clear()
 
-    def take_law(self) -> Tensor:
-        """Return [V] float32 log-probs in host memory, from the request with `show_law`."""
-        assert self._law is not None, "no request had show_law set"
-        law, self._law = self._law, None
-        return law.cpu()
+    def take_distribution(self) -> Tensor:
+        """Return [V] float32 log-probs in host memory, from the request with `show_distribution`."""
+        assert self._distribution is not None, "no request had show_distribution set"
+        distribution, self._distribution = self._distribution, None
+        return distribution.cpu()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -197,10 +197,10 @@ class NoiseTable:
         last = self._logprobs.shape[1] - 1
         inside = torch.where((times >= 0) & (times < last), times, last)
         self._logprobs[slots, inside] = torch.cat([logprob, full.gather(-1, token)], dim=-1).float()
-        shown = any(draw.show_law for draw in self.draws.values())
+        shown = any(draw.show_distribution for draw in self.draws.values())
         for row, slot in enumerate(slots.tolist() if shown else ()):
-            if slot in self.draws and self.draws[slot].show_law:
-                self._law = full[row].float()
+            if slot in self.draws and self.draws[slot].show_distribution:
+                self._distribution = full[row].float()
         return logits
 
     def add_noise(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -214,15 +214,15 @@ class NoiseTable:
         """Write scores into the logits. Return log p and the log-softmax of the logits, both [R, V], and a mask [R] of
         the rows with noise."""
         draws = self.draws.values()
-        law = Law(
+        sampling = SamplingTensors(
             self._temperature[slots],
             self._top_k[slots],
             self._top_p[slots],
             restricted=any(draw.top_k or draw.top_p < 1 for draw in draws),
             tempered=any(draw.temperature != 1 for draw in draws),
         )
-        log_p, full = log_law(logits, law)
-        noisy = law.temperature > 0
+        log_p, full = sampling_log_probs(logits, sampling)
+        noisy = sampling.temperature > 0
         self._write(logits, log_p, self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy)
         return log_p, full, noisy
 

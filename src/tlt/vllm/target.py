@@ -89,12 +89,12 @@ class VllmTarget:
         vLLM must have no running requests. Raises VllmError if vLLM's sample is not the one given by the shared noise.
         """
         text, drawn = tokens.tolist(), list[int]()
-        self.add(text, Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, show_law=True), most_tokens=1)
+        self.add(text, Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, show_distribution=True), most_tokens=1)
         while self.llm.has_unfinished_requests():
             for output in self.llm.step():
                 drawn += output.outputs[0].token_ids
         self.llm.collective_rpc("tlt_forget")
-        logits = self.llm.collective_rpc("tlt_law")[0][None]
+        logits = self.llm.collective_rpc("tlt_distribution")[0][None]
         noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), logits.shape[-1])
         noisy = logits.to("cpu", torch.float32).log_softmax(-1) + noise
         if len(drawn) != 1 or noisy.max() - noisy[0, drawn[0]] > _NEAR_TIE:

@@ -37,5 +37,5 @@ class WorkerExtension:
     def tlt_forget(self) -> None:
         self._tlt_table.forget()
 
-    def tlt_law(self) -> Tensor:
-        return self._tlt_table.take_law()
+    def tlt_distribution(self) -> Tensor:
+        return self._tlt_table.take_distribution()

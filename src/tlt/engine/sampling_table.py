@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tlt.sampling import Law
+from tlt.sampling import SamplingTensors
 from tlt.types import Row, SamplingParams
 
 
-def law_of(params: Sequence[SamplingParams], device: torch.device) -> Law:
-    return Law(
+def sampling_tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
+    return SamplingTensors(
         torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
         torch.tensor([p.top_k for p in params], device=device),
         torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
@@ -23,23 +23,23 @@ def law_of(params: Sequence[SamplingParams], device: torch.device) -> Law:
     )
 
 
-class BatchLaw(NamedTuple):
+class BatchSampling(NamedTuple):
     """Sampling parameters of all active rows."""
 
-    law: Law
-    shown: Law
+    sampling: SamplingTensors
+    for_drafters: SamplingTensors
     """copy for drafters, so that no token depends on changes that they make"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
 
 
-class LawTable:
+class SamplingTable:
     """Per-row store of sampling parameters. The arrays are rebuilt only when rows were added or removed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._params: list[SamplingParams] = []
-        self._batch: BatchLaw | None = None
+        self._batch: BatchSampling | None = None
 
     def append(self, row: Row, kept: int) -> None:
         self._params.append(row.request.sampling)
@@ -51,11 +51,11 @@ class LawTable:
         self._batch = None
 
     @property
-    def batch(self) -> BatchLaw:
+    def batch(self) -> BatchSampling:
         if self._batch is None:
             stops = [params.stop_token_ids for params in self._params]
             most = max(1, max(len(s) for s in stops))
             padded = np.array([[*s, *[-1] * (most - len(s))] for s in stops])
-            law, shown = (law_of(self._params, self.device) for _ in range(2))
-            self._batch = BatchLaw(law, shown, padded)
+            sampling, for_drafters = (sampling_tensors(self._params, self.device) for _ in range(2))
+            self._batch = BatchSampling(sampling, for_drafters, padded)
         return self._batch
