@@ -14,7 +14,7 @@ from typing import Any
 
 from look_ahead_picture import FAINT, INK, PAPER, box, text
 
-from tlt.report.read import Run, Span, read_run
+from tlt.report.read import RunData, TimelineSpan, read_run
 
 ROOT = Path(__file__).parent.parent
 WIDTH, LEFT, RIGHT = 760, 130, 20
@@ -49,7 +49,7 @@ def legend(y: float, colours: dict[str, str]) -> list[str]:
 # -- a step: plain decoding above, the same tokens by tlt below --------------------------------------------------------
 
 
-def step_picture(run: Run) -> None:
+def step_picture(run: RunData) -> None:
     """Draw the compared step whose gain is nearest to that of all compared steps together."""
     compared = [step for step in run.steps if step.get("compared") and step["step"] in run.timelines]
     sums = [sum(step["seconds"][name] for step in compared) for name in ("compare", "rollout")]
@@ -80,7 +80,7 @@ def step_picture(run: Run) -> None:
     picture("step.svg", y + 28, parts)
 
 
-def _pieces(spans: list[Span], begins: float, seconds: float) -> list[tuple[str, float, float]]:
+def _pieces(spans: list[TimelineSpan], begins: float, seconds: float) -> list[tuple[str, float, float]]:
     """Return (colour, start, end) of a worker's work in a rollout, in seconds since the rollout began. Work of one kind
     with a pause of less than 0.1 s is one piece."""
     found: list[tuple[str, float, float]] = []
@@ -99,7 +99,7 @@ def _pieces(spans: list[Span], begins: float, seconds: float) -> list[tuple[str,
 # -- the tokens of a response, by who proposed them --------------------------------------------------------------------
 
 
-def tokens_picture(run: Run) -> None:
+def tokens_picture(run: RunData) -> None:
     """Draw the longest response of each of the last steps, one cell per token."""
     last = sorted({row["step"] for row in run.completions})[-6:]
     cell = (WIDTH - LEFT - RIGHT) / LINE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -59,6 +60,8 @@ LARGER = {
     "vllm/target.py:VllmTarget": (127, 8, 13),
 }
 """classes above a limit: their size, which may shrink and not grow"""
+SAME_NAME = {"Rollout", "Saved"}
+"""names that two classes have"""
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "os.system"}
@@ -216,6 +219,12 @@ def test_the_check_of_imports_sees_every_form(module: str, code: str, found: lis
 )
 def test_the_check_of_forbidden_things_sees_them(code: str, found: list[str]) -> None:
     assert forbidden(ast.parse(code)) == found
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    trees = [parse(path) for path in files()]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == SAME_NAME
 
 
 def test_classes_are_small() -> None:

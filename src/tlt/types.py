@@ -78,7 +78,7 @@ class Request:
 
 
 @dataclass
-class Passes:
+class PassCounts:
     """Counters of the target's passes over one row or several. No token depends on them."""
 
     row_passes: int = 0
@@ -129,7 +129,7 @@ class Row:
     """whether all outputs of the target for this row were finite"""
     ahead: bool = False
     """whether the row is decoded for a coming step, as a draft and not as a response"""
-    decoded: Passes = field(default_factory=Passes)
+    decoded: PassCounts = field(default_factory=PassCounts)
     """counters of the passes that decoded it"""
     proposed: str = ""
     """one letter per token: the source of the accepted draft token, see `engine.state.source_of`"""
@@ -181,7 +181,7 @@ class Response:
     """score of each reward term, before its weight"""
     advantage: float | None = None
     """None: the policy is not trained on this response"""
-    decoded: Passes = field(default_factory=Passes)
+    decoded: PassCounts = field(default_factory=PassCounts)
     """counters of the passes that decoded it"""
     proposed: str = ""
     """same as `Row.proposed`"""
@@ -220,7 +220,7 @@ class Group:
 
 
 @dataclass
-class RolloutStats(Passes):
+class RolloutStats(PassCounts):
     """Counters of one rollout. Accept length is the number of tokens committed per target pass of a row, including the
     bonus token."""
 

@@ -20,7 +20,7 @@ from tlt.cluster.ahead import LookingAhead, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
-from tlt.cluster.worker import AheadWork, Slice, Work
+from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
@@ -216,7 +216,7 @@ class Puppet:
     index: int
     trace: list[tuple[int, str, Any]]
 
-    def decode(self, work: Work, seconds: float) -> Slice:
+    def decode(self, work: DecodeWork, seconds: float) -> Slice:
         self.trace.append((self.index, "decode", work))
         responses = [Response(request, [1, 2], [0.0] * 2, [0.0] * 2, "stop") for request in work.requests]
         stats = RolloutStats(tokens=2 * len(responses), seconds={"prefill": 0.0})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import random_batch, tiny_config
 
-from tlt.cluster.worker import AheadWork, Slice, Work, Worker
+from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Row, SamplingParams
 
@@ -22,7 +22,7 @@ def request(prompt: tuple[int, ...], seed: int, new_tokens: int) -> Request:
 
 
 def decoded(worker: Worker, rollout: int, *requests: Request) -> dict[int, list[int]]:
-    found: Slice = worker.decode(Work(rollout, requests), seconds=600)
+    found: Slice = worker.decode(DecodeWork(rollout, requests), seconds=600)
     return {response.request.seed: response.token_ids for response in found.responses}
 
 
@@ -40,9 +40,9 @@ def test_a_report_has_only_new_tokens_of_a_row(tmp_path: Path) -> None:
     folder, asked = tmp_path / "model", request((7, 8, 9, 10), 10, 12)
     worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
     answer = decoded(other, 0, asked)[10]
-    told = worker.decode(Work(0, resumed=[Row(asked, answer[:3], [0.0] * 3)]), AT_ONCE).news[10]
+    told = worker.decode(DecodeWork(0, resumed=[Row(asked, answer[:3], [0.0] * 3)]), AT_ONCE).news[10]
     assert told
-    told += worker.decode(Work(0), AT_ONCE).news[10]
+    told += worker.decode(DecodeWork(0), AT_ONCE).news[10]
     assert told == answer[3 : 3 + len(told)]
 
 
@@ -120,7 +120,7 @@ def test_a_newer_draft_of_another_worker_is_not_overwritten(folder: Path, how: s
     if how == "look-ahead":
         worker.look_ahead(AheadWork(0, [SECOND], ended), AT_ONCE)
     else:
-        worker.decode(Work(int(how == "next rollout"), [SECOND], drafts=ended), AT_ONCE)
+        worker.decode(DecodeWork(int(how == "next rollout"), [SECOND], drafts=ended), AT_ONCE)
     kept = worker.store.get(FIRST)
     assert kept
     assert found([kept]) == found(ended)

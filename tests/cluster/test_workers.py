@@ -33,7 +33,7 @@ from tlt.cluster import remote
 from tlt.cluster.actor import portable
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
-from tlt.cluster.worker import Work
+from tlt.cluster.worker import DecodeWork
 from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.families import ModelError
@@ -191,7 +191,7 @@ def test_a_training_worker_can_be_interrupted(home: Path) -> None:
     sections = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
     config = config_of(home, 2, "run", **sections)
     params = SamplingParams(max_new_tokens=24)
-    work = Work(1, [Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(8)])
+    work = DecodeWork(1, [Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(8)])
     pool = RayPool(config, config.model.path)
     try:
         pool.wait([harvest := pool.submit(1, "decode", work, 60.0)])

@@ -17,7 +17,7 @@ from tlt import cli, report
 from tlt.report import Page, ReportError, write_report
 from tlt.report import page as page_module
 from tlt.report.page import MOST_POINTS, thinned
-from tlt.report.read import FILES, Run, read_run
+from tlt.report.read import FILES, RunData, read_run
 from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
 from tlt.run import train as run
 from tlt.run.display import Display
@@ -49,10 +49,10 @@ def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_slower_steps
 @pytest.mark.parametrize("odd", range(6))
 def test_the_interval_is_a_bootstrap_over_all_steps(tmp_path: Path, odd: int) -> None:
     steps = [{"step": i, "seconds": {"compare": 12.0 if i == odd else 4.0, "rollout": 4.0}} for i in range(6)]
-    found = ratio(Run(tmp_path, steps=steps), True)
+    found = ratio(RunData(tmp_path, steps=steps), True)
     assert found is not None
     assert found.interval == pytest.approx([1, (3 * 12 + 3 * 4) / (6 * 4)])  # by the binomial, odd up to 3 times
-    fewer = ratio(Run(tmp_path, steps=steps[:3]), True)
+    fewer = ratio(RunData(tmp_path, steps=steps[:3]), True)
     assert fewer is not None
     assert fewer.interval is None
 

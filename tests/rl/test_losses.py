@@ -16,7 +16,7 @@ from tlt.rl.losses import (
     Clip,
     LossInputs,
     LossOutputs,
-    Share,
+    LossShare,
     by_longest,
     by_response,
     by_token,
@@ -150,7 +150,7 @@ def test_a_sequence_is_clipped_as_a_whole() -> None:
 # -- shares, clips and additions ---------------------------------------------------------------------------------------
 
 
-def shares(share: Share, lengths: list[int]) -> list[float]:
+def shares(share: LossShare, lengths: list[int]) -> list[float]:
     return [share.weight(length, 8) / share.total(lengths) for length in lengths]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt.attention.slots import SlotAttention, SlotPlan, Span
+from tlt.attention.slots import RowSpan, SlotAttention, SlotPlan
 
 
 def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, visible: Tensor | None, depths: Tensor) -> SlotPlan:
@@ -23,13 +23,13 @@ def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, visible: Ten
     row = order[:rows].masked_fill(lengths < 0, -1).repeat_interleave(new)
     places = _places(slots, row, (committed + order[:new]).flatten())
     bias = slots.by_query(slots.bias(order[:tokens] - committed, visible, new))
-    return SlotPlan(0, 0, new, places, [Span(0, rows, tokens)], [bias], None, committed + depths, {})
+    return SlotPlan(0, 0, new, places, [RowSpan(0, rows, tokens)], [bias], None, committed + depths, {})
 
 
 def level_plan(slots: SlotAttention, rows: Tensor, positions: Tensor, seen: Tensor) -> SlotPlan:
     """Return the plan of a level of draft chains, one node a row, which writes M entries: `rows` [M], where -1 is
     padding that is not kept, and `positions` [M]. `seen` [B * K, 1, T] is the mask of what each row attends to."""
-    span = Span(0, len(seen) // slots.shape.num_kv_heads, slots.tokens)
+    span = RowSpan(0, len(seen) // slots.shape.num_kv_heads, slots.tokens)
     return SlotPlan(0, 0, 1, _places(slots, rows, positions), [span], [seen], None)
 
 

@@ -24,7 +24,7 @@ _SPAN_COST = 1024  # an extra span takes about the same time as attention over t
 _SPARE = 16  # entries behind the last slot, for keys and values of padding; 16, so that all values are aligned
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows [low, high) of a pass, attended together over the first `tokens` indices of their slots."""
 
     low: int
@@ -42,7 +42,7 @@ class SlotPlan(NamedTuple):
     """N"""
     places: Tensor
     """flat indices among all (key or value, slot, head, index) of the keys to write, then of the values"""
-    spans: list[Span]
+    spans: list[RowSpan]
     biases: list[Tensor | None]
     """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None if all is visible"""
     ahead: _Ahead | None
@@ -154,7 +154,7 @@ class SlotAttention:
             places = heads[written.rows, 0] + (written.positions % size)[:, None]
         if min(lengths) < longest or max(starts) > 0:
             ahead = ahead._replace(seen=self.bias(self._beyond(ahead), None, 1))
-        span = Span(0, rows, min(size, longest))
+        span = RowSpan(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
         return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
 
@@ -269,7 +269,7 @@ class SlotAttention:
             mixed = mixed.permute(0, 3, 1, 2, 4)
         return mixed.reshape(-1, self.shape.num_heads * size)
 
-    def _attend_span(self, query: Tensor, both: Tensor, first: int, span: Span, bias: Tensor | None) -> Tensor:
+    def _attend_span(self, query: Tensor, both: Tensor, first: int, span: RowSpan, bias: Tensor | None) -> Tensor:
         """Return attention for the span's rows of `query` [B * K, H/K * N, E], in the same layout."""
         heads, rows = self.shape.num_kv_heads, span.high - span.low
         if rows * heads < len(query):
@@ -280,10 +280,10 @@ class SlotAttention:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).flatten(0, 1)
 
 
-def _spans(lengths: Sequence[int], new: int) -> list[Span]:
+def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
     """Cut the rows, in order, where padding each part to its own longest row saves more than a span costs."""
 
-    def cut(low: int, high: int) -> list[Span]:
+    def cut(low: int, high: int) -> list[RowSpan]:
         whole = max(lengths[low:high])
         longest_from = list(lengths[low:high])
         for i in range(high - low - 2, -1, -1):
@@ -294,6 +294,6 @@ def _spans(lengths: Sequence[int], new: int) -> list[Span]:
             saved = i * (whole - longest_so_far) + (high - low - i) * (whole - longest_from[i])
             if saved > best:
                 best, at = saved, low + i
-        return cut(low, at) + cut(at, high) if best > _SPAN_COST else [Span(low, high, whole + new)]
+        return cut(low, at) + cut(at, high) if best > _SPAN_COST else [RowSpan(low, high, whole + new)]
 
     return cut(0, len(lengths))

@@ -38,7 +38,7 @@ from tlt.vllm.versions import vllm_version
 _MOST_FORKS = 2e-5  # responses that rounding may change, as a fraction of all tokens
 
 
-class _Contender(NamedTuple):
+class _VllmContender(NamedTuple):
     name: str
     engine: RolloutEngine
     looks_ahead: bool = False
@@ -92,17 +92,17 @@ def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
     return found
 
 
-def _contenders(config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder) -> list[_Contender]:
+def _contenders(config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder) -> list[_VllmContender]:
     engine = config.engine.model_copy(update={"max_rows": batch})
     spell, most = load_detokenizer(config.model), config.speculation.look_ahead_tokens
     adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
     found = [
-        _Contender("tlt plain", Engine(present, engine, detokenize=spell)),
-        _Contender("tlt adaptive", make_engine(engine, adaptive, present, spell, store=AheadStore(most)), True),
+        _VllmContender("tlt plain", Engine(present, engine, detokenize=spell)),
+        _VllmContender("tlt adaptive", make_engine(engine, adaptive, present, spell, store=AheadStore(most)), True),
     ]
     for name, target in targets.items():
         ours = VllmEngine(target, engine, spell, store=AheadStore(most))
-        found.append(_Contender(f"vllm {name}", ours, name == "look-ahead"))
+        found.append(_VllmContender(f"vllm {name}", ours, name == "look-ahead"))
     return found
 
 
@@ -111,7 +111,7 @@ def _batch(
     config: Config,
     batch: int,
     repeats: int,
-    contenders: Sequence[_Contender],
+    contenders: Sequence[_VllmContender],
     older: Decoder | None,
 ) -> list[dict[str, Any]]:
     speeds: dict[str, list[float]] = {contender.name: [] for contender in contenders}

@@ -22,14 +22,14 @@ from tlt.cluster.early import METHOD as EARLY_UPDATE
 from tlt.cluster.early import EarlyUpdate
 from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.share import Share
-from tlt.cluster.worker import Work
+from tlt.cluster.worker import DecodeWork
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.models.families import decoder_options, read_config
 from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
-from tlt.types import Passes, Request, Response, RolloutStats, TrainBatch, WorkerNow
+from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch, WorkerNow
 
 _AHEAD = 2  # slices of look-ahead before a worker gets a new list of requests
 _LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
@@ -186,7 +186,7 @@ class Coordinator:
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
         drafts = [] if self._plain else self.ahead.drafts(row.request for row in new)
-        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts, self._plain)
+        work = DecodeWork(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts, self._plain)
         self.crew.call(index, "decode", work, self._seconds(share))
         share.asked = []
 
@@ -260,7 +260,7 @@ class Coordinator:
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
         stats.spot = self.training.report()
         stats.tokens = sum(response.num_sampled for response in responses)
-        for name in vars(Passes()):
+        for name in vars(PassCounts()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
         stats.drafter_tokens = self.training.take_tokens()
         stats.ahead_tokens = self.ahead.since_last()

@@ -40,7 +40,7 @@ Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
 """(address of the rendezvous, rank, number of members, workers of the recipe, device) -> process group"""
 
 
-class Work(NamedTuple):
+class DecodeWork(NamedTuple):
     """Work for one slice, in addition to the rows that the worker already has."""
 
     rollout: int
@@ -134,7 +134,7 @@ class Worker:
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
-    def decode(self, work: Work, seconds: float) -> Slice:
+    def decode(self, work: DecodeWork, seconds: float) -> Slice:
         """Decode for this many seconds, but at least one round, or until nothing is left. Raises ValueError for a
         request that cannot be decoded."""
         engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)

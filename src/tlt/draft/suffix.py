@@ -25,7 +25,7 @@ _CLASSES = {8: 3, 4: 2, 2: 1}  # classes of the calibration, by the length of th
 _MATCHES = 16  # number of occurrences used, the newest first
 
 
-class _Place(NamedTuple):
+class _Occurrence(NamedTuple):
     """Occurrence of a match. The token that followed it is tokens[at]. If `at` is the end of the growing list, there is
     none yet."""
 
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 class _Match(NamedTuple):
-    places: list[_Place]
+    places: list[_Occurrence]
     order: int
 
 
@@ -43,7 +43,7 @@ class _History:
 
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
-        self.index: dict[tuple[int, ...], list[_Place]] = {}
+        self.index: dict[tuple[int, ...], list[_Occurrence]] = {}
         self.tokens = 0  # number of indexed tokens; tokens of a request that was decoded again count twice
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class _History:
             sequence.append(token)
             for order in _ORDERS:
                 if len(sequence) >= order:
-                    self.index.setdefault(tuple(sequence[-order:]), []).append(_Place(sequence, len(sequence)))
+                    self.index.setdefault(tuple(sequence[-order:]), []).append(_Occurrence(sequence, len(sequence)))
 
 
 class SuffixDrafter(NodeDrafter):
@@ -138,7 +138,7 @@ class SuffixDrafter(NodeDrafter):
             if len(sequence) < order:
                 continue
             context = tuple(sequence[-order:])
-            places: list[_Place] = []
+            places: list[_Occurrence] = []
             for epoch in reversed(self.epochs[prompt_id]):
                 hits = self.histories[prompt_id, epoch].index.get(context, ())
                 places += [place for place in hits[-_MATCHES:] if place.at < len(place.tokens)]
@@ -149,12 +149,12 @@ class SuffixDrafter(NodeDrafter):
         return None
 
 
-def _followers(match: _Match | None) -> dict[int, list[_Place]]:
+def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
     """Return each token that followed the match -> the places after it, where the match continues."""
-    followers: dict[int, list[_Place]] = {}
+    followers: dict[int, list[_Occurrence]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):
-            followers.setdefault(tokens[at], []).append(_Place(tokens, at + 1))
+            followers.setdefault(tokens[at], []).append(_Occurrence(tokens, at + 1))
     return followers
 
 

@@ -76,9 +76,9 @@ class _Process:
         config = _config(trainer, speculation, engine)
         self.trained = Trained(trainer)
         self.target = decoder_for(self.trained.model.config, self.trained.dtype, trainer.accelerator.device)
-        self.place, self.updates = _Place(), 0
+        self.counter, self.updates = _GenerationCounter(), 0
         self._take_weights(trainer)
-        trainer.add_callback(_AfterEvaluation(self.place))
+        trainer.add_callback(_AfterEvaluation(self.counter))
         resumed = trainer.state.global_step > 0
         made, self.training = adaptive_engine(config, self.target, trainer.processing_class, resumed)
         self.others = _Others(trainer.accelerator.num_processes)
@@ -132,7 +132,7 @@ class _Process:
         return changed
 
     def _requests(self, prompts: Sequence[Any], trainer: Any) -> list[Request]:
-        domain, step, time_ = self.place.of(trainer)
+        domain, step, time_ = self.counter.of(trainer)
         first, params = trainer.accelerator.process_index * len(prompts), to_sampling_params(trainer)
         requests = []
         for index, token_ids in enumerate(prompts_of(prompts, trainer), start=first):
@@ -140,11 +140,11 @@ class _Process:
             prompt = Prompt(prompt_number(token_ids), "", token_ids)
             when = prompt.prompt_id if step is None else step
             seed = request_seed(trainer.args.seed, domain, when, time_, index)
-            requests.append(Request(prompt, index, self.place.generations, seed, params))
+            requests.append(Request(prompt, index, self.counter.generations, seed, params))
         return requests
 
 
-class _Place:
+class _GenerationCounter:
     """Counter of generations. Several may share a global step, and an evaluation has several batches."""
 
     def __init__(self) -> None:
@@ -167,11 +167,11 @@ class _Place:
 
 
 class _AfterEvaluation(TrainerCallback):
-    def __init__(self, place: _Place) -> None:
-        self.place = place
+    def __init__(self, counter: _GenerationCounter) -> None:
+        self.counter = counter
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.place.evaluated()
+        self.counter.evaluated()
 
 
 class _Others:

@@ -9,13 +9,13 @@ from typing import Any
 
 from tlt.energy import total_energy
 from tlt.report import story
-from tlt.report.read import Run
+from tlt.report.read import RunData
 from tlt.report.responses import groups_of, ribbons_of
 
 MOST_POINTS = 500  # points of a line in a chart
 
 
-def page_of(runs: Sequence[Run]) -> str:
+def page_of(runs: Sequence[RunData]) -> str:
     """Return one self-contained HTML page."""
     content = {"runs": [content_of(run) for run in runs], "differences": story.differences(runs)}
     # JSON.parse refuses NaN, and a "<" could end the script element
@@ -25,7 +25,7 @@ def page_of(runs: Sequence[Run]) -> str:
     return html.replace("{{script}}", script).replace("{{content}}", text)
 
 
-def content_of(run: Run) -> dict[str, Any]:
+def content_of(run: RunData) -> dict[str, Any]:
     """Return the numbers and texts of a run that page.js shows."""
     ratios = story.ratios(run)
     return {
@@ -48,7 +48,7 @@ def content_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _results(run: Run) -> dict[str, float | None]:
+def _results(run: RunData) -> dict[str, float | None]:
     """Return the numbers of the table that compares several runs."""
     rewards = story.rewards(run)
     times = {found.measured: found.times for found in story.ratios(run)}
@@ -68,7 +68,7 @@ def _results(run: Run) -> dict[str, float | None]:
     }
 
 
-def _proof(run: Run) -> dict[str, str | float]:
+def _proof(run: RunData) -> dict[str, str | float]:
     tokens, responses, differ = (run.total(f"compared/{name}") for name in ("tokens", "responses", "differ"))
     compared = {"tokens compared with plain decoding": f"{tokens:,.0f} in {responses:,.0f} responses"} if tokens else {}
     replaced = max(0, run.worker_starts - run.workers * max(1, run.driver_starts))

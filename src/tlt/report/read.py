@@ -21,7 +21,7 @@ _MOST_TIMELINES, _MOST_SPANS = 12, 6000
 _WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # for names in trace.json
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     name: str
     process: int
     """0 is the driver, n is worker n - 1"""
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Run:
+class RunData:
     """Data of a run for its page. `steps` are the lines of metrics.jsonl without prompts, workers and memory."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: list[dict[str, Any]] = field(default_factory=list)
-    timelines: dict[int, list[Span]] = field(default_factory=dict)
+    timelines: dict[int, list[TimelineSpan]] = field(default_factory=dict)
     """spans of some steps"""
     states: Counter[str] = field(default_factory=Counter)
     """worker seconds by state, over all steps"""
@@ -80,8 +80,8 @@ class Run:
         return sum(self.column(path).values())
 
 
-def read_run(folder: Path) -> Run:
-    run = Run(folder)
+def read_run(folder: Path) -> RunData:
+    run = RunData(folder)
     run.config, run.summary = _object(run, "config.json"), _object(run, "summary.json")
     _read_metrics(run)
     parquet = sorted(folder.glob("completions/step_*.parquet"))
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _object(run: Run, name: str) -> dict[str, Any]:
+def _object(run: RunData, name: str) -> dict[str, Any]:
     try:
         return read_json(run.folder / name)
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def _object(run: Run, name: str) -> dict[str, Any]:
     return {}
 
 
-def _lines(run: Run, name: str, size: int = 2**63) -> Iterator[dict[str, Any]]:
+def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any]]:
     """Yield the object of each line in the last `size` bytes of a file. A killed run may leave an incomplete line."""
     path, damaged = run.folder / name, 0
     if not path.is_file():
@@ -122,7 +122,7 @@ def _lines(run: Run, name: str, size: int = 2**63) -> Iterator[dict[str, Any]]:
         run.faults.append(f"{name} has {damaged} damaged line(s), which this page leaves out.")
 
 
-def _read_metrics(run: Run) -> None:
+def _read_metrics(run: RunData) -> None:
     seen: set[tuple[int, ...]] = set()
     for line in _lines(run, "metrics.jsonl"):
         for prompt in map(tuple, line.pop("prompts", ())):
@@ -138,12 +138,12 @@ def _read_metrics(run: Run) -> None:
         run.faults.append("No step has ended yet.")
 
 
-def _json_rows(run: Run) -> list[dict[str, Any]]:
+def _json_rows(run: RunData) -> list[dict[str, Any]]:
     names = [name for name in ("completions.old.jsonl", "completions.jsonl") if (run.folder / name).is_file()]
     return [row for name in names or ["completions.jsonl"] for row in _lines(run, name, _TAIL_COMPLETIONS)]
 
 
-def _parquet_rows(run: Run, paths: list[Path]) -> list[dict[str, Any]]:
+def _parquet_rows(run: RunData, paths: list[Path]) -> list[dict[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError:
@@ -159,7 +159,7 @@ def _parquet_rows(run: Run, paths: list[Path]) -> list[dict[str, Any]]:
     return [row | {"scores": dict(row["scores"])} for row in found]
 
 
-def _read_trace(run: Run) -> None:
+def _read_trace(run: RunData) -> None:
     events = list(_lines(run, "trace.json", _TAIL_TRACE))
     spans = [event for event in events if event["ph"] == "X"]
     run.driver_starts = sum(event["name"] == "process_name" and event["pid"] == 0 for event in events)
@@ -175,7 +175,9 @@ def _read_trace(run: Run) -> None:
         inside = [span for span in spans if start <= span["ts"] < end and span["dur"] > 0]
         longest = nlargest(_MOST_SPANS, inside, key=lambda span: span["dur"])
         run.timelines[step] = [
-            Span(_word(span["name"]), span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6)
+            TimelineSpan(
+                _word(span["name"]), span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6
+            )
             for span in sorted(longest, key=lambda span: span["ts"])
         ]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlt.metrics import leaves
-from tlt.report.read import Run
+from tlt.report.read import RunData
 from tlt.wording import counted
 
 
@@ -32,7 +32,7 @@ class Ratio(NamedTuple):
         return self.plain / self.ours
 
 
-def ratio(run: Run, measured: bool) -> Ratio | None:
+def ratio(run: RunData, measured: bool) -> Ratio | None:
     """Return the measured ratio of whole rollouts, or the estimated ratio of rounds. It is None if no step has it."""
     names = ("seconds/compare", "seconds/rollout")
     if not measured:
@@ -51,12 +51,12 @@ def ratio(run: Run, measured: bool) -> Ratio | None:
     return Ratio(plain_sum, our_sum, measured, num_steps, lost, interval)
 
 
-def ratios(run: Run) -> list[Ratio]:
+def ratios(run: RunData) -> list[Ratio]:
     """Return the measured and the estimated ratio, without those that no step has."""
     return [found for measured in (True, False) if (found := ratio(run, measured))]
 
 
-def worker_seconds(run: Run) -> dict[str, float]:
+def worker_seconds(run: RunData) -> dict[str, float]:
     """Return the worker seconds of each kind of work. Phases inside the rollout are scaled to its worker seconds."""
     states, workers = run.states.copy(), max(1, run.workers)
     rollout, update, early, idle = (states.pop(name, 0.0) for name in ("ROLLOUT", "UPDATE", "EARLY", "IDLE"))
@@ -74,18 +74,18 @@ def worker_seconds(run: Run) -> dict[str, float]:
     return {name: spent for name, spent in found.items() if spent > 0}
 
 
-def useful_share(run: Run) -> float | None:
+def useful_share(run: RunData) -> float | None:
     return run.useful_seconds / run.states.total() if run.useful_seconds else None
 
 
-def rewards(run: Run) -> tuple[float, float, int] | None:
+def rewards(run: RunData) -> tuple[float, float, int] | None:
     """Return the mean reward of the first and the last tenth of the steps, and how many steps that is."""
     values = list(run.column("reward").values())
     tenth = max(1, len(values) // 10)
     return (fmean(values[:tenth]), fmean(values[-tenth:]), tenth) if values else None
 
 
-def sentences(run: Run) -> list[str]:
+def sentences(run: RunData) -> list[str]:
     """Return three sentences: what was trained, what was gained, what to change."""
     model = Path(run.config.get("model", {}).get("path", "a model")).name
     done, advised = len(run.steps), advice(run)[0]
@@ -104,7 +104,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _gain(run: Run) -> str:
+def _gain(run: RunData) -> str:
     reward = ""
     if found := rewards(run):
         first, last, tenth = found
@@ -136,7 +136,7 @@ _RULES = {
 """name -> (limit, advice if the number of that name is above the limit). The most important comes first."""
 
 
-def advice(run: Run) -> list[str]:
+def advice(run: RunData) -> list[str]:
     """Return what to change to gain more, the most important first."""
     total, seconds, found = run.total, worker_seconds(run), ratios(run)
     without_compare = total("seconds/total") - total("seconds/compare")
@@ -156,7 +156,7 @@ def advice(run: Run) -> list[str]:
     return advised or [none]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
     """Return the fields of the configuration that differ, each with the value of every run."""
     flat = [dict(leaves(run.config, ".")) for run in runs]
     found = {key: [tree.get(key) for tree in flat] for key in sorted(set().union(*flat) - {"run.folder"})}

@@ -160,7 +160,7 @@ class _Finished(NamedTuple):
     """tokens of its longest response"""
 
 
-class _Place(NamedTuple):
+class _EarlyPlace(NamedTuple):
     """A group's place in the early order, or the first place that it may get."""
 
     longest: int
@@ -212,24 +212,24 @@ class EarlyGroups:
                 self._shards.append(batch.part(range(len(batch.response_ids))))
         return self._shards
 
-    def _places(self, so_far: Mapping[int, int]) -> list[_Place] | None:
+    def _places(self, so_far: Mapping[int, int]) -> list[_EarlyPlace] | None:
         """Return the places of all groups that may be computed in this step; None if a later wave may add some."""
         self._finish()
         room = self.config.rollout.prompts_per_step if self.config.rollout.max_waves else self._count
-        places: list[_Place] = []
+        places: list[_EarlyPlace] = []
         sure = possible = 0  # groups that the batch takes
         for number in range(self._count):
             if sure == room:
                 break
             if requests := self._asked.get(number):
-                places.append(_Place(max(self._length(request, so_far) for request in requests), number, None))
+                places.append(_EarlyPlace(max(self._length(request, so_far) for request in requests), number, None))
                 possible += 1
                 continue
             done = self._finished[number]
             possible += done.counts
             sure += done.counts and possible <= room
             if done.group:
-                places.append(_Place(done.longest, number, done.group if possible <= room else None))
+                places.append(_EarlyPlace(done.longest, number, done.group if possible <= room else None))
         return None if sure < room and not self.is_last_wave else places
 
     def _length(self, request: Request, so_far: Mapping[int, int]) -> int:

@@ -15,7 +15,7 @@ from tlt.rl.parallel import ProcessGroup
 from tlt.types import TrainBatch
 
 
-class Fixed(NamedTuple):
+class FixedLogprobs(NamedTuple):
     """Fixed log-probs: response -> [its tokens]. Others are computed with each micro-batch."""
 
     old: dict[int, Tensor]
@@ -36,7 +36,7 @@ def exchange(
 
 
 def penalized(
-    batch: TrainBatch, fixed: Fixed, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
+    batch: TrainBatch, fixed: FixedLogprobs, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
 ) -> tuple[TrainBatch, float]:
     """Return the batch after subtracting kl_weight * KL of each response from its reward, and the mean KL per token."""
     everyone = range(len(batch.response_ids))

@@ -12,7 +12,7 @@ from typing import Any
 from tlt.config import Config, TrainConfig
 from tlt.rewards.scores import length_penalty
 from tlt.rl.advantages import ADVANTAGES, Rewards
-from tlt.types import Group, Passes, Prompt, Reply, Request, Response, SamplingParams, TrainBatch
+from tlt.types import Group, PassCounts, Prompt, Reply, Request, Response, SamplingParams, TrainBatch
 
 
 def rewards_of(group: Group) -> list[float]:
@@ -92,7 +92,7 @@ def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampl
     def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
         request = Request(prompt, **fields["request"], sampling=sampling)
         replies = [Reply(*reply) for reply in fields.get("replies", ())]  # an older checkpoint has none
-        return Response(**fields | {"request": request, "decoded": Passes(**fields["decoded"]), "replies": replies})
+        return Response(**fields | {"request": request, "decoded": PassCounts(**fields["decoded"]), "replies": replies})
 
     return [
         Group(prompts[group["row"]], [response(prompts[group["row"]], fields) for fields in group["responses"]])

@@ -85,7 +85,7 @@ def _clipped(log_ratio: Tensor, inputs: LossInputs, clip: Clip) -> LossOutputs:
 # A masked response has length 0. It counts as a response, but none of its tokens counts.
 
 
-class Share(NamedTuple):
+class LossShare(NamedTuple):
     weight: Callable[[int, int], float]
     """(tokens of the response, rollout.max_new_tokens) -> weight of each of its tokens"""
     total: Callable[[Sequence[int]], int]
@@ -100,17 +100,17 @@ def _tokens(lengths: Sequence[int]) -> int:
     return max(1, sum(lengths))
 
 
-by_response = Share(lambda length, longest: 1 / max(1, length), _count)
+by_response = LossShare(lambda length, longest: 1 / max(1, length), _count)
 """Every response counts the same: [2, 4] -> [1/4, 1/8]."""
-by_token = Share(lambda length, longest: 1.0, _tokens)
+by_token = LossShare(lambda length, longest: 1.0, _tokens)
 """Every token counts the same: [2, 4] -> [1/6, 1/6]."""
-by_longest = Share(lambda length, longest: 1 / longest, _count)
+by_longest = LossShare(lambda length, longest: 1 / longest, _count)
 """Every token counts the same, and the divisor does not depend on lengths: [2, 4], longest 8 -> [1/16, 1/16]."""
 
 
 class Loss(NamedTuple):
     surrogate: Callable[[LossInputs, Clip], LossOutputs]
-    share: Share
+    share: LossShare
     clip_low: float
     clip_high: float
 

@@ -13,7 +13,7 @@ from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import MicroBatch
 from tlt.rl.deterministic import deterministic
 from tlt.rl.early import fixed_logprobs, has_early_gradients
-from tlt.rl.fixed import Fixed
+from tlt.rl.fixed import FixedLogprobs
 from tlt.rl.logprobs import rollout_logprobs, token_logprobs
 from tlt.rl.objective import Objective
 from tlt.rl.packer import Packer
@@ -47,7 +47,7 @@ class Passes:
         self.gradients = ShardSums(lambda: trained_parameters(model), self.begin_gradient, self._add_gradient)
         self.logprob_sums = ShardSums(lambda: [], self.begin_logprobs, self._add_logprobs)
         self.early = self.gradients if has_early_gradients(config) else self.logprob_sums
-        self.progress = Progress()
+        self.progress = UpdateProgress()
 
     def logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the log-prob and the entropy of each target token of a micro-batch, [T] each."""
@@ -69,8 +69,10 @@ class Passes:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def begin_gradient(self, shard: Shard, fixed: Fixed | None = None, group: ProcessGroup | None = None) -> ShardSum:
-        return self._empty_sum([self.model], shard, fixed or Fixed(self.carried(shard.batch), {}), group)
+    def begin_gradient(
+        self, shard: Shard, fixed: FixedLogprobs | None = None, group: ProcessGroup | None = None
+    ) -> ShardSum:
+        return self._empty_sum([self.model], shard, fixed or FixedLogprobs(self.carried(shard.batch), {}), group)
 
     def _add_gradient(self, to: ShardSum, micro: MicroBatch) -> None:
         """Add one micro-batch to the gradients, the totals and the token metrics."""
@@ -88,7 +90,7 @@ class Passes:
             to.wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
 
     @torch.no_grad()
-    def _reference_logprobs(self, fixed: Fixed, micro: MicroBatch) -> Tensor:
+    def _reference_logprobs(self, fixed: FixedLogprobs, micro: MicroBatch) -> Tensor:
         if fixed.reference:
             return torch.cat([fixed.reference[i] for i in micro.sequences])
         return self.logprobs(self.reference, micro)[0]
@@ -97,12 +99,12 @@ class Passes:
 
     @property
     def fixed_models(self) -> dict[str, Any]:
-        """Models whose log-probs are fixed, by field of `Fixed`."""
+        """Models whose log-probs are fixed, by field of `FixedLogprobs`."""
         models = {"old": self.model, "reference": self.reference}
         return {name: models[name] for name in fixed_logprobs(self.config)}
 
     def begin_logprobs(self, shard: Shard, group: ProcessGroup | None = None) -> ShardSum:
-        return self._empty_sum([*self.fixed_models.values()], shard, Fixed({}, {}), group)
+        return self._empty_sum([*self.fixed_models.values()], shard, FixedLogprobs({}, {}), group)
 
     def _add_logprobs(self, to: ShardSum, micro: MicroBatch) -> None:
         """Add one micro-batch's log-probs."""
@@ -112,7 +114,9 @@ class Passes:
             logprobs, _ = self.logprobs(model, micro)
             getattr(to.fixed, name).update(zip(micro.sequences, logprobs.split(lengths), strict=True))
 
-    def _empty_sum(self, models: Sequence[Any], shard: Shard, fixed: Fixed, group: ProcessGroup | None) -> ShardSum:
+    def _empty_sum(
+        self, models: Sequence[Any], shard: Shard, fixed: FixedLogprobs, group: ProcessGroup | None
+    ) -> ShardSum:
         micro_batches = self.micro_batches(models, shard.batch, shard.members, group or Alone())
         return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
 
@@ -126,7 +130,7 @@ class Passes:
         return torch.tensor(logprobs, dtype=dtype, device=self.device)
 
 
-class Progress:
+class UpdateProgress:
     """Share of an update that is done. Other threads may read it."""
 
     def __init__(self) -> None:

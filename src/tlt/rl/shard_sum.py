@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt.rl.batching import MicroBatch
-from tlt.rl.fixed import Fixed
+from tlt.rl.fixed import FixedLogprobs
 from tlt.rl.parallel import Owners, take_gradients
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
@@ -49,7 +49,7 @@ class ShardSum:
     it."""
 
     shard: Shard
-    fixed: Fixed
+    fixed: FixedLogprobs
     """log-probs that the gradient needs, or that this sum computes"""
     micro_batches: Iterator[MicroBatch]
     """micro-batches that are not computed yet"""

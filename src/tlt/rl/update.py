@@ -10,7 +10,7 @@ import torch
 
 from tlt.rl.early import fixed_logprobs, has_gradient, needs_logprobs
 from tlt.rl.finite import refuse_loss
-from tlt.rl.fixed import Fixed, exchange, penalized
+from tlt.rl.fixed import FixedLogprobs, exchange, penalized
 from tlt.rl.logprobs import old_logprobs, rollout_logprobs
 from tlt.rl.parallel import ProcessGroup
 from tlt.rl.passes import BACKWARD_PASSES, Passes
@@ -60,7 +60,7 @@ class Update:
         return means | metrics | tokens[0].over(self.group)
 
     @torch.no_grad()
-    def compute_fixed(self) -> tuple[Fixed, float]:
+    def compute_fixed(self) -> tuple[FixedLogprobs, float]:
         """Compute the log-probs that stay fixed during the update, each member those of its shards. Return all of them,
         and the share of tokens whose log-probs were computed early."""
         passes, batch, group = self.passes, self.batch, self.group
@@ -69,7 +69,7 @@ class Update:
         found = passes.logprob_sums.over(plan, lambda shard: passes.begin_logprobs(shard, group))
         counted = [i for i in range(len(batch.response_ids)) if needs_logprobs(batch, i, passes.config)]
         lengths, like = {i: batch.num_sampled(i) for i in counted}, passes.widened([])
-        fixed = Fixed({}, {})
+        fixed = FixedLogprobs({}, {})
         for name in models:
             own = {plan.in_batch(one.shard, i): x for one in found for i, x in getattr(one.fixed, name).items()}
             getattr(fixed, name).update(exchange(own, lengths, group, like))
@@ -78,7 +78,7 @@ class Update:
         return fixed, sums["early"] / (sums["tokens"] or 1.0)
 
     def _optimizer_step(
-        self, members: range, plan: Plan, fixed: Fixed | None, tokens: TokenMetrics
+        self, members: range, plan: Plan, fixed: FixedLogprobs | None, tokens: TokenMetrics
     ) -> dict[str, float]:
         """Take one optimizer step on a mini-batch, and add its tokens to `tokens`."""
         passes = self.passes

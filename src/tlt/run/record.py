@@ -55,7 +55,7 @@ class Record:
         self.trackers.close()
 
 
-class Progress:
+class RunProgress:
     """Tokens so far, including those before a resume, and the estimated seconds of the remaining steps."""
 
     def __init__(self, steps: int, last: dict[str, Any] | None = None) -> None:

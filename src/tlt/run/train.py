@@ -28,7 +28,7 @@ from tlt.run.evaluate import evaluate
 from tlt.run.folder import RunFolder
 from tlt.run.model_card import model_card
 from tlt.run.parts import Lasting, make_parts
-from tlt.run.record import Progress, Record
+from tlt.run.record import Record, RunProgress
 from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
 from tlt.run.trackers import names_of
 from tlt.stopping import GivenUp, Stopped, StopRequest, how_to_go_on, stop_request
@@ -70,7 +70,7 @@ class Run:
     held_out: list[Prompt]
     standing: Standing
     trace: TraceFile
-    progress: Progress
+    progress: RunProgress
     contents: Contents
     changes: list[dict[str, Any]]
     """changes of the recipe at a resume that may affect the result"""
@@ -186,7 +186,7 @@ def _prepare(
         held_out,
         Standing(0, 0, parts.cursor, parts.carried, {}),
         TraceFile(folder.path / "trace.json"),
-        Progress(config.train.steps, found.state["metrics"] if found else None),
+        RunProgress(config.train.steps, found.state["metrics"] if found else None),
         contents,
         changes,
         mirror,

@@ -13,7 +13,7 @@ from tlt.config import ConfigError
 from tlt.config.run import RunConfig
 from tlt.metrics import MetricsError
 from tlt.store.completions import record
-from tlt.types import Group, Passes
+from tlt.types import Group, PassCounts
 from tlt_rl import install_hint
 
 FOLDER = "completions"
@@ -97,7 +97,7 @@ def _schema(pyarrow: Any) -> Any:
             "length": whole,
             "finish_reason": text,
             "replies": pyarrow.list_(text),
-            "decoded": pyarrow.struct([(field.name, whole) for field in fields(Passes)]),
+            "decoded": pyarrow.struct([(field.name, whole) for field in fields(PassCounts)]),
             "proposed": text,
         }
     )
