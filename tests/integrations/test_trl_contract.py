@@ -226,7 +226,7 @@ def test_two_evaluations_in_one_step_are_equal_and_those_of_two_data_sets_share_
     trainer.model.eval()
     seeds = []
     for texts in (["a"], ["b"]):
-        mine._process.place.evaluated()
+        mine._process.counter.evaluated()
         seeds += [request.seed for request in mine._process._requests(texts, trainer)]
     assert len(set(seeds)) == 2, "the same place in another data set"
 

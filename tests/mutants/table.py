@@ -284,7 +284,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("draft.tree", "draft/test_tree.py"): [
         ("_go_on", "opposite", 0, "Nothing is drafted behind a stop token."),
-        ("_children", "drop", 9, "Siblings are distinct tokens."),
+        ("_children", "drop", 10, "Siblings are distinct tokens."),
         ("_go_on", "compare", 1, "No draft goes beyond max_new_tokens."),
         ("_cut", "operand", 0, "The most likely nodes are verified."),
         ("stack", "drop", 15, "A node sees its ancestors."),

@@ -67,6 +67,17 @@ NoiseOf = Callable[[int, Tensor | None], Tensor]
 [B, 1, V]"""
 
 
+class _Inputs(NamedTuple):
+    """Inputs of all trees of a round."""
+
+    drafter: Drafter
+    roots: Roots
+    strategy: Strategy
+    noise_of: NoiseOf
+    vocab_size: int
+    calibration: Calibration
+
+
 class _Grown(NamedTuple):
     """Nodes of one level, [B, M] each. An entry with a chance of 0 is not a node. Parents are numbered over all
     levels."""
@@ -83,15 +94,14 @@ def grow(
 ) -> list[DraftTree]:
     """Draft a tree for each row. Candidates are ranked on the device; all else is small, in NumPy on the host."""
     with np.errstate(invalid="ignore"):  # -inf marks tokens that may not be drafted
-        how = _grow_chains if strategy.branching == 1 else _grow_trees
-        return how(drafter, roots, strategy, noise_of, vocab_size, calibration)
+        inputs = _Inputs(drafter, roots, strategy, noise_of, vocab_size, calibration)
+        return _grow_chains(inputs) if strategy.branching == 1 else _grow_trees(inputs)
 
 
-def _grow_chains(
-    drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
-) -> list[DraftTree]:
+def _grow_chains(inputs: _Inputs) -> list[DraftTree]:
     """Return the result of `_grow_trees` with one child per node, without the operations that choose among children. On
     a CPU, starting those takes as long as the drafter does."""
+    drafter, roots, strategy, noise_of, _, calibration = inputs
     most = min(strategy.depth, strategy.verify_tokens - 1)
     whole = None
     if isinstance(drafter, ChainDrafter) and drafter.whole_chains:
@@ -105,9 +115,7 @@ def _grow_chains(
             break
         if whole is None:
             candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.sampling))
-            tokens, cells, valid = _children(
-                candidates, tokens.shape, 1, depth, roots, noise_of, vocab_size, calibration
-            )
+            tokens, cells, valid = _children(inputs, candidates, tokens.shape, depth)
         else:
             tokens, scores = whole[0][:, depth, None, None], whole[1][:, depth, None]
             cells, valid = calibration.cells(None, depth, scores, 1), np.isfinite(scores[..., :1])
@@ -126,9 +134,8 @@ def _grow_chains(
     ]
 
 
-def _grow_trees(
-    drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
-) -> list[DraftTree]:
+def _grow_trees(inputs: _Inputs) -> list[DraftTree]:
+    drafter, roots, strategy, _, _, calibration = inputs
     B, tokens = len(roots.tokens), roots.tokens[:, None]
     rows = np.arange(B)[:, None]
     chance, numbers, count = np.ones((B, 1)), np.zeros((B, 1), dtype=np.int64), 1
@@ -138,9 +145,7 @@ def _grow_trees(
         if not alive.any():
             break
         candidates = drafter.predict(Level(depth, tokens.copy(), parents.copy(), alive.copy(), roots.sampling))
-        tokens, cells, valid = _children(
-            candidates, tokens.shape, strategy.branching, depth, roots, noise_of, vocab_size, calibration
-        )
+        tokens, cells, valid = _children(inputs, candidates, tokens.shape, depth)
         reach = (chance * alive)[..., None] * calibration.table[cells] * valid
         reach *= reach >= strategy.min_chance
         k, tokens, chance, cells = cells.shape[-1], *(x.reshape(B, -1) for x in (tokens, reach, cells))
@@ -159,28 +164,22 @@ def _grow_trees(
 
 
 def _children(
-    candidates: Candidates,
-    nodes: tuple[int, ...],
-    branching: int,
-    depth: int,
-    roots: Roots,
-    noise_of: NoiseOf,
-    vocab_size: int,
-    calibration: Calibration,
+    inputs: _Inputs, candidates: Candidates, nodes: tuple[int, ...], depth: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the best candidates under the noise of each of the `nodes` (B, W): tokens, the calibration's cells, and
     whether they may be children, [B, W, k] each. Only here does a level wait for the device."""
+    _, roots, strategy, noise_of, vocab_size, calibration = inputs
     _check_shapes(candidates, nodes, vocab_size)
     ids = None if candidates.ids is None else candidates.ids.to(roots.device)
-    best = gumbel_topk(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
+    best = gumbel_topk(candidates.log_q.to(roots.device), noise_of(depth, ids), k=strategy.branching + 1)
     tokens = best.picks if ids is None else ids.gather(-1, best.picks)
-    scores, tokens = to_host(best.scores, tokens[..., :branching])
-    valid = np.isfinite(scores[..., :branching])
+    scores, tokens = to_host(best.scores, tokens[..., : strategy.branching])
+    valid = np.isfinite(scores[..., : strategy.branching])
     if ids is not None:
         valid &= (tokens >= 0) & (tokens < vocab_size)
         same = (tokens[..., :, None] == tokens[..., None, :]) & valid[..., None, :]
         valid &= ~np.tril(same, -1).any(-1)
-    return tokens, calibration.cells(candidates.classes, depth, scores, branching), valid
+    return tokens, calibration.cells(candidates.classes, depth, scores, strategy.branching), valid
 
 
 def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: int) -> None:

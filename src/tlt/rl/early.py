@@ -64,8 +64,8 @@ def most_responses(config: Config) -> int:
 
 
 def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
-    """Return which log-probs are computed before the first gradient, as fields of `Fixed`. With one optimizer step, the
-    old log-probs are not needed, because the policy is still the old one."""
+    """Return which log-probs are computed before the first gradient, as fields of `FixedLogprobs`. With one
+    optimizer step, the old log-probs are not needed, because the policy is still the old one."""
     if has_early_gradients(train):
         return ()
     old = _has_several_steps(train) or _has_kl_in_reward(train)
