@@ -42,7 +42,7 @@ LARGER = {
     "cluster/coordinator.py:Coordinator": (244, 22, 18),
     "cluster/crew.py:Crew": (310, 29, 15),
     "cluster/drafter_training.py:DrafterTraining": (192, 19, 16),
-    "cluster/worker.py:Worker": (261, 34, 18),
+    "cluster/worker.py:Worker": (245, 32, 14),
     "cluster/workers.py:RayPool": (155, 18, 10),
     "draft/eagle.py:EagleLayer": (57, 7, 14),
     "draft/learned.py:EagleDrafter": (156, 13, 20),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt.build import open_engine, open_target, starting_drafter
+from tlt.cluster.membership import Join, Membership
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine
@@ -25,7 +26,7 @@ from tlt.metrics import peak_memory
 from tlt.models.device import torch_device
 from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
-from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
+from tlt.rl.parallel import Broken, GroupBroken, Processes
 from tlt.rl.parity import take_weights
 from tlt.rl.planner import Held
 from tlt.rl.sharded import ShardedPolicy
@@ -35,9 +36,6 @@ from tlt.spot.schedule import Evaluation, SpotReport
 from tlt.spot.spot_worker import SpotWorker
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
-
-Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""(address of the rendezvous, rank, number of members, workers of the recipe, device) -> process group"""
 
 
 class DecodeWork(NamedTuple):
@@ -112,7 +110,7 @@ class Worker:
         meets: str | Path = "127.0.0.1",
         join: Join = Processes,
     ) -> None:
-        self.config, self.index, self._meets, self._join = config, index, meets, join
+        self.config, self.index = config, index
         self.target = open_target(config, None)
         layer = starting_drafter(config, self.target.options)
         self.policy = make_policy(config, folder)
@@ -123,10 +121,9 @@ class Worker:
         self.engine = open_engine(config, self.target, layer, self.spot.harvest if layer else None, self.tracer)
         self.store = self.engine.store
         self.plain = self.engine.plain_engine()
-        self.device = torch_device(config.model)
+        self.membership = Membership(meets, config.cluster.workers, torch_device(config.model), join)
         self._rollout = -1
         self._reported: dict[int, int] = {}  # by seed, number of tokens reported so far
-        self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the state before the update under way
         self._wanted = 0.0  # idle calls up to this number must end
         gc.collect()
@@ -214,15 +211,13 @@ class Worker:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def rendezvous(self) -> str:
-        """Open a rendezvous for a new process group. Return its address. It stays open until the next call."""
-        self._rendezvous = Rendezvous(self._meets)
-        return self._rendezvous.address
+        return self.membership.open_rendezvous()
 
     def shard_policy(self, rendezvous: Any, rank: int, size: int) -> None:
         """Keep only this member's shard of the policy. If the policy is sharded, this comes before all other calls that
         need it. Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
-        self.policy.shard_over(self._group_at(rendezvous, rank, size))
+        self.policy.shard_over(self.membership.enter(rendezvous, rank, size))
 
     def dry_run(self, longest_prompt: int) -> None:
         """Raise ConfigError if an update does not fit the memory."""
@@ -266,14 +261,14 @@ class Worker:
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
             with self.tracer.span("update"):
-                return self.policy.update(batch, step, self._group_at(rendezvous, rank, size), held)
+                return self.policy.update(batch, step, self.membership.enter(rendezvous, rank, size), held)
         except GroupBroken as error:
-            self.leave()
+            self.membership.leave()
             if self._before is None:
                 raise
             return Broken(str(error))
         except Exception:
-            self.leave()  # so that the others do not wait for this member
+            self.membership.leave()  # so that the others do not wait for this member
             raise
 
     @property
@@ -281,21 +276,9 @@ class Worker:
         """Fraction of the current update that is done. It is read from another thread."""
         return self.policy.updated
 
-    def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
-        if self._group is None or self._group[0] != rendezvous:
-            self.leave()
-            self._group = rendezvous, self._join(rendezvous, rank, size, self.config.cluster.workers, self.device)
-        return self._group[1]
-
-    def leave(self) -> None:
-        """Leave the group, if there is one. A group that lost a member cannot be used again."""
-        if self._group:
-            self._group[1].leave()
-        self._group = None
-
     def rollback(self) -> None:
         """Restore the state before the update."""
-        self.leave()
+        self.membership.leave()
         if self._before:
             self._restore(self._before)
             self._before = None

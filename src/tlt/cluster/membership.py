@@ -1,0 +1,42 @@
+"""Membership of a worker in the process group that computes an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.rl.parallel import ProcessGroup, Rendezvous
+
+Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
+"""(address of the rendezvous, rank, number of members, workers of the recipe, device) -> process group"""
+
+
+class Membership:
+    """Process group of this worker. `workers` is their number in the recipe. Workers meet at `meets`: a folder that
+    they share on one machine, or this machine's address in the cluster."""
+
+    def __init__(self, meets: str | Path, workers: int, device: torch.device, join: Join) -> None:
+        self.meets, self.workers, self.device, self._join = meets, workers, device, join
+        self._rendezvous: Rendezvous | None = None
+        self._group: tuple[Any, ProcessGroup] | None = None
+
+    def open_rendezvous(self) -> str:
+        """Open a rendezvous for a new group. Return its address. It stays open until the next call."""
+        self._rendezvous = Rendezvous(self.meets)
+        return self._rendezvous.address
+
+    def enter(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
+        """Return the group that meets at this address. If the worker is in another group, leave that one first."""
+        if self._group is None or self._group[0] != rendezvous:
+            self.leave()
+            self._group = rendezvous, self._join(rendezvous, rank, size, self.workers, self.device)
+        return self._group[1]
+
+    def leave(self) -> None:
+        """Leave the group, if there is one. A group that lost a member cannot be used again."""
+        if self._group:
+            self._group[1].leave()
+        self._group = None
