@@ -53,7 +53,7 @@ def target() -> Decoder:
 def engine(drafter: Any = None, shape: Strategy = PLAIN, detokenize: Any = None, **config: int) -> Engine:
     """Return an engine that always drafts with this drafter, if there is one."""
     drafters, strategy = ([drafter], shape._replace(drafter=drafter.name)) if drafter else ([], PLAIN)
-    return Engine(target(), EngineConfig(**config), drafters, Fixed(strategy), detokenize)
+    return Engine(target(), EngineConfig(**config), drafters, Fixed(strategy), detokenize=detokenize)
 
 
 def request(prompt: Sequence[int] = (7, 8, 9), index: int = 0, prompt_id: int = 0, **params: Any) -> Request:

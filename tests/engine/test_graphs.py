@@ -48,7 +48,8 @@ def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[
     harvested: list[Any] = []
     drafters = [] if strategy == PLAIN else [RandomDrafter(VOCAB)]
     layout = FeatureLayout((0, 2), 16)
-    engine = Engine(target, EngineConfig(max_rows=5), drafters, Fixed(strategy), None, layout, harvested.append)
+    config, tuner = EngineConfig(max_rows=5), Fixed(strategy)
+    engine = Engine(target, config, drafters, tuner, layout=layout, on_harvest=harvested.append)
     engine.start(asked)
     runner, shapes = engine.rollout.runner, set[Any]()
     if graphed:

@@ -163,7 +163,7 @@ def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
         return LocalRollout(engine, turns=turns).generate(asked, lambda response: None)[0]
 
     ours = {
-        response.request.seed: response for response in played(Engine(place.target, recipe().engine, (), None, spell))
+        response.request.seed: response for response in played(Engine(place.target, recipe().engine, detokenize=spell))
     }
     assert max(len(response.replies) for response in ours.values()) > 1
     engine = opened("off")

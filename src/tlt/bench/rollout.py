@@ -260,7 +260,7 @@ class _Bench:
             self.config.engine.model_copy(update={"max_rows": batch}),
             drafters,
             contender.tuner,
-            load_detokenizer(self.config.model),
+            detokenize=load_detokenizer(self.config.model),
             layout=layout,
             on_harvest=buffer.add if contender.harvest else None,
             store=store,

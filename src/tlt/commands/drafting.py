@@ -149,7 +149,9 @@ def harvest(
     tuner = make_tuner(speculation, bench.config.engine, bench.target)
     layout = layer.options.layout
     spell = load_detokenizer(bench.config.model)
-    engine = Engine(bench.target, bench.config.engine, drafters, tuner, spell, layout, buffer.add)
+    engine = Engine(
+        bench.target, bench.config.engine, drafters, tuner, detokenize=spell, layout=layout, on_harvest=buffer.add
+    )
     engine.start(bench.train)
     with working("collect training data", wanted, "tokens") as work:
         while engine.busy and buffer.tokens < wanted and not stop():
@@ -248,7 +250,7 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
     depth, and speed. All draft tokens are verified, so that every depth is measured."""
     drafter = EagleDrafter(layer, bench.target)
     spell, layout = load_detokenizer(bench.config.model), layer.options.layout
-    engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), spell, layout)
+    engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), detokenize=spell, layout=layout)
     engine.start(bench.held_out)
     began, stats, lengths = time.perf_counter(), engine.stats, list[float]()
     with working(f"decode held-out prompts, {strategy.name}", len(bench.held_out), "responses") as work:

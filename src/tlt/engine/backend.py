@@ -87,7 +87,17 @@ def make_engine(
     recipe names. If the drafter is `adaptive`, the first rollout profiles the machine."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
-    return Engine(target, config, drafters, tuner, detokenize, layout, on_harvest, tracer, store)
+    return Engine(
+        target,
+        config,
+        drafters,
+        tuner,
+        detokenize=detokenize,
+        layout=layout,
+        on_harvest=on_harvest,
+        tracer=tracer,
+        store=store,
+    )
 
 
 def make_tuner(

@@ -59,6 +59,7 @@ class Engine(Generates):
         config: EngineConfig,
         drafters: Sequence[Drafter] = (),
         tuner: Tuner | None = None,
+        *,
         detokenize: Detokenizer | None = None,
         layout: FeatureLayout | None = None,
         on_harvest: Callable[[Harvest], None] | None = None,

@@ -114,8 +114,16 @@ class _Maker:
         self, drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None, kv_tokens: int | None = None
     ) -> Engine:
         layout = self.layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
-        config, target, spelled = self.config.engine, self.target, self.detokenize
-        return Engine(target, config, drafters, tuner, spelled, layout, store=store, kv_tokens=kv_tokens)
+        return Engine(
+            self.target,
+            self.config.engine,
+            drafters,
+            tuner,
+            detokenize=self.detokenize,
+            layout=layout,
+            store=store,
+            kv_tokens=kv_tokens,
+        )
 
     def _learned(self) -> EagleDrafter:
         return EagleDrafter(self.layer, self.target)
