@@ -48,7 +48,7 @@ LARGER = {
     "draft/learned.py:EagleDrafter": (156, 13, 20),
     "engine/asynchronous.py:AsyncEngine": (139, 16, 8),
     "engine/bandit.py:Bandit": (213, 24, 19),
-    "engine/engine.py:Engine": (343, 33, 15),
+    "engine/engine.py:Engine": (343, 33, 14),
     "engine/kv_cache.py:KVCache": (119, 18, 5),
     "engine/protocol.py:RolloutEngine": (72, 16, 0),
     "integrations/verl_server.py:Server": (128, 16, 12),

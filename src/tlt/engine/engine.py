@@ -68,8 +68,7 @@ class Engine(Generates):
         kv_tokens: int | None = None,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
-        self.tuner = tuner or Fixed(PLAIN)
-        self.drafters = Drafters(drafters)
+        self.tuner, self.drafters = tuner or Fixed(PLAIN), Drafters(drafters)
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
         self.stops = Stops(detokenize)
