@@ -130,7 +130,7 @@ class StandIn:
     def updated(self, index: int, seconds: float) -> float | None:
         return 0.0
 
-    def last_words(self, index: int) -> str:
+    def last_log_line(self, index: int) -> str:
         return ""
 
     def put(self, value: Any) -> Any:
@@ -199,7 +199,7 @@ class TestPool:
     def updated(self, index: int, seconds: float) -> float | None:
         return getattr(self.workers[index], "updated", 0.0)
 
-    def last_words(self, index: int) -> str:
+    def last_log_line(self, index: int) -> str:
         return ""
 
     def put(self, value: Any) -> Handle:

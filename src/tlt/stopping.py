@@ -20,7 +20,7 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
-def how_to_go_on(done: int, steps: int, folder: str, number: int) -> str:
+def resume_hint(done: int, steps: int, folder: str, number: int) -> str:
     """Return the message of a run that was stopped by signal `number`."""
     return (
         f"stopped by {signal.Signals(number).name} and saved after step {done} of {steps} in {folder}: "

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tlt.cluster import control
-from tlt.cluster.control import lets_in_anybody, refuse_unreachable
+from tlt.cluster.control import accepts_no_token, refuse_unreachable
 from tlt.cluster.pool import ClusterError
 
 REFUSED = "Traceback ...\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: token is missing. Note: ..."
@@ -26,7 +26,7 @@ def test_a_cluster_requires_a_token_if_it_refuses_a_client_without_one(
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     monkeypatch.setattr(subprocess, "run", run)
-    assert lets_in_anybody("10.0.0.1:6379") is expected
+    assert accepts_no_token("10.0.0.1:6379") is expected
     assert asked == [("10.0.0.1:6379", "disabled", False)]
 
 
@@ -34,14 +34,14 @@ def test_a_cluster_requires_a_token_if_it_refuses_a_client_without_one(
 def test_an_unclear_answer_is_not_a_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
     with pytest.raises(ClusterError, match=r"requires a token \(.+\): set cluster\.allow_no_token = true"):
-        lets_in_anybody("10.0.0.1:6379")
+        accepts_no_token("10.0.0.1:6379")
 
 
 def test_a_cluster_that_never_answers_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_ASKS", "import time; time.sleep(600)")
     monkeypatch.setattr(control, "_TOKEN_TIMEOUT", 0.2)
     with pytest.raises(ClusterError, match=r"requires a token \(no answer in 0\.2 s\)"):
-        lets_in_anybody("10.0.0.1:6379")
+        accepts_no_token("10.0.0.1:6379")
 
 
 def test_an_address_without_an_answer_is_an_error_of_one_sentence() -> None:

@@ -46,7 +46,7 @@ class OneThatHangs(StandIn):
     def updated(self, index: int, seconds: float) -> float | None:
         return None if index == 1 and 1 not in self.replaced else 0.0
 
-    def last_words(self, index: int) -> str:
+    def last_log_line(self, index: int) -> str:
         return f"worker_{index}.log ends with: the disk is gone"
 
 
@@ -144,7 +144,7 @@ def test_a_worker_that_waits_for_the_state_of_a_hanging_one_is_not_replaced() ->
     crew.call(1, "die")
     crew.done()
     assert pool.replaced == [1]
-    crew.wait_until_sound()
+    crew.wait_until_ready()
     assert pool.replaced == [1, 0]
 
 
@@ -203,19 +203,19 @@ def test_lost_capacity_is_logged_and_the_run_continues_without_it(
     pool = NoPlace()
     crew = lost(pool, grace=0.5)
     began = time.monotonic()
-    crew.wait_until_sound()
+    crew.wait_until_ready()
     assert 0.4 < time.monotonic() - began < 5
     assert pool.replaced == [1]
     told = [record.getMessage() for record in caplog.records]
     assert "worker 1 has not started after 0 s (there is room for 1); its timeout is 0.5 s (cluster.grace)" in told
     assert told[-1].startswith("1 of 2 workers are left, and the run continues with them: worker 1 has not started")
     assert crew.call_all("sync").keys() == {0}
-    crew.take_in()
+    crew.readmit()
     assert crew.present == [0]
     pool.room = True
-    crew.take_in()
-    crew.wait_until_sound()
-    assert crew.sound == {0, 1}
+    crew.readmit()
+    crew.wait_until_ready()
+    assert crew.ready == {0, 1}
     assert len(pool.given) == 2
     assert pool.given[0] != pool.given[1], "the state of long ago"
 
@@ -225,7 +225,7 @@ def test_too_few_workers_end_the_run() -> None:
     with pytest.raises(
         ClusterError, match=r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker"
     ):
-        crew.wait_until_sound()
+        crew.wait_until_ready()
 
 
 def test_a_worker_that_is_lost_often_is_restarted_after_growing_pauses(
@@ -250,7 +250,7 @@ def test_a_worker_that_is_lost_often_is_restarted_after_growing_pauses(
 
     def dies(times: int) -> None:
         for _ in range(times):
-            crew.wait_until_sound()
+            crew.wait_until_ready()
             crew.call(1, "die")
             before = len(pool.replaced)
             while len(pool.replaced) == before:
@@ -260,7 +260,7 @@ def test_a_worker_that_is_lost_often_is_restarted_after_growing_pauses(
         began = now[0]
         while 1 not in crew.present:
             now[0] += 1.0
-            crew.take_in()
+            crew.readmit()
         return now[0] - began
 
     dies(3)
@@ -272,7 +272,7 @@ def test_a_worker_that_is_lost_often_is_restarted_after_growing_pauses(
     assert 60 <= pause() <= 62
     dies(1)
     assert 120 <= pause() <= 122
-    crew.wait_until_sound()
+    crew.wait_until_ready()
     crew.call_all("update")
     dies(4)
     assert 30 <= pause() <= 32
@@ -295,8 +295,8 @@ def test_a_replacement_that_cannot_start_does_not_end_the_run() -> None:
     pool = NoModel()
     pool.room = True
     crew = lost(pool, grace=60.0)
-    crew.wait_until_sound()
-    assert crew.sound == {0}
+    crew.wait_until_ready()
+    assert crew.ready == {0}
     assert "there is no model on this node" in crew.trouble
 
 
@@ -381,7 +381,7 @@ def test_answers_that_arrive_together_are_kept() -> None:
     for index in (1, 2, 0):
         crew.call(index, "sync" if index else "judge")
     assert crew.call_one("tuner_state") == "tuner_state"
-    crew.wait_until_sound()
+    crew.wait_until_ready()
     assert {(done.worker, done.method) for done in crew.take_kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
 
 

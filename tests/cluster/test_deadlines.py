@@ -73,6 +73,6 @@ def test_the_time_of_a_new_worker_begins_when_its_process_has_started(monkeypatc
     pool = Clocked(monkeypatch, boots=600.0, take_state=10.0)
     crew = Crew(pool, patience=PATIENCE)
     crew.replace(1, "decode", "its process is gone")
-    crew.wait_until_sound()
+    crew.wait_until_ready()
     assert pool.replaced == [1]
     assert 600 < pool.now - 1000 < 620

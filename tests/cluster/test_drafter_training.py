@@ -308,12 +308,12 @@ def test_the_training_state_moves_from_a_decoding_worker_to_an_idle_one(home: Pa
     assert training.next_call(0, [0], 0.5)
     assert calls.taken() == [(0, "train_drafter", None, 0.5)]
     assert not training.next_call(1, [0, 1], 0.5), "one at a time"
-    training.came_back(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
+    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
     assert not training.next_call(1, [0, 1], 0.5), "the one that trains is idle too"
     assert calls.taken() == []
     assert not training.next_call(1, [1], 0.5)
     assert calls.taken() == [(0, "drafter_state")], "it has got something to decode"
-    training.came_back(Done(0, "drafter_state", {"mean.a": torch.ones(1)}))
+    training.handle_result(Done(0, "drafter_state", {"mean.a": torch.ones(1)}))
     assert training.next_call(1, [1], 0.5)
     assert calls.taken() == [(1, "train_drafter", {"mean.a": torch.ones(1)}, 0.5)]
 
@@ -322,10 +322,10 @@ def test_a_worker_with_too_little_data_trains_in_the_next_rollout(home: Path) ->
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     training.next_call(0, [0, 1], 0.5)
-    training.came_back(Done(0, "train_drafter", None))
+    training.handle_result(Done(0, "train_drafter", None))
     assert not training.next_call(0, [0, 1], 0.5)
     assert training.next_call(1, [0, 1], 0.5), "another one may have more"
-    training.came_back(Done(1, "train_drafter", None))
+    training.handle_result(Done(1, "train_drafter", None))
     training.rollout_ended(1.0, None)
     assert training.next_call(0, [0, 1], 0.5)
 
@@ -336,14 +336,14 @@ def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     training = training_of(calls, config_of(home, "adaptive"))
     training.saver = SimpleNamespace(save=lambda *saved: calls.made.append(("saved", *saved)))  # type: ignore
     training.next_call(2, [2], 0.5)
-    training.came_back(Done(2, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
+    training.handle_result(Done(2, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
     calls.taken()
     assert training.next_call(2, [2], 0.5)
     assert calls.taken() == [(2, "evaluate_drafter", None)]
-    training.came_back(Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
+    training.handle_result(Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
     assert calls.taken() == [(2, "drafter_state")]
     state = {"mean.a": torch.ones(1)}
-    training.came_back(Done(2, "drafter_state", state))
+    training.handle_result(Done(2, "drafter_state", state))
     assert calls.taken() == [
         (0, "take_drafter", state, 0.75),
         (2, "take_drafter", state, 0.75),
@@ -351,7 +351,7 @@ def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     ]
     assert training.report() == {"version": 1.0, "rests": 0.0, "accept_length": 2.0, "candidate": 2.5}
     assert training.report() == {"version": 1.0, "rests": 0.0}, "of the next rollout"
-    training.came_back(Done(1, "take_state", None))
+    training.handle_result(Done(1, "take_state", None))
     assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
 
 
@@ -359,9 +359,9 @@ def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
     training.next_call(0, [0], 0.5)
-    training.came_back(Done(0, "train_drafter", SpotReport(RULE.stretch - 1, 32, 0.1)))
+    training.handle_result(Done(0, "train_drafter", SpotReport(RULE.stretch - 1, 32, 0.1)))
     training.next_call(0, [0], 0.5)
-    training.came_back(Done(0, "train_drafter", None, lost=True))
+    training.handle_result(Done(0, "train_drafter", None, lost=True))
     assert training.schedule.micro_batches == 0
     assert training.next_call(1, [1], 0.5)
 
@@ -382,8 +382,8 @@ def test_a_failing_schedule_is_not_used_again(home: Path, method: str) -> None:
     training = training_of(calls, config_of(home, "adaptive"))
     with schedule_fails(method):
         training.next_call(0, [0], 0.5)
-        training.came_back(Done(0, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
-        training.came_back(Done(0, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
+        training.handle_result(Done(0, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
+        training.handle_result(Done(0, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
         training.rollout_ended(1.0, None)
         training.state()
     assert not training.is_on
@@ -439,12 +439,12 @@ def test_weights_that_were_not_evaluated_are_not_published(home: Path) -> None:
         patch.object(Schedule, "evaluated", lambda self, part: part),
         patch.object(Schedule, "publishes", return_value=True),
     ):
-        training.came_back(
+        training.handle_result(
             Done(0, "evaluate_drafter", Evaluation(entries=100, in_use=50.0, candidate=40.0, first=20.0))
         )
     assert training.under_way == 0
-    training.came_back(Done(0, "drafter_state", None, lost=True))
-    training.came_back(Done(1, "drafter_state", SimpleNamespace()))
+    training.handle_result(Done(0, "drafter_state", None, lost=True))
+    training.handle_result(Done(1, "drafter_state", SimpleNamespace()))
     assert training.version == 0
     assert training.in_use is None
 

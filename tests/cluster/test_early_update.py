@@ -149,13 +149,13 @@ def test_each_shard_has_one_worker_until_it_is_lost() -> None:
     early = EarlyUpdate(crew, TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a", "b"]))  # type: ignore[arg-type]
     assert [early.next_call(worker, {}, 0.5) for worker in (1, 0, 2)] == [True, True, False]
-    early.came_back(Done(1, METHOD, EarlySlice(0, 0.5, 1.0)))
+    early.handle_result(Done(1, METHOD, EarlySlice(0, 0.5, 1.0)))
     assert early.next_call(1, {}, 0.5), "it goes on"
-    early.came_back(Done(1, METHOD, EarlySlice(0, 1.0, 2.0)))
-    early.came_back(Done(0, METHOD, EarlySlice(1, 0.25, 4.0)))
+    early.handle_result(Done(1, METHOD, EarlySlice(0, 1.0, 2.0)))
+    early.handle_result(Done(0, METHOD, EarlySlice(1, 0.25, 4.0)))
     assert not early.next_call(1, {}, 0.5), "the other one is another worker's"
     assert early.held_by([0, 1, 2]) == [{1: 0.25}, {0: 1.0}, {}]
-    early.came_back(Done(0, "decode", None, lost=True))
+    early.handle_result(Done(0, "decode", None, lost=True))
     assert early.next_call(2, {}, 0.5)
     assert crew.log == [
         (w, METHOD, k, name, 0.5) for w, k, name in [(1, 0, "a"), (0, 1, "b"), (1, 0, "a"), (2, 1, "b")]
@@ -170,7 +170,7 @@ def test_a_call_of_an_earlier_wave_says_nothing_about_this_one() -> None:
     early.begin(SimpleNamespace(shards=lambda so_far: ["a", "b"]))  # type: ignore[arg-type]
     assert early.next_call(0, {}, 0.5)
     early.begin(SimpleNamespace(shards=lambda so_far: ["c", "d"]))  # type: ignore[arg-type]
-    early.came_back(Done(0, METHOD, EarlySlice(0, 1.0, 1.0)))
+    early.handle_result(Done(0, METHOD, EarlySlice(0, 1.0, 1.0)))
     assert early.held_by([0]) == [{}]
     assert early.take_seconds() == 1.0
 
@@ -180,7 +180,7 @@ def test_a_worker_keeps_a_few_gradients() -> None:
     early.begin(SimpleNamespace(shards=lambda so_far: list("abcdef")))  # type: ignore[arg-type]
     for shard in range(4):
         assert early.next_call(0, {}, 0.5)
-        early.came_back(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
+        early.handle_result(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
     assert not early.next_call(0, {}, 0.5)
     assert early.next_call(1, {}, 0.5)
 
@@ -190,14 +190,14 @@ def test_a_worker_keeps_any_number_of_logprobs() -> None:
     early.begin(SimpleNamespace(shards=lambda so_far: list("abcdef")))  # type: ignore[arg-type]
     for shard in range(6):
         assert early.next_call(0, {}, 0.5)
-        early.came_back(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
+        early.handle_result(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
 
 
 def test_a_worker_without_enough_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     early = EarlyUpdate(Calls(), TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a"]))  # type: ignore[arg-type]
     assert early.next_call(0, {}, 0.5)
-    early.came_back(Done(0, METHOD, None))
+    early.handle_result(Done(0, METHOD, None))
     assert "worker 0 has too little memory for the early update" in caplog.text
     assert not early.next_call(0, {}, 0.5)
     assert early.next_call(1, {}, 0.5)

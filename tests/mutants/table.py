@@ -62,7 +62,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.placing", "engine/test_rows.py"): [
         ("place_new_rows", "operand", 1, "A prompt is reused only from the slot that holds it."),
         ("place_new_rows", "operand", 3, "A row that was begun is not replaced by its sibling's prompt."),
-        ("seat", "drop", 15, "A sibling gets a copy of its prompt's keys and values."),
+        ("place_and_prefill", "drop", 15, "A sibling gets a copy of its prompt's keys and values."),
     ],
     ("engine.noise", "engine/test_noise.py"): [
         ("NoiseWindow.remove", "drop", 0, "A row that moves takes its noise along."),
@@ -211,13 +211,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ShardSums.over", "drop", 9, "An early gradient that is not used is not counted."),
         ("ShardSums.over", "always", 3, "An unfinished early gradient is not lost."),
         ("ShardSums.over", "always", 2, "An early gradient is not counted twice."),
-        ("ShardSums.go_on", "drop", 2, "An early gradient begins without that of another shard."),
+        ("ShardSums.continue_shard", "drop", 2, "An early gradient begins without that of another shard."),
     ],
     ("rl.parallel", "rl/test_shard_sum.py"): [
         ("in_order", "unwrap", 0, "Shards are summed in their own order, not in that of their owners."),
     ],
     ("cluster.early", "cluster/test_early_update.py"): [
-        ("EarlyUpdate.came_back", "drop", 1, "Another worker computes the early shards of a lost one."),
+        ("EarlyUpdate.handle_result", "drop", 1, "Another worker computes the early shards of a lost one."),
     ],
     ("integrations.trl_tools", "integrations/test_trl_tools.py"): [
         ("ToolTurns.begin", "drop", 2, "Turns are numbered from the first of their generation."),
@@ -283,9 +283,9 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_serve_with_a_cache", "drop", 0, "An exported model serves with a key-value cache."),
     ],
     ("draft.tree", "draft/test_tree.py"): [
-        ("_go_on", "opposite", 0, "Nothing is drafted behind a stop token."),
+        ("_is_continued", "opposite", 0, "Nothing is drafted behind a stop token."),
         ("_children", "drop", 10, "Siblings are distinct tokens."),
-        ("_go_on", "compare", 1, "No draft goes beyond max_new_tokens."),
+        ("_is_continued", "compare", 1, "No draft goes beyond max_new_tokens."),
         ("_cut", "operand", 0, "The most likely nodes are verified."),
         ("stack", "drop", 15, "A node sees its ancestors."),
         ("_check_shapes", "negate", 1, "A drafter that returns a wrong shape is refused."),
@@ -305,7 +305,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("AheadStore.put", "drop", 10, "The look-ahead store is bounded."),
         ("AheadStore.group", "unwrap", 2, "A row's own entry comes first in its group."),
         ("LookAhead.remove", "drop", 0, "A row that moves keeps its place in its old response."),
-        ("LookAhead._is_sound", "compare", 1, "Drafts hold tokens of the vocabulary only."),
+        ("LookAhead._is_valid", "compare", 1, "Drafts hold tokens of the vocabulary only."),
         ("Pointer.advance", "drop", 8, "A draft ends at the first token that differs."),
     ],
     ("draft.features", "draft/test_features.py"): [

@@ -176,7 +176,7 @@ def test_previous_runs_are_numbered_and_listed_oldest_first(home: Path) -> None:
     for name in ("previous_2", "previous_10", "previously", "previous_mine"):  # `previous` was taken away
         (home / "run" / name).mkdir()
     with RunFolder(run, resume=False) as folder:
-        folder.make_way()
+        folder.move_previous_run()
         assert [path.name for path in folder.before()] == ["previous_2", "previous_10", "previous_11"]
         assert (home / "run" / "previous_11" / "metrics.jsonl").is_file()
 
@@ -231,7 +231,7 @@ def test_a_file_with_an_incomplete_beginning_belongs_to_a_run(tmp_path: Path, to
     with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):  # and not --resume
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
     with RunFolder(RunConfig(folder=str(tmp_path), overwrite=True), resume=False) as folder:
-        folder.make_way()
+        folder.move_previous_run()
     assert (tmp_path / "previous" / "metrics.jsonl").read_bytes() == torn
 
 

@@ -114,7 +114,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def last_words(path: str) -> str:
+def last_log_line(path: str) -> str:
     """Return a clause with the last line of the worker's log and the log's path; empty if there is none."""
     try:
         with open(path, "rb") as file:

@@ -82,7 +82,7 @@ class Allocation:
         return True
 
     def _promise(self, helper: int | None, rows: list[Row]) -> None:
-        if helper is not None and helper in self.crew.sound:
+        if helper is not None and helper in self.crew.ready:
             self.shares[helper].promised += rows
             self.crew.break_off()
         elif rows:
@@ -100,7 +100,7 @@ class Allocation:
 
     def idle(self) -> list[int]:
         """Return the workers that have nothing to decode."""
-        return [index for index, share in enumerate(self.shares) if not share.rows and index in self.crew.sound]
+        return [index for index, share in enumerate(self.shares) if not share.rows and index in self.crew.ready]
 
     def lengths(self) -> dict[int, int]:
         """Return the number of tokens of each unfinished row, by seed."""

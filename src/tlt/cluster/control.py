@@ -14,7 +14,7 @@ _EVERY = 5.0  # seconds between two checks
 _MISSES = 3  # failed checks in a row after which it counts as lost, because a busy cluster may be slow to answer
 _ANSWERS = 3.0  # timeout of a check in seconds
 _REACHED_WITHIN = 10.0  # timeout in seconds for a connection to a cluster
-_TOKEN_TIMEOUT = 120.0  # timeout in seconds for the process of `lets_in_anybody`
+_TOKEN_TIMEOUT = 120.0  # timeout in seconds for the process of `accepts_no_token`
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -33,7 +33,7 @@ def refuse_unreachable(address: str) -> None:
         raise ClusterError(f"cannot join a Ray cluster at {address} ({error}): check cluster.address") from None
 
 
-def lets_in_anybody(address: str) -> bool:
+def accepts_no_token(address: str) -> bool:
     """Return whether the cluster accepts a client without a token. The client is a separate process, because Ray reads
     the token at import. Raises ClusterError if this cannot be determined."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}

@@ -137,7 +137,7 @@ class Coordinator:
         """Decode until no response is missing. Return the responses."""
         responses: list[Response] = []
         while self.allocation.missing:
-            self.crew.take_in()
+            self.crew.readmit()
             for index in self.crew.free():
                 self._next(index)
             self.now = self._workers_now()
@@ -174,8 +174,8 @@ class Coordinator:
             self.ahead.call_ended(done.worker)
         elif done.method == "look_ahead":
             self.ahead.add_slice(done.worker, done.result)
-        self.early.came_back(done)
-        self.training.came_back(done)
+        self.early.handle_result(done)
+        self.training.handle_result(done)
 
     def _next(self, index: int) -> None:
         """Give a free worker the next slice of its share, waiting rows, or idle work."""

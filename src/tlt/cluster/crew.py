@@ -53,7 +53,7 @@ class Crew:
     ) -> None:
         self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)
         self.capacity = Capacity(pool, pool.size if shards else least, grace)
-        self.sound = set(range(pool.size))  # workers that have the run's state
+        self.ready = set(range(pool.size))  # workers that have the run's state
         self.losses = 0
         self.trouble = ""
         """Last failure: reason why a worker was lost, or why the workers' group broke"""
@@ -72,7 +72,7 @@ class Crew:
 
     def free(self) -> list[int]:
         """Return the workers that have the run's state and no call under way."""
-        return [index for index in sorted(self.sound) if not self.pending(index)]
+        return [index for index in sorted(self.ready) if not self.pending(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
         """Start a call. `done` returns its result. A worker that is left out is not called, because it takes the state
@@ -102,7 +102,7 @@ class Crew:
 
     def done(self, timeout: float = math.inf) -> list[Done]:
         """Return calls that have returned: at least one, unless the timeout in seconds is over. Raises the exception of
-        a method, and ClusterError if no sound worker is left."""
+        a method, and ClusterError if no ready worker is left."""
         return self.take_kept() or self._collect(timeout)
 
     @property
@@ -165,7 +165,7 @@ class Crew:
             return max(silent, default=index), method
         if method == "take_state":
             source, state = self._sources[index]
-            if source in self.sound and not self.pool.wait([state], 0):
+            if source in self.ready and not self.pool.wait([state], 0):
                 return source, "state"
         return index, method
 
@@ -192,12 +192,12 @@ class Crew:
             self.replace(index, method, str(error))  # the worker could not be built at its place
             return Done(index, method, None, lost=True)
         if method == "take_state":
-            self.sound.add(index)
+            self.ready.add(index)
         if isinstance(result, Broken):
             self.trouble = result.reason
             return Done(index, method, result)
         self.deadlines.took(method, self._since[index] - began)
-        if method == "update":  # an update needs most memory, so a worker that completes one is sound
+        if method == "update":  # an update needs most memory, so a worker that completes one is healthy
             self._in_a_row[index] = 0
         return Done(index, method, result)
 
@@ -225,13 +225,13 @@ class Crew:
         return dict(sorted(results.items()))
 
     def call_one(self, method: str, *arguments: Any) -> Any:
-        """Call a method on one sound worker, if possible a free one. Return its result."""
+        """Call a method on one ready worker, if possible a free one. Return its result."""
         while True:
             index = self._source()
             if self.pending(index):
                 self.break_off()
             self.call(index, method, *arguments)
-            while index in self.sound:
+            while index in self.ready:
                 found = self._collect()
                 mine = [done for done in found if (done.worker, done.method, done.lost) == (index, method, False)]
                 self._kept += [done for done in found if done not in mine]
@@ -285,17 +285,17 @@ class Crew:
                     self._kept.append(Done(index, method, None, lost=True))
             self._kept += self._collect(0.5)
 
-    def wait_until_sound(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until every present worker has the run's state."""
-        while len(self.sound) < len(self.present):
+        while len(self.ready) < len(self.present):
             self._kept += self._collect()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def replace(self, index: int, method: str, why: str) -> None:
-        """Start a new worker, which takes the state of a sound one. The old worker was running `method`. A worker that
-        was lost too often is left out for now. Raises ClusterError if no worker is sound, or too few are left."""
-        why = "; ".join(filter(None, (why, self.pool.last_words(index))))
+        """Start a new worker, which takes the state of a ready one. The old worker was running `method`. A worker that
+        was lost too often is left out for now. Raises ClusterError if no worker is ready, or too few are left."""
+        why = "; ".join(filter(None, (why, self.pool.last_log_line(index))))
         self.trouble = f"worker {index} was lost during {method} ({why})"
         if self.shards:
             raise _shard_lost(f"worker {index}", method, why)
@@ -303,7 +303,7 @@ class Crew:
         self.losses += 1
         self._in_a_row[index] += 1
         self._forget(index)
-        self._source()  # raises if no worker is sound
+        self._source()  # raises if no worker is ready
         self.pool.replace(index)
         if (times := self._in_a_row[index]) > _IN_A_ROW:
             why = f"worker {index} was lost {times} times in a row; {self.trouble}"
@@ -315,7 +315,7 @@ class Crew:
         self.capacity.awaits(index)
         source = self._source()
         state = self.call(source, "state")
-        assert state is not None, "a sound worker is present"
+        assert state is not None, "a ready worker is present"
         self._sources[index] = source, state
         self.call(index, "take_state", state)
 
@@ -325,10 +325,10 @@ class Crew:
         self.capacity.leave_out(index, why, times)
 
     def _forget(self, index: int) -> None:
-        self.sound.discard(index)
+        self.ready.discard(index)
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
 
-    def take_in(self) -> None:
+    def readmit(self) -> None:
         """Give the run's state to workers that were left out and have room again. Do not call this during an update,
         because the others would give the state before it."""
         for index in self.capacity.back():
@@ -337,7 +337,7 @@ class Crew:
 
     def _suspect(self, source: int, state: Handle) -> None:
         """Replace the worker `source` if it was lost while a new worker was waiting for its state."""
-        if source not in self.sound or not self.pool.wait([state], 0):
+        if source not in self.ready or not self.pool.wait([state], 0):
             return
         try:
             self.pool.result(state)
@@ -346,9 +346,9 @@ class Crew:
             self.replace(source, "state", str(lost))
 
     def _source(self) -> int:
-        if not self.sound:
+        if not self.ready:
             raise ClusterError(f"all workers were lost; {self.trouble}")
-        return min(self.sound, key=lambda index: (bool(self.pending(index)), index))
+        return min(self.ready, key=lambda index: (bool(self.pending(index)), index))
 
 
 def _shard_lost(who: str, method: str, why: str) -> ClusterError:

@@ -114,7 +114,7 @@ class DrafterTraining(FaultBarrier):
             self._ask_for_state(self.baton.holder)
 
     @contained(None)
-    def came_back(self, done: Done) -> None:
+    def handle_result(self, done: Done) -> None:
         """Handle a call that returned, or a lost worker."""
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None

@@ -52,7 +52,7 @@ class EarlyUpdate:
         self.crew.call_idle(worker, METHOD, shard, shards[shard], seconds)
         return True
 
-    def came_back(self, done: Done) -> None:
+    def handle_result(self, done: Done) -> None:
         """Handle a call that returned, or a lost worker."""
         if done.lost:
             self._forget(done.worker)

@@ -33,7 +33,7 @@ class GroupUpdate:
         given, left = self.crew.pool.put(batch), _ATTEMPTS
         while left:
             losses = self.crew.losses
-            self.crew.wait_until_sound()
+            self.crew.wait_until_ready()
             members = self.crew.present
             rendezvous = self._rendezvous_of(members)
             held = self.early.held_by(members)

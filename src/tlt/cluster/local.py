@@ -62,10 +62,10 @@ class OwnTraining(DrafterTraining):
     def train_until(self, is_over: Callable[[], bool]) -> None:
         """Train, evaluate and publish until `is_over` returns True or nothing is due."""
         self._calls.stop = is_over
-        self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.came_back)
+        self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.handle_result)
         while done := self._calls.done():  # a candidate may be waiting for its publication
             for one in done:
-                self.came_back(one)
+                self.handle_result(one)
 
 
 class LocalRollout:

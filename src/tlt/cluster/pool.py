@@ -61,7 +61,7 @@ class Pool(Protocol):
         """Return a clause with the number of workers that fit into the cluster."""
         ...
 
-    def last_words(self, index: int) -> str:
+    def last_log_line(self, index: int) -> str:
         """Return a clause with the last line of the worker's log and its path; empty if there is none."""
         ...
 

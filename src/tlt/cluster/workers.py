@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tlt.cluster.actor import Actor, Placement, last_words
-from tlt.cluster.control import Control, lets_in_anybody, refuse_unreachable
+from tlt.cluster.actor import Actor, Placement, last_log_line
+from tlt.cluster.control import Control, accepts_no_token, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.signals import keep_signal_handlers, unwrap_given_up
 from tlt.cluster.sweeper import MARK
@@ -88,7 +88,7 @@ class RayPool:
             raise ClusterError(
                 f"cannot join a Ray cluster at {address} ({first_line(error)}): check cluster.address"
             ) from None
-        if not self._config.cluster.allow_no_token and lets_in_anybody(self._ray.get_runtime_context().gcs_address):
+        if not self._config.cluster.allow_no_token and accepts_no_token(self._ray.get_runtime_context().gcs_address):
             raise ConfigError(
                 f"the Ray cluster at {address} requires no token, so anybody who reaches it can run code on its nodes: "
                 "start it with RAY_AUTH_MODE=token, or set cluster.allow_no_token = true if nobody else can reach it"
@@ -182,8 +182,8 @@ class RayPool:
         there = self._ray.cluster_resources()
         return f"the workers need {self.size} CPUs and the cluster has {there.get('CPU', 0):g}"
 
-    def last_words(self, index: int) -> str:
-        return last_words(self._log_file(index))
+    def last_log_line(self, index: int) -> str:
+        return last_log_line(self._log_file(index))
 
     def close(self) -> None:
         """Disconnect from Ray, and end it if it is the run's own."""

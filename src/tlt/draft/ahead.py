@@ -192,10 +192,10 @@ class LookAhead:
     def append(self, row: Row, kept: int) -> None:
         group = self.store.group(row.request)
         known = bool(group) and group[0].seed == row.request.seed
-        usable = known and all(map(self._is_sound, group))
+        usable = known and all(map(self._is_valid, group))
         self._pointers.append(Pointer([ahead.tokens for ahead in group], row.tokens) if usable else None)
 
-    def _is_sound(self, ahead: Ahead) -> bool:
+    def _is_valid(self, ahead: Ahead) -> bool:
         return ahead.tokens.min() >= 0 and ahead.tokens.max() < self.vocab_size
 
     def remove(self, place: int, last: int) -> None:

@@ -123,7 +123,7 @@ def _grow_chains(inputs: _Inputs) -> list[DraftTree]:
         reach = reach * alive * valid[..., 0] * calibration.table[cells]
         reach *= reach >= strategy.min_chance
         levels.append((tokens, reach, cells))
-        alive = _go_on(tokens, reach, depth + 1, roots)
+        alive = _is_continued(tokens, reach, depth + 1, roots)
     drafted, chance, cells = (np.concatenate(columns, axis=1) for columns in zip(*levels, strict=True))
     order = list(range(len(levels)))
     return [
@@ -156,7 +156,7 @@ def _grow_trees(inputs: _Inputs) -> list[DraftTree]:
             picks = np.argsort(-chance, axis=1, kind="stable")[:, : strategy.branching]
             tokens, chance = tokens[rows, picks], chance[rows, picks]
         numbers, count = picks + count, count + cells.shape[1]
-        alive = _go_on(tokens, chance, depth + 1, roots)
+        alive = _is_continued(tokens, chance, depth + 1, roots)
         if count > strategy.verify_tokens:
             alive &= chance >= _least(grown, strategy.verify_tokens)
         parents = picks // k
@@ -194,7 +194,7 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
         raise ValueError(f"classes have shape {classes.shape}, but must be {nodes}")
 
 
-def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:
+def _is_continued(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:
     """Return the nodes that are continued, [B, W]. Nothing follows a stop token. The last token of a response needs no
     draft, because it is the bonus token of the pass."""
     return (chance > 0) & (roots.room[:, None] > depth + 1) & (tokens[..., None] != roots.stops[:, None, :]).all(-1)

@@ -27,7 +27,7 @@ from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.memory import cache_tokens
 from tlt.engine.noise import DraftNoise, NoiseWindow
-from tlt.engine.placing import seat
+from tlt.engine.placing import place_and_prefill
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
@@ -160,7 +160,7 @@ class Engine(Generates):
     def _preempt_ahead(self) -> None:
         """Store and preempt the rows of coming steps, because rows of this rollout come first."""
         self.keep_ahead()
-        self.rollout.scheduler.put_off_ahead()
+        self.rollout.scheduler.preempt_ahead()
 
     def plain_engine(self) -> Engine:
         """Return an engine for plain decoding with the same target. It shares nothing else with this one."""
@@ -241,7 +241,7 @@ class Engine(Generates):
             self._preempt_ahead()
         admitted = self.rollout.scheduler.admit(self._most_with_ahead())
         if admitted:
-            self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache)
+            self.stats.prefill_tokens += place_and_prefill(admitted, self.rollout, self.cache)
         return bool(admitted)
 
     def _most_with_ahead(self) -> int:

@@ -21,7 +21,7 @@ class Placing(NamedTuple):
     """rows whose prompt another row has, active or among the two above"""
 
 
-def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
+def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Place the admitted rows. Prefill each context once, then copy it to the siblings. Return the number of prefilled
     tokens. Tokens of rows for coming steps are not counted."""
     rows, window = rollout.rows, rollout.window

@@ -57,7 +57,7 @@ class Scheduler:
             left.get(seed) or Row(request, ahead=True) for seed, request in requests.items() if seed not in live
         )
 
-    def put_off_ahead(self) -> None:
+    def preempt_ahead(self) -> None:
         """Remove the rows of coming steps. They are admitted first when slots are free again."""
         for place in reversed(range(len(self.rows))):
             if self.rows[place].ahead:

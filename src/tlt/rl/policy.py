@@ -81,7 +81,7 @@ class Policy(TrainedModel):
         a micro-batch. Return the share that is done. The next update uses it."""
         early = self.passes.early
         with torch.set_grad_enabled(early is self.passes.gradients):
-            return early.go_on(self.planner.early_shard(number, batch), stop)
+            return early.continue_shard(self.planner.early_shard(number, batch), stop)
 
     def forget_early(self) -> None:
         """Drop all early results."""

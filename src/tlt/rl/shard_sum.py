@@ -88,7 +88,7 @@ class ShardSums:
         self.trained, self.begin, self.add = trained, begin, add
         self.early: dict[int, ShardSum] = {}
 
-    def go_on(self, shard: Shard, stop: Callable[[], bool]) -> float:
+    def continue_shard(self, shard: Shard, stop: Callable[[], bool]) -> float:
         """Compute an early shard, or continue with it, until `stop` returns True after a micro-batch. Return the
         share that is done. If another shard is unfinished, its gradient is lost."""
         known = self._known(shard)

@@ -82,7 +82,7 @@ class RunFolder:
                 f"{self.path} already contains a run: {goes_on}set --run.overwrite true or another --run.folder"
             )
 
-    def make_way(self) -> None:
+    def move_previous_run(self) -> None:
         """Move the previous run into a subfolder, where it can still be resumed. It is called after all checks of the
         new run."""
         if not _holds_a_run(self.path):

@@ -31,7 +31,7 @@ from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Record, RunProgress
 from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
 from tlt.run.trackers import names_of
-from tlt.stopping import GivenUp, Stopped, StopRequest, how_to_go_on, stop_request
+from tlt.stopping import GivenUp, Stopped, StopRequest, resume_hint, stop_request
 from tlt.store import checkpoint
 from tlt.store.checkpoint import Checkpoint
 from tlt.store.completions_parquet import refuse_without_pyarrow
@@ -126,7 +126,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
     config, folder = run.config, run.folder
     try:
         if not resume:
-            folder.make_way()
+            folder.move_previous_run()
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
@@ -267,7 +267,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
             if run.standing.saved < done:  # the signal arrived after the save
                 _save(run)
             record.close()
-            raise Stopped(how_to_go_on(done, config.train.steps, config.run.folder, stop.number), stop.number)
+            raise Stopped(resume_hint(done, config.train.steps, config.run.folder, stop.number), stop.number)
     run.parts.turns.step = config.train.steps
     with run.parts.tracer.span("eval"):
         evaluation = _evaluate(run, config.train.steps)
