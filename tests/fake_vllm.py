@@ -92,13 +92,13 @@ class Runner:
         return row.tokens
 
     @torch.inference_mode()
-    def step(self, guesses: dict[str, Sequence[int]]) -> None:
+    def step(self, drafts_of: dict[str, Sequence[int]]) -> None:
         """Compute one pass over all requests. Keep the draft tokens that greedy decoding confirms, and one more
         token."""
         names = list(self.live)
         self.rng.shuffle(names)
         rows = [self.live[name] for name in names]
-        drafts = [list(guesses.get(name, ())) for name in names]
+        drafts = [list(drafts_of.get(name, ())) for name in names]
         contexts = [
             [*row.prompt, *row.tokens, *draft[:count]]
             for row, draft in zip(rows, drafts, strict=True)
@@ -205,8 +205,8 @@ class EagleProposer:
         positions = torch.cat([torch.arange(end + 1) for end in ends])
         self.set_inputs_first_pass(positions, torch.tensor(ends).add(1).cumsum(0) - 1)
         for _ in range(self.depth):
-            guesses = self._greedy_sample(last_logits(self.target, contexts)).tolist()
-            contexts = [[*context, guess] for context, guess in zip(contexts, guesses, strict=True)]
+            drafted = self._greedy_sample(last_logits(self.target, contexts)).tolist()
+            contexts = [[*context, token] for context, token in zip(contexts, drafted, strict=True)]
         return [context[-self.depth :] for context in contexts]
 
 
@@ -223,9 +223,9 @@ class LLM:
         self.runner.drafter = self._drafter(arguments["speculative_config"])
         self.worker = WorkerExtension()
         self.worker.model_runner = self.runner
-        self.guesses: dict[str, list[int]] = {}
+        self.drafts_of: dict[str, list[int]] = {}
         self.cached_by = self.runner.target.version  # weights that prefixes in the cache are of
-        self.asleep, self.scheduler_has_heard = False, True
+        self.asleep, self.scheduler_knows_ends = False, True
 
     def _drafter(self, speculative: dict[str, Any] | None) -> Any:
         if speculative and speculative["method"] == "custom_class":
@@ -258,7 +258,7 @@ class LLM:
     def abort_request(self, names: Sequence[str]) -> None:
         for name in names:
             self.runner.remove(name)
-        self.scheduler_has_heard = False
+        self.scheduler_knows_ends = False
 
     def sleep(self, level: int) -> None:
         assert level == 0
@@ -267,7 +267,7 @@ class LLM:
 
     def release_kv_cache_memory(self) -> None:
         assert self.asleep
-        assert self.scheduler_has_heard, "vLLM wants a completed pause first"
+        assert self.scheduler_knows_ends, "vLLM wants a completed pause first"
 
     def wake_up(self, tags: Sequence[str]) -> None:
         assert list(tags) == ["kv_cache"]
@@ -280,11 +280,11 @@ class LLM:
         """Compute a pass over all requests. Return the tokens of each, and whether it has ended: at a stop token, or at
         its limit."""
         assert not self.asleep
-        self.scheduler_has_heard = True  # of those that ended before this pass
+        self.scheduler_knows_ends = True  # of those that ended before this pass
         if not self.runner.live:
             return []
         before = {name: len(row.tokens) for name, row in self.runner.live.items()}
-        self.runner.step({name: self.guesses.get(name, []) for name in before})
+        self.runner.step({name: self.drafts_of.get(name, []) for name in before})
         outputs = []
         for name, had in before.items():
             row = self.runner.live[name]
@@ -299,14 +299,14 @@ class LLM:
         for output in outputs:
             if output.finished:
                 self.runner.remove(output.request_id)
-                self.scheduler_has_heard = False
+                self.scheduler_knows_ends = False
         return outputs
 
     def _propose(self, before: dict[str, int]) -> None:
         rows = [self.runner.live[name] for name in self.runner.input_batch.req_ids]
         if isinstance(self.runner.drafter, EagleProposer):
             drafts = self.runner.drafter.propose([[*row.prompt, *row.tokens] for row in rows])
-            self.guesses = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
+            self.drafts_of = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
         if not isinstance(self.runner.drafter, LookAheadProposer):
             return
         tokens = np.zeros((len(rows), self.longest), dtype=np.int32)
@@ -315,7 +315,7 @@ class LLM:
             tokens[place, : counts[place]] = [*row.prompt, *row.tokens]
         sampled = [row.tokens[before[name] :] for name, row in zip(self.runner.input_batch.req_ids, rows, strict=True)]
         drafts = self.runner.drafter.propose(sampled, counts, tokens)
-        self.guesses = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
+        self.drafts_of = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
 
 
 def by_vllm(config: Config) -> Config:

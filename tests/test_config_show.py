@@ -63,7 +63,7 @@ def test_a_resolved_recipe_marks_what_is_not_the_default() -> None:
     assert "\nwarmup_steps = 0\n" in text
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as exit_:
         main(["config", *argv])
     captured = capsys.readouterr()
@@ -71,11 +71,11 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 
 def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys) == (0, commented(), "")
-    assert said(capsys, "train") == (0, commented("train"), "")
-    assert "\n[speculation.training]\n" in said(capsys, "speculation")[1]
+    assert printed(capsys) == (0, commented(), "")
+    assert printed(capsys, "train") == (0, commented("train"), "")
+    assert "\n[speculation.training]\n" in printed(capsys, "speculation")[1]
     recipe = str(ROOT / "recipes" / "quickstart.toml")
-    code, out, _ = said(capsys, recipe, "--train.steps", "3")
+    code, out, _ = printed(capsys, recipe, "--train.steps", "3")
     assert (code, out) == (0, resolved(load_config(recipe, ["--train.steps", "3"])))
 
 
@@ -91,7 +91,7 @@ def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureF
 def test_wrong_arguments_are_an_error_of_one_sentence(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = said(capsys, *argv)
+    code, out, err = printed(capsys, *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert sentence in err
 

@@ -56,10 +56,10 @@ def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, 
 
     with patch("tlt.run.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
         summary = run_module.train(config, resume, display or Display(QUIET))
-    return summary["policy_sha256"], said_in(config)
+    return summary["policy_sha256"], responses_in(config)
 
 
-def said_in(config: Config) -> list[Any]:
+def responses_in(config: Config) -> list[Any]:
     lines = read_completions(Path(config.run.folder))
     return [(line["step"], line["response"], line["replies"], line["reward"]) for line in lines]
 
@@ -167,12 +167,12 @@ def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
     config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(2))
-    before, said = calls.read_text(encoding="utf-8"), said_in(config)
+    before, said = calls.read_text(encoding="utf-8"), responses_in(config)
     assert before.count("\n") > len(said) / 2
     assert (tmp_path / "run" / "replies.jsonl").stat().st_size
     with pytest.raises(KeyboardInterrupt):
         train(config, resume=True, display=Stops(2))
-    assert said_in(config) == said
+    assert responses_in(config) == said
     assert calls.read_text(encoding="utf-8") == before
     train(config, resume=True)
     assert not (tmp_path / "run" / "replies.jsonl").stat().st_size, "the last checkpoint has all"

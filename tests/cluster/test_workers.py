@@ -93,7 +93,7 @@ class Killer(Display):
         self.killed += 1
 
 
-def told(killer: Killer) -> Any:
+def watched_by(killer: Killer) -> Any:
     """Give the folder of the run's pool to the killer."""
     real = remote.join
 
@@ -146,7 +146,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
 def test_a_worker_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
     """Its process is stopped, not dead, so that no call to it fails."""
     killer = Killer({moment: 0.0}, signal.SIGSTOP)
-    with told(killer):
+    with watched_by(killer):
         config = config_of(home, 2, "disturbed", cluster={"patience": 5.0}, run={"save_every": 1})
         disturbed = run_module.train(config, False, killer)
     assert killer.killed == 1
@@ -174,7 +174,7 @@ def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
     killer = Steers({(1, "rollout"): 0.0})
     config = config_of(home, 2, "disturbed", run={"save_every": 1})
     with (
-        told(killer),
+        watched_by(killer),
         pytest.raises(ClusterError, match=r"control process at .* does not answer") as lost,
     ):
         run_module.train(config, False, killer)
@@ -214,7 +214,7 @@ def test_a_run_with_a_sharded_policy_ends_at_a_loss_and_resumes_from_its_checkpo
     killer = Killer({(1, "update"): 0.0})
     config = config_of(home, 2, "disturbed", train=train, run=run)
     began = time.monotonic()
-    with told(killer), pytest.raises(ClusterError, match=r"lost during .*its shard"):
+    with watched_by(killer), pytest.raises(ClusterError, match=r"lost during .*its shard"):
         run_module.train(config, False, killer)
     assert killer.killed == 1
     assert marked(killer.folder) == []

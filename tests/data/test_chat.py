@@ -46,7 +46,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}
 USER = {"role": "user", "content": "u"}
 
 
-def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -84,7 +84,7 @@ def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 @pytest.mark.parametrize("parquet", [False, True])
 def test_parts_become_one_text_and_messages_may_be_json(shown: Any, parquet: bool) -> None:
     parts = [{"type": "text", "text": "a", "image": None}, {"type": "input_text", "text": "b", "image": None}]
-    messages = [said("system", [parts[0]]), said("user", parts)]
+    messages = [turn("system", [parts[0]]), turn("user", parts)]
     assert shown(EVERY, messages, parquet) == "<system>a<user>a\nb<bot>"
     assert shown(EVERY, json.dumps(messages), parquet) == "<system>a<user>a\nb<bot>"
     assert shown(EVERY, '[1, "role"]', parquet) == '<user>[1, "role"]<bot>', "it is no list of messages"
@@ -110,7 +110,7 @@ LINES = QWEN_VL.replace("{{ part.text }}", "{{ part.text }}{{ '\\n' if not loop.
 )
 def test_parts_are_joined_like_the_template_joins_them(shown: Any, tokenizer: Any, template: str) -> None:
     parts = [{"type": "text", "text": text} for text in ("What is", " 6 x 7? ", "Say.")]
-    messages = [said("system", parts[:2]), said("user", parts)]
+    messages = [turn("system", parts[:2]), turn("user", parts)]
     text = shown(template, messages)
     assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
@@ -119,18 +119,18 @@ def test_parts_become_lines_if_the_template_ignores_or_refuses_them(shown: Any) 
     parts = [{"type": "text", "text": text} for text in "ab"]
     strings = "{% if m.content is string %}{{ m.content }}{% endif %}"
     for template in (EVERY, EVERY.replace("{{ m.content }}", strings), EVERY.replace("m.content", "'' + m.content")):
-        assert shown(template, [said("user", parts)]) == "<user>a\nb<bot>"
+        assert shown(template, [turn("user", parts)]) == "<user>a\nb<bot>"
 
 
 @pytest.mark.parametrize(
     ("message", "fault"),
     [
-        (said("user", [{"type": "image_url", "image_url": "x"}]), r"line 1, message 0 has a part of type 'image_url'"),
-        (said("user", [{"type": "text", "text": "a"}, {"type": "video"}]), r"a part of type 'video'"),
-        (said("user", [{"type": "text", "text": None}]), r"a part of type 'text'"),
-        (said("user", None), r"message 0 \(user\) has no text: its content is None"),
-        (said("user", []), r"has no text: its content is \[\]"),
-        (said("user", 4), r"has no text: its content is 4"),
+        (turn("user", [{"type": "image_url", "image_url": "x"}]), r"line 1, message 0 has a part of type 'image_url'"),
+        (turn("user", [{"type": "text", "text": "a"}, {"type": "video"}]), r"a part of type 'video'"),
+        (turn("user", [{"type": "text", "text": None}]), r"a part of type 'text'"),
+        (turn("user", None), r"message 0 \(user\) has no text: its content is None"),
+        (turn("user", []), r"has no text: its content is \[\]"),
+        (turn("user", 4), r"has no text: its content is 4"),
         ({"role": "user", "text": "a"}, r"neither text nor messages under 'question'"),
     ],
 )
@@ -142,7 +142,7 @@ def test_content_that_is_not_text_is_refused_with_its_type(shown: Any, message: 
 
 def test_a_lone_surrogate_in_messages_is_refused(shown: Any) -> None:
     with pytest.raises(DataError, match=r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"):
-        shown(EVERY, [said("user", "a\ud800")])
+        shown(EVERY, [turn("user", "a\ud800")])
 
 
 @pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
@@ -150,8 +150,8 @@ def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: A
     """Arrow fills the keys that another row has with null."""
     add = {"function": {"name": "add", "arguments": {"a": 1, "more": {"b": [2]}}}}
     say = {"function": {"name": "say", "arguments": {"word": "x", "more": {"loud": True}}}}
-    rows = [[USER, said("assistant", "", tool_calls=[call]), said("tool", "5")] for call in (add, say)]
-    rows.append([USER, said("assistant", None, tool_calls=[add, say]), said("tool", "5")])
+    rows = [[USER, turn("assistant", "", tool_calls=[call]), turn("tool", "5")] for call in (add, say)]
+    rows.append([USER, turn("assistant", None, tool_calls=[add, say]), turn("tool", "5")])
     name = f"p.{'arrow' if save is stream else 'parquet'}"
     save(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / name)
     read = [row["question"] for _, row in read_rows(str(tmp_path / name))]
@@ -161,7 +161,7 @@ def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: A
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None:
     assert shown(EVERY, [USER], system="s") == "<system>s<user>u<bot>"
-    assert shown(EVERY, [said(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
+    assert shown(EVERY, [turn(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
 
 
 # -- templates that drop -----------------------------------------------------------------------------------------------
@@ -170,15 +170,15 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
 @pytest.mark.parametrize(
     ("template", "messages", "options", "fault"),
     [
-        (USERS, [said("system", "be brief"), USER], {}, r"^prompt 0: .* leaves out the system message 'be brief'"),
+        (USERS, [turn("system", "be brief"), USER], {}, r"^prompt 0: .* leaves out the system message 'be brief'"),
         (USERS, "u", {"system": "be brief"}, r"leaves out the system message 'be brief'"),
-        (USERS, [USER, said("assistant", "b"), USER], {}, r"leaves out the assistant message 'b'"),
-        (QWEN2, [said("developer", "d"), USER], {}, r"leaves out the developer message 'd'"),
-        (QWEN2, [USER, said("system", "late"), USER], {}, r"leaves out the system message 'late'"),
-        (QWEN2, [USER, said("tool", "5")], {}, r"leaves out the tool message '5'"),
-        (EVERY, [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5")], {}, r"leaves out the tool_calls"),
-        (EVERY, [said("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
-        (EVERY, [said("human", "u")], {}, r"does not know the role 'human'"),
+        (USERS, [USER, turn("assistant", "b"), USER], {}, r"leaves out the assistant message 'b'"),
+        (QWEN2, [turn("developer", "d"), USER], {}, r"leaves out the developer message 'd'"),
+        (QWEN2, [USER, turn("system", "late"), USER], {}, r"leaves out the system message 'late'"),
+        (QWEN2, [USER, turn("tool", "5")], {}, r"leaves out the tool message '5'"),
+        (EVERY, [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5")], {}, r"leaves out the tool_calls"),
+        (EVERY, [turn("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
+        (EVERY, [turn("human", "u")], {}, r"does not know the role 'human'"),
         (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
     ],
 )
@@ -193,25 +193,25 @@ def test_messages_that_a_template_drops_are_refused(
     ("template", "messages", "text"),
     [
         (QWEN2, "u", "<system>helpful<user>u<bot>"),
-        (QWEN2, [said("system", ""), USER], "<system><user>u<bot>"),  # and not the template's own
-        (QWEN3, [USER, said("assistant", "<think>x</think>y"), USER], "<user>u<assistant>y<user>u<bot>"),
+        (QWEN2, [turn("system", ""), USER], "<system><user>u<bot>"),  # and not the template's own
+        (QWEN3, [USER, turn("assistant", "<think>x</think>y"), USER], "<user>u<assistant>y<user>u<bot>"),
         (
             QWEN3,
-            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, said("tool", "5")],
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, turn("tool", "5")],
             "<user>u<assistant><call>add<tool>5<bot>",
         ),
         (
             CALLS,
-            [USER, {"role": "assistant", "tool_calls": [CALL]}, said("tool", "5"), said("assistant", "b"), USER],
+            [USER, {"role": "assistant", "tool_calls": [CALL]}, turn("tool", "5"), turn("assistant", "b"), USER],
             "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
         ),
         (
             CALLS,
-            [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5"), said("assistant", "b"), USER],
+            [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5"), turn("assistant", "b"), USER],
             "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
         ),
-        (EVERY + "{# human #}", [said("human", "u")], "<human>u<bot>"),
-        (EVERY, [said("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
+        (EVERY + "{# human #}", [turn("human", "u")], "<human>u<bot>"),
+        (EVERY, [turn("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
     ],
 )
 def test_allowed_changes_of_a_template_are_accepted(shown: Any, template: str, messages: Any, text: str) -> None:
@@ -237,9 +237,9 @@ def test_unused_tools_of_rows_are_logged(
 def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", EVERY)
     encode = encoder(tokenizer, DataConfig(path="-", chat=True))
-    encode([USER, said("assistant", "b"), USER])
+    encode([USER, turn("assistant", "b"), USER])
     with pytest.raises(DataError, match="leaves out the tool_calls"):
-        encode([USER, said("assistant", "b", tool_calls=[CALL]), USER])
+        encode([USER, turn("assistant", "b", tool_calls=[CALL]), USER])
 
 
 # -- an answer that is begun already -----------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypat
 
 @pytest.mark.parametrize("begun", ["Let me", "Let me ", "So:\n\n", ""])
 def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: Any, begun: str) -> None:
-    messages = [USER, said("assistant", begun)]
+    messages = [USER, turn("assistant", begun)]
     assert shown(TRIMS, messages) == "<user>\nu<end><assistant>\n" + begun
     assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
     theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
@@ -255,12 +255,12 @@ def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: A
 
 
 def test_a_response_continues_even_if_an_earlier_message_contains_our_mark(shown: Any) -> None:
-    assert shown(EVERY, [said("user", "zq0qz"), said("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
+    assert shown(EVERY, [turn("user", "zq0qz"), turn("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
 
 
 def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
     with pytest.raises(DataError, match="changes the assistant's message '<think>x</think>y'"):
-        shown(QWEN3, [USER, said("assistant", "<think>x</think>y")])
+        shown(QWEN3, [USER, turn("assistant", "<think>x</think>y")])
 
 
 def test_a_tag_that_is_opened_twice_is_refused(shown: Any) -> None:

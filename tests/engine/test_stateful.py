@@ -157,8 +157,8 @@ class Engines(RuleBasedStateMachine):
                 self.take_responses(engine)
 
     @precondition(lambda self: self.open)
-    @rule(number=st.integers(0, 2), other=st.integers(0, 2), data=st.data(), anew=st.booleans())
-    def release_requests(self, number: int, other: int, data: st.DataObject, anew: bool) -> None:
+    @rule(number=st.integers(0, 2), other=st.integers(0, 2), data=st.data(), from_the_start=st.booleans())
+    def release_requests(self, number: int, other: int, data: st.DataObject, from_the_start: bool) -> None:
         """Release requests. They continue in another engine, or here later. Some are decoded from the start, as after
         the loss of a worker."""
         seeds = data.draw(st.sets(st.sampled_from(sorted(self.open)), min_size=1, max_size=3))
@@ -167,8 +167,8 @@ class Engines(RuleBasedStateMachine):
         for row in rows:
             right = expected(self.weights, row.request).token_ids
             assert row.tokens == right[: len(row.tokens)]
-        fresh = [row.request for row in rows] if anew else []
-        resumed = [] if anew else [Row(r.request, list(r.tokens), r.logprobs, r.full_logprobs) for r in rows]
+        fresh = [row.request for row in rows] if from_the_start else []
+        resumed = [] if from_the_start else [Row(r.request, list(r.tokens), r.logprobs, r.full_logprobs) for r in rows]
         self.engine(other).submit(fresh, resumed)
 
     @rule(number=st.integers(0, 2), seed=st.integers(0, 5), vandal=st.booleans())
@@ -191,7 +191,7 @@ class Engines(RuleBasedStateMachine):
             cache.reserve(rows, max(tokens, cache.store.tokens))
 
     @rule(number=st.integers(0, 2))
-    def start_anew(self, number: int) -> None:
+    def start_again(self, number: int) -> None:
         engine = self.engine(number)
         for row in (*engine.rows, *engine.waiting):
             del self.open[row.request.seed]

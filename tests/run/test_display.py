@@ -234,18 +234,18 @@ print("line", sys.stdin.readline().strip(), flush=True)
     if pid == 0:  # the child
         os.execv(sys.executable, [sys.executable, "-c", code])
     try:
-        said = until_said(terminal, "ready")
+        said = read_until(terminal, "ready")
         os.write(terminal, b"bw")
-        said += until_said(terminal, "heard bw")
+        said += read_until(terminal, "heard bw")
         os.write(terminal, b"typed\n")  # a line again, and not a key at a time
-        said += until_said(terminal, "line typed")
+        said += read_until(terminal, "line typed")
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(terminal)
 
 
-def until_said(terminal: int, what: str) -> str:
+def read_until(terminal: int, what: str) -> str:
     said, until = "", time.monotonic() + 20
     while what not in said:
         assert time.monotonic() < until, said

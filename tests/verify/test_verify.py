@@ -178,7 +178,7 @@ def test_float32_passes_and_the_last_line_is_the_verdict(
     assert agree
     assert result["dtype"] == "float32"
     assert {r["mode"] for r in result["runs"]} == MODES
-    lines = said(capsys)
+    lines = printed(capsys)
     assert lines[-1] == f"verdict: all {len(MODES)} modes agree in every token"
     assert "…" not in "".join(lines)
     table = [line for line in lines if any(line.strip().startswith(mode) for mode in MODES)]
@@ -212,7 +212,7 @@ class Weights:
         raise AssertionError("nothing is trained here")
 
 
-def said_by(config: Config, state: dict[str, Tensor], requests: Sequence[Request]) -> list[list[int]]:
+def decoded_by(config: Config, state: dict[str, Tensor], requests: Sequence[Request]) -> list[list[int]]:
     """Decode the requests one after the other. Return their tokens."""
     target = make_target(config.model)
     target.load(state, 0)
@@ -232,7 +232,7 @@ def test_an_older_target_is_that_of_the_previous_step(home: Path) -> None:
     target.cuda_graphs = True
     older = OlderTarget(target, config.engine, lambda tokens: "")
     assert older.target.cuda_graphs, "as the recipe has it"
-    now = said_by(config, first, requests)
+    now = decoded_by(config, first, requests)
     older.sync(Weights(first), 0)
     found = older.tokens_of(requests)
     tokens = [ahead.tokens.tolist() for ahead in found]
@@ -298,7 +298,9 @@ def test_a_bug_that_changes_tokens_but_no_reward_is_found(
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
     assert not agree
     apart = [r["mode"] for r in result["runs"] if r["tokens_different"]]
-    assert said(capsys)[-1].startswith(f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});")
+    assert printed(capsys)[-1].startswith(
+        f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});"
+    )
 
 
 def test_a_bug_that_only_costs_speed_is_found_by_the_oracle(
@@ -338,13 +340,13 @@ def test_look_ahead_that_only_costs_speed_is_found(
     assert {r["tokens_different"] for r in result["runs"]} == {0}
     assert any(c["accepted"] < c["drafted"] for c in result["look_ahead"])
     assert not agree
-    assert said(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; 1 of ")
+    assert printed(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; 1 of ")
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.rstrip().split("\n")
 
 

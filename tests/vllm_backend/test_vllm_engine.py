@@ -44,11 +44,11 @@ def requests(place: Any, count: int) -> list[Request]:
     return [Request(place.prompts[i % 4], i // 4, 0, random.Random(i).getrandbits(64), sampling) for i in range(count)]
 
 
-def said_by(engine: Any, asked: list[Request]) -> dict[int, Response]:
+def decode(engine: Any, asked: list[Request]) -> dict[int, Response]:
     return {response.request.seed: response for response in engine.generate(asked)}
 
 
-def told(responses: dict[int, Response]) -> dict[int, Any]:
+def facts(responses: dict[int, Response]) -> dict[int, Any]:
     return {
         seed: (r.token_ids, r.finish_reason, [round(p, 5) for p in (*r.logprobs, *r.full_logprobs)])
         for seed, r in responses.items()
@@ -60,7 +60,7 @@ def test_responses_are_our_own_engines(drafter: str, started: Any, tmp_path: Pat
     config = tiny_config(tmp_path, speculation={"drafter": drafter})
     place = open_workplace(config)
     asked = requests(place, 11)
-    assert told(said_by(opened(config), asked)) == told(said_by(Engine(place.target, config.engine), asked))
+    assert facts(decode(opened(config), asked)) == facts(decode(Engine(place.target, config.engine), asked))
 
 
 def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
         engine.round()
     assert all(engine.store.has_ended(request) for request in asked)
     ahead = {request.seed: engine.store.get(request).tokens.tolist() for request in asked}  # pyright: ignore
-    responses = said_by(engine, asked)
+    responses = decode(engine, asked)
     assert {seed: response.token_ids for seed, response in responses.items()} == ahead
     stats = engine.stats
     assert stats.seen_ahead == stats.ahead_drafted > 0
@@ -84,7 +84,7 @@ def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -
     """A worker's two engines share a vLLM, and each slice releases the idle one."""
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     engine, asked = opened(config), requests(open_workplace(config), 6)
-    expected = told(said_by(engine, asked))
+    expected = facts(decode(engine, asked))
     engine.target._sleeps = True  # as on a GPU
     plain = engine.plain_engine()
     engine.start(asked)
@@ -95,8 +95,8 @@ def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -
         responses += engine.round()
     engine.release()
     assert started[-1].asleep
-    assert told({r.request.seed: r for r in responses}) == expected
-    assert told(said_by(engine, asked)) == expected, "it is awake again"
+    assert facts({r.request.seed: r for r in responses}) == expected
+    assert facts(decode(engine, asked)) == expected, "it is awake again"
 
 
 def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_path: Path) -> None:
@@ -120,16 +120,16 @@ def test_a_response_continues_after_an_end_token_that_is_not_among_its_stop_toke
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
-    expected = said_by(Engine(place.target, config.engine), asked)
+    expected = decode(Engine(place.target, config.engine), asked)
     started[-1].end_token = expected[asked[0].seed].token_ids[2]
-    assert told(said_by(engine, asked)) == told(expected)
+    assert facts(decode(engine, asked)) == facts(expected)
 
 
 def test_drafter_training_receives_whole_responses(started: Any, tmp_path: Path) -> None:
     config = fake_vllm.by_vllm(tiny_config(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), []
     engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
-    responses = said_by(engine, requests(place, 6))
+    responses = decode(engine, requests(place, 6))
     whole = [(r.request.prompt, (*r.request.prompt.token_ids, *r.token_ids)) for r in responses.values()]
     assert given == [Transcript(len(prompt.token_ids), tokens) for prompt, tokens in whole]
 
@@ -188,7 +188,7 @@ def test_requests_continue_elsewhere_with_their_tokens(started: Any, tmp_path: P
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place = open_workplace(config)
     asked, engine = requests(place, 6), opened(config)
-    expected = told(said_by(Engine(place.target, config.engine), asked))
+    expected = facts(decode(Engine(place.target, config.engine), asked))
     engine.start(asked)
     responses = [response for _ in range(5) for response in engine.round()]
     left = engine.release_requests([request.seed for request in asked[::2]])
@@ -196,19 +196,19 @@ def test_requests_continue_elsewhere_with_their_tokens(started: Any, tmp_path: P
     engine.submit([], left)
     while engine.busy:
         responses += engine.round()
-    assert told({response.request.seed: response for response in responses}) == expected
+    assert facts({response.request.seed: response for response in responses}) == expected
 
 
 def test_new_weights_are_used_in_the_next_rollout(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
-    before = told(said_by(engine, asked))
+    before = facts(decode(engine, asked))
     moved = {name: tensor * 1.05 for name, tensor in weights_of(config).items()}
     engine.target.load(moved, 1)
     place.target.load(moved, 1)
-    after = told(said_by(engine, asked))
-    assert after == told(said_by(Engine(place.target, config.engine), asked))
+    after = facts(decode(engine, asked))
+    assert after == facts(decode(Engine(place.target, config.engine), asked))
     assert after != before
 
 
@@ -260,7 +260,7 @@ def test_the_drafter_uses_the_noise(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation=speculation, rollout={"max_new_tokens": 24})
     place, engine = open_workplace(config), opened(config)
     asked = [replace(r, sampling=replace(r.sampling, top_k=9 * (i % 2))) for i, r in enumerate(requests(place, 9))]
-    assert told(said_by(engine, asked)) == told(said_by(Engine(place.target, config.engine), asked))
+    assert facts(decode(engine, asked)) == facts(decode(Engine(place.target, config.engine), asked))
     ends = 4 * len(asked)  # what is drafted behind the end of a response
     assert engine.stats.accepted >= engine.stats.drafted - ends > 2 * ends
     assert engine.stats.tokens > 3 * engine.stats.row_passes

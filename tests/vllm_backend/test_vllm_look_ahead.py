@@ -29,7 +29,7 @@ def request(seed: int) -> Request:
     return Request(Prompt(0, "", PROMPT), seed, 0, seed, SamplingParams(max_new_tokens=20))
 
 
-def said(seed: int, *tokens: int) -> Ahead:
+def saved(seed: int, *tokens: int) -> Ahead:
     return Ahead(seed, PROMPT, np.array(tokens, dtype=np.int32), 0, True)
 
 
@@ -40,16 +40,16 @@ class TestWhatTravelsWithARequest:
         return [np.frombuffer(c, dtype=np.int32).tolist() for c in chains_for(store, Row(request(1)), VOCAB)]
 
     def test_a_draft_is_the_own_response_and_then_that_of_a_sibling(self) -> None:
-        assert self.chains(said(2, 4, 5), said(1, 6, 7)) == [[6, 7], [4, 5]]
+        assert self.chains(saved(2, 4, 5), saved(1, 6, 7)) == [[6, 7], [4, 5]]
 
     def test_there_is_no_draft_if_only_a_sibling_is_known(self) -> None:
-        assert self.chains(said(2, 4, 5)) == []
+        assert self.chains(saved(2, 4, 5)) == []
 
     @pytest.mark.parametrize("foreign", [VOCAB, -1])
     def test_there_is_no_draft_with_tokens_of_another_vocabulary(self, foreign: int) -> None:
         """vLLM would look it up in its embedding."""
-        assert self.chains(said(1, 4, foreign)) == []
-        assert self.chains(said(1, 4, 5), said(2, foreign)) == []
+        assert self.chains(saved(1, 4, foreign)) == []
+        assert self.chains(saved(1, 4, 5), saved(2, foreign)) == []
 
 
 class TestTheProposer:
