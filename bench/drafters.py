@@ -45,7 +45,7 @@ VARIANTS: dict[str, Variant] = {
     "eagle3, cross entropy, unroll 3": ("eagle3", {"unroll": 3}),
     "eagle3, cross entropy, unroll 1": ("eagle3", {"unroll": 1}),
 }
-"""name -> kind of drafter, and its training; `unroll` is the most guesses of a chain that are trained"""
+"""name -> kind of drafter, and its training; `unroll` is the largest number of trained draft tokens of a chain"""
 
 
 class WithoutNoise(Engine):

@@ -1,5 +1,5 @@
-"""What the harvest costs the rollout: two engines decode the same tokens plainly, round by round in turn, and one of
-them keeps features and gives them to a harvest buffer.
+"""Cost of training data to the rollout: two engines decode the same tokens with plain decoding, round by round in turn,
+and one of them keeps features and gives them to a harvest buffer.
 
     python bench/harvest.py recipes/longtail.toml [--json FILE]
 

@@ -151,7 +151,7 @@ class Trial:
 
     def _note_end(self) -> None:
         text = self.run.said()
-        self.hit.update(f"amid {what}" for what in re.findall(r"worker \d+ was lost amid (\w+)", text))
+        self.hit.update(f"during {what}" for what in re.findall(r"worker \d+ was lost during (\w+)", text))
         self.run.note_end()
 
 

@@ -4,8 +4,9 @@
     python bench/tuner.py simulate TABLES.json [--json FILE] [--seeds 20]     without torch
 
 All strategies commit the same tokens. So a recording tells for every position of every response whether a drafter's
-guess there was right, and a simulated rollout may draft from wherever another strategy left off. The seconds of a round
-are drawn from the recorded rounds of its strategy: the tuner learns from drawn seconds, and is charged their medians.
+draft token there was accepted, and a simulated rollout may draft from wherever another strategy left off. The seconds
+of a round are drawn from the recorded rounds of its strategy: the tuner learns from drawn seconds, and is charged their
+medians.
 The best choice in hindsight is, for each bucket, the strategy that was fastest there.
 """
 
@@ -85,9 +86,9 @@ class World(NamedTuple):
     seconds: dict[Strategy, dict[int, list[float]]]
     """seconds of rounds, by strategy and number of rows"""
     right: dict[Kind, list[list[list[bool]]]]
-    """[step][response][position] whether a guess of this kind was right"""
+    """[step][response][position] whether a draft token of this kind was accepted"""
     chances: dict[str, float]
-    """how often each drafter's first guess is right, as known before"""
+    """acceptance rate of each drafter's first draft token, as known before"""
     where: dict[str, Any]
     """machine, versions and commit of the recording, to which its seconds belong"""
 
@@ -102,8 +103,8 @@ class World(NamedTuple):
 
 
 def read(path: Path) -> World:
-    """Read a recording. The deepest arm of a kind tells which guesses are right: a wrong one ends a round. The target's
-    own token behind a chain that was right to its end counts as a right guess."""
+    """Read a recording. The deepest arm of a kind shows which draft tokens are accepted: a rejected one ends a round.
+    The target's own token behind a chain that was right to its end counts as an accepted draft token."""
     recorded = json.loads(path.read_text(encoding="utf-8"))
     tables = {Strategy(*t["strategy"]): t for t in recorded["tables"]}
     seconds: dict[Strategy, dict[int, list[float]]] = {}
