@@ -30,6 +30,7 @@ from tlt.types import Prompt, SamplingParams
 
 
 def backend_of(config: EngineConfig) -> Backend:
+    """Return the backend that `engine.backend` names. Its modules are imported now."""
     return maker(BACKENDS[config.backend])()
 
 

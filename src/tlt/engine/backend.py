@@ -25,6 +25,8 @@ from tlt.trace import Tracer
 
 
 class OwnBackend:
+    """Our own engine as a backend."""
+
     start_note = ""
 
     def settled(self, config: Config) -> SpeculationConfig:

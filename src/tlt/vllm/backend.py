@@ -20,18 +20,21 @@ from tlt.vllm.target import VllmTarget
 
 
 class VllmBackend:
+    """vLLM as a backend."""
+
     start_note = "starting vLLM, which takes one or two minutes"
 
     def settled(self, config: Config) -> SpeculationConfig:
         return config.speculation if config.looks_ahead_in_vllm else _without_look_ahead(config.speculation)
 
     def trains_drafter(self, config: Config) -> bool:
-        """Return whether the policy can compute the training data, because vLLM returns no hidden states. A sharded
-        policy cannot. The drafter must be `eagle`."""
+        """Return whether the recipe names a learned drafter and the policy can compute its training data.
+
+        vLLM returns no hidden states, so the policy computes them. A sharded policy cannot do that."""
         return config.speculation.drafter == "eagle" and not config.train.shard
 
     def open_target(self, config: Config, folder: str | Path | None) -> VllmTarget:
-        """If `folder` is None, vLLM can free its memory for the update."""
+        """Start vLLM. If `folder` is None, it can free its memory for the update. Raises ModelError or VllmError."""
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
@@ -49,7 +52,7 @@ class VllmBackend:
         on_harvest: Callable[[Transcript], None] | None,
         tracer: Tracer,
     ) -> VllmEngine:
-        """The target already has the learned drafter, so `layer` is not used."""
+        """Return an engine. vLLM loaded the learned drafter when it started, so `layer` is not used."""
         assert isinstance(target, VllmTarget), "the target belongs to another backend"
         store = AheadStore(config.speculation.look_ahead_tokens)
         return VllmEngine(target, config.engine, detokenize, tracer, store, on_harvest)
