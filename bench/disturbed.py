@@ -166,7 +166,7 @@ class DisturbedRun:
         self._faults = self.recipe.parent / f"{self.folder.name}.faults"
         self._faults.mkdir()
         self._log = self.recipe.parent / f"{self.folder.name}.log"
-        self._told = 0  # bytes of the log that processes which have ended wrote
+        self._offset = 0  # bytes of the log that processes which have ended wrote
 
     # -- its processes -------------------------------------------------------------------------------------------------
 
@@ -197,17 +197,17 @@ class DisturbedRun:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         """What the present process has written to the log."""
         with self._log.open("rb") as log:
-            log.seek(self._told)
+            log.seek(self._offset)
             return log.read().decode("utf-8", "replace")
 
     def note_end(self) -> str:
         """Wait for the end of the process, note what it left behind, and return its last line. Raises RuntimeError if
         it ended by itself and does not say how to go on."""
-        code, text = self.process.wait(), self.said()
-        self._told = self._log.stat().st_size
+        code, text = self.process.wait(), self.log_text()
+        self._offset = self._log.stat().st_size
         until = time.monotonic() + _GONE_WITHIN
         while (left := traces_of(self.process.pid)) and time.monotonic() < until:
             time.sleep(0.1)

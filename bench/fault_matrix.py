@@ -90,7 +90,7 @@ class Matrix:
             if run.has_ended():  # all its steps are done
                 break
             rows.append(self.suffer(run, cell))
-            print(_told(rows[-1]), flush=True)
+            print(_summary(rows[-1]), flush=True)
         if not run.has_ended():
             run.process.send_signal(signal.SIGTERM)
         run.note_end()
@@ -169,7 +169,7 @@ def _goes_on(run: DisturbedRun, to_step: int) -> str:
 def _logs(run: DisturbedRun) -> dict[str, str]:
     """The output of the driver and of each worker."""
     workers = {path.name: path.read_text("utf-8", "replace") for path in run.folder.glob("worker_*.log")}
-    return {"driver": run.said()} | workers
+    return {"driver": run.log_text()} | workers
 
 
 def _on_record(run: DisturbedRun, step: int) -> str:
@@ -190,7 +190,7 @@ def held(row: dict[str, Any]) -> bool:
     return row["ends"] in ("went on", "ended") and clean and bool(row["said"] or silent)
 
 
-def _told(row: dict[str, Any]) -> str:
+def _summary(row: dict[str, Any]) -> str:
     words = [f"{row['role']}, {row['phase']}, {row['fault']}: {row['ends']} in {row.get('seconds', 0.0):.1f} s"]
     if "resumed_after" in row:
         words.append(f"resumed in {row['resumed_after']:.1f} s")

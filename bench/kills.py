@@ -150,7 +150,7 @@ class Trial:
         self.run.make_room()
 
     def _note_end(self) -> None:
-        text = self.run.said()
+        text = self.run.log_text()
         self.hit.update(f"during {what}" for what in re.findall(r"worker \d+ was lost during (\w+)", text))
         self.run.note_end()
 

@@ -138,10 +138,10 @@ class World:
             ended = sum(one.tokens >= one.length for one in live)
             begun = [one for one, _ in zip(waiting, range(ended), strict=False)]
             live, found = [one for one in live if one.tokens < one.length] + begun, found + begun
-        told = [self._told(one) for one in found]
-        self.looking.add_slice(worker, told)
+        drafts = [self._draft(one) for one in found]
+        self.looking.add_slice(worker, drafts)
 
-    def _told(self, live: Live) -> Ahead:
+    def _draft(self, live: Live) -> Ahead:
         tokens = np.zeros(int(max(live.tokens, live.known)), dtype=np.int32)
         return Ahead(live.request.seed, live.request.prompt.token_ids, tokens, 0, len(tokens) >= live.length)
 

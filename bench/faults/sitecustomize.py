@@ -135,7 +135,7 @@ def _driver_is_at(points: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _told_to_others(point: str) -> Iterator[None]:
+def _reported_to_others(point: str) -> Iterator[None]:
     path = os.path.join(_HOME, point)
     if point in _OF_THE_DRIVER:
         open(path, "w").close()
@@ -155,7 +155,7 @@ def _pointed(call: Callable[..., Any], point: str) -> Callable[..., Any]:
         points = _place.points
         points.append(point)
         try:
-            with _told_to_others(point):
+            with _reported_to_others(point):
                 _armed.arrive(points)
                 result = call(*arguments, **options)
                 _armed.arrive([*points, "end"])
