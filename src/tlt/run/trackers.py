@@ -107,8 +107,8 @@ class MLflow:
         known = known_id(run, "mlflow")
         if known is None and "MLFLOW_EXPERIMENT_NAME" not in os.environ:
             mlflow.set_experiment("tlt")
-        run = mlflow.start_run(run_id=known, run_name=run.folder.resolve().name)
-        remember_id(run, "mlflow", run.info.run_id)
+        active = mlflow.start_run(run_id=known, run_name=run.folder.resolve().name)
+        remember_id(run, "mlflow", active.info.run_id)
         if known is None:
             mlflow.log_params({name: str(value)[:500] for name, value in leaves(run.config, ".")})
 
