@@ -193,9 +193,9 @@ def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:
 
 
 def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
-    place = trl._Place()
+    counter = trl._GenerationCounter()
     return [
-        place.of(SimpleNamespace(model=SimpleNamespace(training=training), state=SimpleNamespace(global_step=step)))
+        counter.of(SimpleNamespace(model=SimpleNamespace(training=training), state=SimpleNamespace(global_step=step)))
         for training, step in calls
     ]
 
