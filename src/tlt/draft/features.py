@@ -74,7 +74,8 @@ class FeatureWindow:
             self.first.append(0)
             self.length.append(0)
         if place == len(self._features):
-            self._features, self._tokens = _grown(self._features), _grown(self._tokens)
+            used = min(max(self.length), self.capacity)
+            self._features, self._tokens = _grown(self._features, used), _grown(self._tokens, used)
         # the ring has only the last `capacity` entries of the former row
         self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
         self.length[place] = kept
@@ -181,8 +182,8 @@ class FeatureView:
         return self._window.length[: self._window.live]
 
 
-def _grown(ring: Tensor) -> Tensor:
-    """Return a copy of a ring tensor with room for more rows."""
+def _grown(ring: Tensor, used: int) -> Tensor:
+    """Return a copy of a ring tensor with room for more rows. The first `used` entries of a row are copied."""
     larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
-    larger[: len(ring)] = ring
+    larger[: len(ring), :used] = ring[:, :used]
     return larger

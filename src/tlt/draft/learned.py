@@ -77,15 +77,17 @@ class EagleDrafter:
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         self.ready.append(0)
-        if len(self.ready) > self.attention.slots:
-            self.attention.resize(max(8, 2 * self.attention.slots), self.window.capacity)
 
     def commit(self, row: int, tokens: Sequence[int]) -> None: ...  # the window has the entries
 
+    @torch.inference_mode()
     def close(self, row: int, last: int) -> None:
-        if row != last:
+        slots = self.attention.slots
+        if row < last < slots:
             self.attention.copy(last, row, self.window.capacity)
-        self.attention.wipe(last, 0)  # the next row must not find values that are not finite
+        left = last if last < slots else row
+        if left < slots:  # the next row there must not find values that are not finite
+            self.attention.wipe(left, 0)
         self.ready[row] = self.ready[last]
         self.ready.pop()
 
@@ -116,6 +118,8 @@ class EagleDrafter:
 
     def _catch_up(self, alive: np.ndarray) -> Missing:
         """Return the entries to write now, which then count as written. Rows without a draft are written later."""
+        if len(self.ready) > self.attention.slots:  # so it takes no memory in rollouts that do not use this drafter
+            self.attention.resize(max(8, 2 ** (len(self.ready) - 1).bit_length()), self.window.capacity)
         starts, lengths = self.window.starts, self.window.lengths
         todo: list[tuple[int, int]] = []
         last: list[int] = []

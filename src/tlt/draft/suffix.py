@@ -39,20 +39,31 @@ class _Match(NamedTuple):
 
 
 class _History:
-    """All sequences (prompt + response) of one prompt in one epoch, indexed by their n-grams."""
+    """All sequences (prompt + response) of one prompt in one epoch, indexed by their n-grams. New tokens are indexed
+    when the index is read, so that rounds of other strategies do not pay for it."""
 
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
-        self.index: dict[tuple[int, ...], list[_Occurrence]] = {}
-        self.tokens = 0  # number of indexed tokens; tokens of a request that was decoded again count twice
+        self.tokens = 0  # tokens of a request that was decoded again count twice
+        self._index: dict[tuple[int, ...], list[_Occurrence]] = {}
+        self._waiting: dict[int, tuple[list[int], int]] = {}  # sequences with new tokens, and the number of older ones
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
         self.tokens += len(tokens)
-        for token in tokens:
-            sequence.append(token)
-            for order in _ORDERS:
-                if len(sequence) >= order:
-                    self.index.setdefault(tuple(sequence[-order:]), []).append(_Occurrence(sequence, len(sequence)))
+        self._waiting.setdefault(id(sequence), (sequence, len(sequence)))
+        sequence += tokens
+
+    @property
+    def index(self) -> dict[tuple[int, ...], list[_Occurrence]]:
+        """Places after each n-gram, the newest last."""
+        for sequence, known in self._waiting.values():
+            for end in range(known + 1, len(sequence) + 1):
+                for order in _ORDERS:
+                    if end >= order:
+                        place = _Occurrence(sequence, end)
+                        self._index.setdefault(tuple(sequence[end - order : end]), []).append(place)
+        self._waiting.clear()
+        return self._index
 
 
 class SuffixDrafter(NodeDrafter):

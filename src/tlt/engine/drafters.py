@@ -13,7 +13,7 @@ from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureView
 from tlt.draft.tree import DraftTree
-from tlt.types import Row
+from tlt.types import Request, Row
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,7 +63,8 @@ class Drafters:
         self._call_all(lambda drafter: drafter.begin(view), "begin")
 
     def append(self, row: Row, kept: int) -> None:
-        self._call_all(lambda drafter: _open(drafter, row), "open")
+        request, tokens = _copied(row)
+        self._call_all(lambda drafter: drafter.open(request, tokens), "open")
 
     def commit(self, place: int, tokens: Sequence[int]) -> None:
         self._call_all(lambda drafter: drafter.commit(place, tuple(tokens)), "commit")
@@ -80,7 +81,7 @@ class Drafters:
         def enter() -> None:
             drafter.begin(view)
             for row in rows:
-                _open(drafter, row)
+                drafter.open(*_copied(row))
 
         self.guard(drafter.name, enter, "start")
 
@@ -110,8 +111,8 @@ class Drafters:
             self.guard(name, partial(call, drafter), what)
 
 
-def _open(drafter: Drafter, row: Row) -> None:
-    """Open a row of a drafter with copies only: the request without the data for rewards, and the tokens so far."""
+def _copied(row: Row) -> tuple[Request, tuple[int, ...]]:
+    """Return copies for drafters: the request without the data for rewards, and the tokens so far."""
     asked = row.request
     request = replace(asked, prompt=replace(asked.prompt, data={}), sampling=replace(asked.sampling))
-    drafter.open(request, tuple(row.tokens))
+    return request, tuple(row.tokens)
