@@ -100,7 +100,7 @@ def load_detokenizer(model: ModelConfig) -> Detokenizer:
 
 
 class Workplace(NamedTuple):
-    """Parts that decode a recipe's prompts."""
+    """Tokenizer, prompts, target and sampling parameters of a recipe."""
 
     tokenizer: Any
     prompts: list[Prompt]

@@ -315,7 +315,7 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
 @pytest.mark.parametrize(
     "chance", ["{{ ['hi', 'ho'] | random }}", "{{ lipsum(1) }}", "{% if [1, 0] | random %}hm{% endif %}"]
 )
-def test_a_random_template_is_refused(shown: Any, chance: str) -> None:
+def test_a_template_whose_text_varies_is_refused(shown: Any, chance: str) -> None:
     with pytest.raises(DataError, match="writes a different text each time"):
         shown(EVERY + chance, "u")
 

@@ -396,7 +396,7 @@ def test_a_prompt_of_one_token_has_no_features(model: Model) -> None:
         assert (got.tree and got.tree.tokens) == (want.tree and want.tree.tokens)
 
 
-def test_a_neighbour_without_features_changes_nothing(model: Model) -> None:
+def test_a_row_without_features_does_not_affect_other_rows(model: Model) -> None:
     one = Request(Prompt(0, "", (4,)), 0, 0, 5, SamplingParams(max_new_tokens=20))
     layer = make_layer(model.decoder, "eagle3", 16)
     log = Life(model, layer).run([*requests(2), one])

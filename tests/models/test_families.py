@@ -443,7 +443,7 @@ def test_qwen_3_with_its_own_head_size(tmp_path: Path) -> None:
     torch.testing.assert_close(options.inv_freq, torch.tensor(plain_frequencies(1e6, 128)), rtol=1e-5, atol=0)
 
 
-def test_mistral_stops_at_its_window(tmp_path: Path) -> None:
+def test_the_context_of_mistral_is_limited_to_its_sliding_window(tmp_path: Path) -> None:
     options = published(tmp_path, "mistral 7b v0.1")
     assert (options.head_dim, options.num_kv_heads, options.tied) == (128, 8, False)
     assert options.max_positions == 4096

@@ -209,7 +209,8 @@ def updated(
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
 @pytest.mark.parametrize(("size", "responses"), [(2, 6), (3, 6), (3, 2)])
 def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, size: int, responses: int) -> None:
-    """If there are 3 members, 2 responses and 2 optimizer steps, some members have none."""
+    """If there are 3 members, 2 responses and 2 optimizer steps, some members have no
+    response in an optimizer step."""
     batch = random_batch(VOCAB, responses=responses)
     settings = {"loss": loss, "updates_per_step": 2, "kl_weight": 0.1}
     ((metrics, expected),) = updated(folder, 1, batch, **settings)

@@ -182,7 +182,8 @@ def test_shards_are_summed_in_their_order_with_any_number_of_members(size: int) 
 def test_several_members_end_with_the_weights_of_one(
     folders: dict[str, Path], head: str, size: int, responses: int, train: dict[str, Any]
 ) -> None:
-    """If there are 3 members and 2 responses, or 2 optimizer steps, some members have none."""
+    """If there are 3 members and 2 responses, or 2 optimizer steps, some members have no response in
+    an optimizer step."""
     folder = folders[head]
     batch = random_batch(VOCAB, responses=responses)
     assert len(set(passes(batch, size))) > 1, "some have more passes"

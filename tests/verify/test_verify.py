@@ -113,7 +113,7 @@ def test_look_ahead_tokens_are_accepted_only_in_modes_with_look_ahead(verdict: d
     assert {r["mode"] for r in verdict["runs"] if r["seen_ahead"]} == looking
 
 
-def test_the_verified_run_is_that_of_train(home: Path, verdict: dict[str, Any]) -> None:
+def test_verify_and_train_end_with_the_same_policy(home: Path, verdict: dict[str, Any]) -> None:
     config = small(home, rollout={"max_new_tokens": 48}, train={"steps": 2})
     summary = run.train(config, False, Display(Console(quiet=True)))
     assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]

@@ -1,11 +1,13 @@
 """Drafter training in idle time: one driver for one worker and for many.
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
-with enough data. The baton (spot/baton.py) hands its state on. If that worker decodes and another one is idle, the
-state is fetched first. A better candidate is published at once: all workers draft with it from their next round on.
-If a candidate is not better, training goes on from it. If a worker is lost, the others continue from the state that
-was fetched last. A resumed run continues from the last publication, with the optimizer's state and without data. The
-calls of the workers (spot/spot_worker.py):
+with enough data of earlier rollouts (spot/spot.py). The coordinator offers it each idle worker that neither helps
+another worker nor updates early; a single worker trains only if `speculation.training.extra` is set. The baton
+(spot/baton.py) hands its state on. If that worker decodes and another one is idle, the state is fetched first. A better
+candidate is published with the next call: all workers draft with it from their next round on. If a candidate is not
+better, training goes on from it. If a worker is lost, the others continue from the state that was fetched last. A
+resumed run continues from the last publication, with the optimizer's state and without data. The calls of the workers
+(spot/spot_worker.py):
 
     train_drafter, evaluate_drafter   idle calls, of one worker at a time
     drafter_state                     copy of the trainer state, for the next worker or for publication
@@ -92,7 +94,7 @@ class DrafterTraining(FaultBarrier):
         if due is None or self.under_way is not None or worker not in able:
             return False
         if not self.baton.is_free(worker):
-            if self.baton.is_kept(able):
+            if self.baton.holder_is_busy(able):
                 self._ask_for_state(self.baton.holder)
             return False
         self.under_way, start = worker, self.baton.pass_to(worker)

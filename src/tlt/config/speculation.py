@@ -66,7 +66,8 @@ class SpeculationConfig(Section):
     history_tokens: int = Field(default=200_000, gt=0)
     """Number of tokens of earlier epochs that the suffix drafter keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
-    """Number of coming steps whose requests idle workers decode as drafts. Needs `adaptive`. 0 turns it off."""
+    """Number of coming steps whose requests are decoded as drafts: by idle workers, or by a single worker on a GPU
+    whose batch has room. Needs `adaptive`. 0 turns it off."""
     look_ahead_tokens: int = Field(default=16_000_000, gt=0)
     """Number of look-ahead tokens kept in host memory, four bytes each. The oldest are dropped."""
     training: DrafterTrainConfig = DrafterTrainConfig()

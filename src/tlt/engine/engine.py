@@ -365,7 +365,7 @@ class Engine(Generates):
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, **known)
 
     def _was_ahead(self, row: Row) -> bool:
-        """Store a finished row of a coming step. Return whether the row is one."""
+        """If this finished row is of a coming step, store its tokens as a look-ahead draft. Return whether it is."""
         if row.ahead:
             self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
         return row.ahead

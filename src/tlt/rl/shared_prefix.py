@@ -123,9 +123,9 @@ def _padded(parts: Sequence[Tensor]) -> Tensor:
 
 def _refuse(settings: dict[str, Any]) -> None:
     if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
-        raise CannotShare(f"its attention uses {names[0]}")
+        raise CannotShare(f"its attention uses {names[0]}, which shared prompts do not support")
     if settings.get("dropout"):
-        raise CannotShare("its attention uses dropout")
+        raise CannotShare("its attention uses dropout, which shared prompts do not support")
     if settings.get("is_causal") is False:
         raise CannotShare("its attention is not causal")
 
@@ -168,7 +168,7 @@ def _compare(model: Any) -> None:
     device, size = model.get_input_embeddings().weight.device, model.config.vocab_size
     types: list[str] = list(getattr(model.config, "layer_types", None) or ())
     if unknown := set(types) - _LAYERS:
-        raise CannotShare(f"it has layers of type {min(unknown)}")
+        raise CannotShare(f"it has layers of type {min(unknown)}, which shared prompts do not support")
     first, second, third = (size * k // 4 for k in (1, 2, 3))  # not the padding token, whose embedding may be 0
     prompt, responses = [first], [[second, third], [third]]
     row = SharedRow([(1, [2, 1])], device)

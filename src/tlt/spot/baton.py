@@ -27,8 +27,8 @@ class Baton(Generic[State]):
         """Return whether this worker may train."""
         return self.holder in (None, worker)
 
-    def is_kept(self, idle: Collection[int]) -> bool:
-        """Return whether the holder is none of the `idle` workers, so that these cannot train."""
+    def holder_is_busy(self, idle: Collection[int]) -> bool:
+        """Return whether there is a holder that is none of the `idle` workers, so that these cannot train."""
         return self.holder is not None and self.holder not in idle
 
     def pass_to(self, worker: int) -> State | None:

@@ -1,8 +1,9 @@
 """Schedule, which decides when the learned drafter is trained, from the results of training alone.
 
-Training proceeds in stretches of 16 micro-batches. After each stretch the trained weights, the candidate, are compared
-with the drafter in use on held-out data. These are hidden states of the last finished rollout; training uses only older
-rollouts. The candidate is published if it decodes that data in 2 % fewer rounds.
+Training proceeds in stretches of at least 16 micro-batches. After each stretch the candidate, which is the running mean
+of the trained weights, is compared with the drafter in use on held-out data. These are hidden states of the last
+finished rollout; training uses only older rollouts. The candidate is published if it decodes that data in 2 % fewer
+rounds.
 
     burst   idle workers train whenever they can, until 8 candidates in a row were not published
     rest    then training may use at most 5 % of the rollouts' time, until a candidate is published or the task changes

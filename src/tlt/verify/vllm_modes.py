@@ -1,4 +1,5 @@
-"""Modes of `tlt verify --backend vllm`: all kinds of decoding by vLLM with our noise, and plain decoding."""
+"""Modes of `tlt verify --backend vllm`: each kind of decoding by vLLM with the shared noise, and plain decoding by
+our own engine."""
 
 from __future__ import annotations
 
