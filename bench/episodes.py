@@ -54,7 +54,7 @@ class Delayed:
     def submit(self, prompt: Prompt, turn: Turn, key: int) -> Future[Verdict]:
         found: Future[Verdict] = Future()
         (verdict,) = self.environments.answer_all([(prompt, turn)])
-        if not (turn.said and self.seconds):
+        if not (turn.texts and self.seconds):
             found.set_result(verdict)
             return found
         timer = Timer(self.seconds, found.set_result, [verdict])

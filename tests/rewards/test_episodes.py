@@ -390,7 +390,7 @@ def test_the_first_turn_begins_with_the_prefill() -> None:
         response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
         response.replies = row.replies
         _, (row,) = found.take([response])
-    assert told[-1].said == ("so bce", "bce")
+    assert told[-1].texts == ("so bce", "bce")
 
 
 def test_a_sum_of_rewards_beyond_float32_is_not_a_number() -> None:

@@ -22,7 +22,7 @@ class Turn(NamedTuple):
     """Number of the rollout. Environments of earlier rollouts are dropped."""
     seed: int
     """seed of the request, which identifies the episode"""
-    said: tuple[str, ...]
+    texts: tuple[str, ...]
     """texts that the model generated in each turn so far; empty before the first turn"""
 
 
@@ -52,22 +52,22 @@ class Environments:
         except Exception as error:
             return failed(error)
         if verdict.reply is not None:
-            self._live[turn.seed] = instance, turn.said
+            self._live[turn.seed] = instance, turn.texts
         return verdict
 
     async def _step(self, prompt: Prompt, turn: Turn, known: tuple[Any, tuple[str, ...]] | None) -> tuple[Any, Verdict]:
         """Call the episode's instance. If it is missing because its process ended, create it again and replay the
         earlier turns."""
-        if known and turn.said and known[1] == turn.said[:-1]:
+        if known and turn.texts and known[1] == turn.texts[:-1]:
             instance = known[0]
         else:
             instance = self.make()
             opening = await _result(instance.reset(prompt))
-            if not turn.said:
+            if not turn.texts:
                 return instance, _opened(opening)
-            for text in turn.said[:-1]:
+            for text in turn.texts[:-1]:
                 await _result(instance.step(text))
-        verdict = _stepped(await _result(instance.step(turn.said[-1])))
+        verdict = _stepped(await _result(instance.step(turn.texts[-1])))
         return instance, verdict._replace(scores=_scores(instance)) if not verdict.outcome else verdict
 
 

@@ -33,7 +33,7 @@ _CHARACTERS = 200  # maximum characters per token; a reply that cannot fit is no
 
 @dataclass
 class _Episode:
-    said: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     """texts that the model generated in each turn"""
     reward: float = 0.0
     """sum over the turns"""
@@ -103,15 +103,15 @@ class Episodes:
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, request: Request, said: tuple[str, ...]) -> Future[Verdict]:
+    def _ask(self, request: Request, texts: tuple[str, ...]) -> Future[Verdict]:
         """Call the environment, unless its reply is recorded or it failed to begin. A recorded reply takes the same
         time again, so that a comparison of two ways to decode is fair."""
         first = self.record.find(self.step, request.seed, ())
-        known = first if first and first.outcome else self.record.find(self.step, request.seed, said)
+        known = first if first and first.outcome else self.record.find(self.step, request.seed, texts)
         if known:
-            return _after(self.record.seconds(self.step, request.seed, said), known)
+            return _after(self.record.seconds(self.step, request.seed, texts), known)
         episode, began = self._episodes[request.seed], time.monotonic()
-        verdict = self.pool.submit(request.prompt, Turn(self._rollout, request.seed, said), key=request.seed)
+        verdict = self.pool.submit(request.prompt, Turn(self._rollout, request.seed, texts), key=request.seed)
         verdict.add_done_callback(lambda _: setattr(episode, "seconds", time.monotonic() - began))
         return verdict
 
@@ -127,14 +127,14 @@ class Episodes:
 
     def _turn_ended(self, response: Response) -> None:
         request, episode = response.request, self._episodes[response.request.seed]
-        prefill = "" if episode.said else request.prompt.prefill
-        episode.said = (*episode.said, prefill + self.decode(response.token_ids[response.turn :]))
-        self._asked[self._ask(request, episode.said)] = response
+        prefill = "" if episode.texts else request.prompt.prefill
+        episode.texts = (*episode.texts, prefill + self.decode(response.token_ids[response.turn :]))
+        self._asked[self._ask(request, episode.texts)] = response
 
     def _continued(self, response: Response, verdict: Verdict) -> Row | None:
         """Return the row that continues the episode, or None if it is finished."""
         request, episode = response.request, self._episodes[response.request.seed]
-        self.record.add(self.step, request.seed, episode.said, verdict, episode.seconds)
+        self.record.add(self.step, request.seed, episode.texts, verdict, episode.seconds)
         if verdict.outcome or verdict.reward is None:
             response.outcome = verdict.outcome
             self._faults.log(response, verdict.detail)
@@ -143,7 +143,7 @@ class Episodes:
         episode.scores = verdict.scores
         if verdict.reply is None:
             return None
-        if len(episode.said) == self.most_turns:
+        if len(episode.texts) == self.most_turns:
             response.finish_reason = "turns"
             return None
         room = request.sampling.max_new_tokens - len(response.token_ids)

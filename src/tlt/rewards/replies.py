@@ -26,26 +26,26 @@ class ReplyRecord:
         self._known: dict[Key, tuple[str, Verdict]] = {}  # the model's text of the turn, and the reply
         self._seconds: dict[Key, float] = {}
 
-    def find(self, step: int, seed: int, said: tuple[str, ...]) -> Verdict | None:
+    def find(self, step: int, seed: int, texts: tuple[str, ...]) -> Verdict | None:
         """Return the recorded reply to these turns, if any."""
-        last, verdict = self._known.get((step, seed, len(said)), ("", None))
-        return verdict if last == _last(said) else None
+        last, verdict = self._known.get((step, seed, len(texts)), ("", None))
+        return verdict if last == _last(texts) else None
 
-    def seconds(self, step: int, seed: int, said: tuple[str, ...]) -> float:
+    def seconds(self, step: int, seed: int, texts: tuple[str, ...]) -> float:
         """Return the seconds that this reply took in this process; 0 if it was read from the file."""
-        return self._seconds.get((step, seed, len(said)), 0.0)
+        return self._seconds.get((step, seed, len(texts)), 0.0)
 
-    def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
-        key, known = (step, seed, len(said)), (_last(said), verdict)
+    def add(self, step: int, seed: int, texts: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
+        key, known = (step, seed, len(texts)), (_last(texts), verdict)
         if self._known.get(key) == known:
             return
         self._put(key, *known)
         self._seconds[key] = seconds
         self._write(_line(key, *known), "a")
 
-    def _put(self, key: Key, said: str, verdict: Verdict) -> None:
+    def _put(self, key: Key, text: str, verdict: Verdict) -> None:
         """Set a reply. Remove those to later turns, because they continue another conversation."""
-        self._known[key] = said, verdict
+        self._known[key] = text, verdict
         step, seed, turn = key
         for later in count(turn + 1):
             if self._known.pop((step, seed, later), None) is None:
@@ -84,10 +84,10 @@ class ReplyRecord:
             self.path = None
 
 
-def _line(key: Key, said: str, verdict: Verdict) -> str:
+def _line(key: Key, text: str, verdict: Verdict) -> str:
     step, seed, turn = key
-    return json.dumps({"step": step, "seed": seed, "turn": turn, "said": said, **verdict._asdict()}) + "\n"
+    return json.dumps({"step": step, "seed": seed, "turn": turn, "said": text, **verdict._asdict()}) + "\n"
 
 
-def _last(said: tuple[str, ...]) -> str:
-    return said[-1] if said else ""
+def _last(texts: tuple[str, ...]) -> str:
+    return texts[-1] if texts else ""
