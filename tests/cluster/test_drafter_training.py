@@ -169,24 +169,26 @@ def test_without_training_nothing_is_recorded(home: Path) -> None:
     assert not any("drafter" in method for _, method in pool.log)
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("changed", ["nothing", "the files are damaged", "the recipe's drafter has another window"])
 def test_a_resumed_run_continues_with_the_published_drafter(
-    home: Path, tmp_path: Path, published: Published, damaged: bool
+    home: Path, tmp_path: Path, published: Published, changed: str
 ) -> None:
-    """If no drafter can be read, later ones have higher numbers, because the saver keeps the highest."""
+    """If no drafter can be used, later ones have higher numbers, because the saver keeps the highest."""
     before, config = published.training, config_of(home, "adaptive")
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path)})})
     shutil.copytree(before.folder, tmp_path / "drafter")
-    for file in tmp_path.glob("drafter/*/model.safetensors") if damaged else ():
+    for file in tmp_path.glob("drafter/*/model.safetensors") if "damaged" in changed else ():
         file.write_bytes(b"")
+    if "window" in changed:
+        config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"window": 8})})
     calls: list[Any] = []
     crew = SimpleNamespace(present=[0, 1], call=lambda *call: calls.append(call))
     after = training_of(crew, config)
     after.load_state(json.loads(json.dumps(before.state())))
     assert after.version == before.version > 0
     assert after.schedule.state() == before.schedule.state()
-    assert bool(calls) != damaged
-    if not damaged:
+    assert bool(calls) == (changed == "nothing")
+    if changed == "nothing":
         assert before.in_use
         assert after.in_use
         assert after.in_use[1] == before.in_use[1], "its acceptance rate"

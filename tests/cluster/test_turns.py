@@ -4,6 +4,7 @@ a resume."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,13 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
     return parse_config(tree)
 
 
-def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, display: Display | None = None) -> Any:
+def train(
+    config: Config,
+    loses: Loses = lambda i, m: "",
+    resume: bool = False,
+    display: Display | None = None,
+    force: Sequence[str] = (),
+) -> Any:
     """Return the policy's sha256, and the text of each response."""
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
@@ -55,7 +62,7 @@ def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, 
         return join(TestPool(size, lambda i: ThreadWorker(config, i, folder), lambda n: 0, loses), config, *rest)
 
     with patch("tlt.run.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
-        summary = run_module.train(config, resume, display or Display(QUIET))
+        summary = run_module.train(config, resume, display or Display(QUIET), force=force)
     return summary["policy_sha256"], responses_in(config)
 
 
@@ -176,6 +183,20 @@ def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
     assert calls.read_text(encoding="utf-8") == before
     train(config, resume=True)
     assert not (tmp_path / "run" / "replies.jsonl").stat().st_size, "the last checkpoint has all"
+
+
+def test_another_environment_is_called_again(tmp_path: Path) -> None:
+    """Its replies would be others than those that the run recorded before the change."""
+    calls = tmp_path / "calls"
+    config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=Stops(2))
+    before, responses = calls.read_text(encoding="utf-8"), responses_in(config)
+    other = config.model_copy(update={"reward": config.reward.model_copy(update={"turns": 2})})
+    with pytest.raises(KeyboardInterrupt):
+        train(other, resume=True, display=Stops(2), force=["reward.turns"])
+    assert len(calls.read_text(encoding="utf-8")) > len(before)
+    assert responses_in(config) != responses
 
 
 def test_a_checkpoint_after_an_error_keeps_the_replies_of_the_step_that_failed(tmp_path: Path) -> None:

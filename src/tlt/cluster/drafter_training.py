@@ -16,6 +16,7 @@ resumed run continues from the last publication, with the optimizer's state and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from tlt.spot.faults import FaultBarrier, contained
 from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_number
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 
+log = logging.getLogger(__name__)
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
 """calls whose results the driver waits for"""
 
@@ -228,7 +230,10 @@ class DrafterTraining(FaultBarrier):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue with the drafter that was published last, in a resumed run."""
         self.number_on()
-        if saved := load_latest(self.folder, self.target):
+        saved = load_latest(self.folder, self.target)
+        if saved and self.saver and saved.layer.options != self.saver.options:
+            log.warning("the drafter in %s has not the shape of the recipe's, which is used instead", self.folder)
+        elif saved:
             self.version, handle = saved.number, self._put(saved.state)
             self.baton.restart(handle)
             self._draft_with(handle, saved.layer.acceptance_rate)

@@ -20,7 +20,7 @@ _REASONING_END = "</think>"
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM3
 _BARE = re.compile(r'\[?\s*\{\s*"name"')  # Llama 3, Mistral; their markers are special tokens, which no text has
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)  # Qwen3-Coder, inside the tags
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*)", re.DOTALL)
 
 
 class MalformedCall(ValueError):
@@ -106,7 +106,9 @@ def calls_in(text: str) -> list[str]:
 def parsed(call: str) -> tuple[str, dict[str, Any]]:
     """Return name and arguments of a call. Raises MalformedCall."""
     if written := _FUNCTION.fullmatch(call):
-        return written[1], dict(_PARAMETER.findall(written[2]))
+        # one search in each part, because a pattern with both tags takes quadratic time on many open tags
+        found = map(_PARAMETER.search, written[2].split("</parameter>")[:-1])
+        return written[1], {match[1]: match[2].removesuffix("\n") for match in found if match}
     try:
         found = json.loads(call)
         valid = is_text(json.dumps(found, ensure_ascii=False))

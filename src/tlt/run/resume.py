@@ -4,7 +4,7 @@ rounding, and fields that the user forces."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ _ROUNDS = (
     ),
     *("cluster.workers", "model.device", "model.cuda_graphs", "engine", "speculation"),
 )
+_OF_ENVIRONMENTS = ("reward", "data.environment", "data.environment_arguments")
 _NOT_IN_FLOAT64 = ("engine", "speculation")  # in float64, results do not depend on the number of rows in a pass
 
 
@@ -73,6 +74,11 @@ def allowed_changes(
         elif config.model.dtype != "float64" or not _is_of(key, _NOT_IN_FLOAT64):
             found.append(change | {"effect": "rounding"})
     return found
+
+
+def changes_environment(changes: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether an environment may give other replies than before these changes."""
+    return any(_is_of(change["key"], _OF_ENVIRONMENTS) for change in changes)
 
 
 def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> Config:

@@ -29,7 +29,7 @@ from tlt.run.folder import RunFolder
 from tlt.run.model_card import model_card
 from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Record, RunProgress
-from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
+from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, changes_environment, sentence
 from tlt.run.trackers import names_of
 from tlt.stopping import GivenUp, Stopped, StopRequest, resume_hint, stop_request
 from tlt.store import checkpoint
@@ -111,7 +111,7 @@ def train(
                 state = found.state if found else None
                 config = at_the_time_of_the_run(from_hub(config, state), state)
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
-                run.parts.turns.keep(folder.path, resume)
+                run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.is_updating, stop.begun = lambda: run.policy.version != run.standing.done, True
                 stop.acknowledge = run.display.stopping
