@@ -45,9 +45,19 @@ def _left_in_groups(folder: Path) -> list[int]:
     return []
 
 
+class _MallocStatistics(ctypes.Structure):
+    """`struct mallinfo2` of the C library. `fordblks` are the bytes of its free blocks."""
+
+    _fields_ = (("_others", 8 * ctypes.c_size_t), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+
+
 def return_freed_memory() -> None:
-    """Return the freed memory of this process to the system. The C library of Linux would keep gigabytes of it after
-    each update."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from other C libraries
-    if trim:
-        trim(0)
+    """Return the freed memory of this process to the system, if it is more than the system has left. The C library of
+    Linux keeps gigabytes of it after each update. To return them each time made steps of a small model 1.1 to 1.3 times
+    as long, because the system clears every page again."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):  # absent from other C libraries
+        return
+    library.mallinfo2.restype = _MallocStatistics
+    if library.mallinfo2().fordblks > free_bytes(torch.device("cpu")):
+        library.malloc_trim(0)
