@@ -70,7 +70,7 @@ class DrafterTraining(FaultBarrier):
     ) -> None:
         training = config.speculation.training
         self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
-        self.schedule = Schedule(training.micro_batch_tokens)
+        self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=layer is not None and layer.trained)
         self.baton = Baton[Handle]()
         self.version = 0
         """number of the drafter in use; 0 is the one that the run started with"""

@@ -155,9 +155,9 @@ def sum_gradients(
     if group.shards == 1:
         return
     for bucket in _buckets(gradients):
-        pieces = (torch.cat([shard[k].reshape(-1)[piece] for k, piece in bucket]) for shard in shards)
-        own = torch.stack([piece.to(gradients[0].device) for piece in pieces])  # early shards are in host memory
-        total = group.sum_shards(own, owners)
+        pieces = (shard[k].reshape(-1)[piece] for shard in shards for k, piece in bucket)
+        own = torch.cat([piece.to(gradients[0].device) for piece in pieces])  # early shards are in host memory
+        total = group.sum_shards(own.view(len(shards), -1), owners)
         parts = total.split([piece.stop - piece.start for _, piece in bucket])
         for (k, piece), part in zip(bucket, parts, strict=True):
             gradients[k].view(-1)[piece] = part
