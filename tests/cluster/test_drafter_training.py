@@ -169,6 +169,17 @@ def test_without_training_nothing_is_recorded(home: Path) -> None:
     assert not any("drafter" in method for _, method in pool.log)
 
 
+@pytest.mark.parametrize("rate", [None, 0.4])
+def test_a_run_with_a_trained_drafter_begins_at_rest(home: Path, rate: float | None) -> None:
+    config = config_of(home, "adaptive")
+    options = decoder_options(read_config(config.model.path))
+    layer = starting_drafter(config, options)
+    assert layer
+    layer.acceptance_rate = rate
+    training = DrafterTraining(SimpleNamespace(), lambda value: value, config, options, layer)  # type: ignore[arg-type]
+    assert training.schedule.rests == (rate is not None)
+
+
 @pytest.mark.parametrize("changed", ["nothing", "the files are damaged", "the recipe's drafter has another window"])
 def test_a_resumed_run_continues_with_the_published_drafter(
     home: Path, tmp_path: Path, published: Published, changed: str

@@ -52,6 +52,16 @@ def test_a_burst_ends_after_candidates_that_were_not_published() -> None:
     assert schedule.due() is None
 
 
+def test_a_run_that_begins_at_rest_bursts_after_a_better_candidate() -> None:
+    schedule = Schedule(20, RULE, begins_at_rest=True)
+    assert schedule.rests
+    assert schedule.due() is None
+    schedule.rollout_ended(2.0, None)
+    assert schedule.due() is Due.TRAIN
+    stretch(schedule, BETTER)
+    assert not schedule.rests
+
+
 def test_paused_training_takes_an_eighth_of_the_rollouts() -> None:
     """Rollouts of 2 s allow 0.25 s each, and a call takes 0.625 s."""
     schedule, trained = at_rest(), []
