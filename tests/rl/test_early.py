@@ -260,3 +260,9 @@ def test_a_group_that_may_be_left_over_is_in_no_shard() -> None:
     for response in shortest.responses:
         early.add_response(response)
     assert early.shards({response.request.seed: 2 for response in unfinished.responses}) == []
+
+
+def test_of_two_prompts_none_is_early() -> None:
+    """While one of them is decoded, the other may be the only one in the batch, and a step's longest is never early."""
+    assert in_shards([0, 1], 2, prompts=2, workers=2) == []
+    assert in_shards([0, 1], 2, prompts=3, workers=2) == [[0]]

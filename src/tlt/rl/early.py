@@ -119,7 +119,9 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
     """Cut the first groups of the early order into shards. `count` is the number of groups in the batch, or a lower
-    bound of it."""
+    bound of it. Of two prompts none is early: while one is decoded, it may turn out that the batch has one group."""
+    if prompts <= 2:
+        return []
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
     whole = min(len(order), _num_early(count)) // each
     return [order[k * each : (k + 1) * each] for k in range(whole)]
