@@ -118,11 +118,12 @@ def compare_with_plain(
     seconds: float,
     tokens: Sequence[int],
     context: float,
+    has_drafts: bool,
 ) -> None:
     """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens.
 
-    A plain round is its own estimate, so that other work on the machine does not count as a gain. If rows of coming
-    steps take part in it, their share is subtracted.
+    A plain round is its own estimate, so that other work on the machine does not count as a gain. A round whose drafter
+    proposed nothing is never slower by plain decoding. If rows of coming steps take part, their share is subtracted.
     """
     own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
     if not own:
@@ -130,8 +131,9 @@ def compare_with_plain(
     plain, of_all_rows = (plain_seconds(rows, context) for rows in (len(own), len(now.rows)))
     if plain is None or of_all_rows is None:
         return
-    if now.strategy == PLAIN:
-        plain = seconds * (plain / of_all_rows)
+    if not has_drafts:
+        same = seconds * (plain / of_all_rows)
+        plain = same if now.strategy == PLAIN else min(plain, same)
     known = stats.against_plain
     known["seconds"] = known.get("seconds", 0.0) + seconds
     known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * (sum(own) / len(own))

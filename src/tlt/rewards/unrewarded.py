@@ -44,5 +44,8 @@ class Unrewarded:
         problem = f"none of the {len(responses)} responses of step {step + 1} has a reward ({causes})"
         if last or self.in_a_row > 1:
             before = "" if self.in_a_row == 1 else ", nor has any response of the previous step"
-            raise RewardError(f"{problem}{before}: fix the reward, which must return a number")
+            raise RewardError(
+                f"{problem}{before}: fix the reward function or the environment. If its file changes, --resume needs "
+                "--force with the field that names it (reward.name, reward.terms or reward.environment)"
+            )
         log.warning("%s: another such step ends the run", problem)
