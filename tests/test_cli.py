@@ -348,7 +348,9 @@ def test_a_runs_model_sees_prompts_as_in_its_training(home: Path) -> None:
     trained_on = {"template": "Q: {question}\n", "prefill": "<think>", "chat": False, "system": "", "size": 9}
     config = DataConfig(tasks=[TaskConfig(name="chain_sum")], template="Q: {question}\n", prefill="<think>")
     wanted = tuple(encoder(tokenizer, config)("Q: 2 + 2\n"))
-    assert _prompts(asked, tokenizer, trained_on)[0].token_ids == wanted
+    prompt = _prompts(asked, tokenizer, trained_on)[0]
+    assert prompt.token_ids == wanted
+    assert prompt.prefill == "<think>", "its response begins with it"
     assert _prompts(asked, tokenizer, {})[0].token_ids != wanted
 
 

@@ -439,6 +439,18 @@ def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) ->
         assert one.find(3, 7, ("x", "b")) is one.find(3, 7, ("x", "b", "c")) is None
 
 
+def test_replies_that_were_not_read_are_removed(tmp_path: Path) -> None:
+    """They are of another environment, and another resume would read them."""
+    path = tmp_path / "replies.jsonl"
+    for seed in (1, 2):
+        record = ReplyRecord()
+        record.keep(path, resume=False)
+        record.add(3, seed, (), Verdict(0.0, reply="a"))
+    again = ReplyRecord()
+    again.keep(path, resume=True)
+    assert [again.find(3, seed, ()) for seed in (1, 2)] == [None, Verdict(0.0, reply="a")]
+
+
 def test_a_reply_is_recorded_once_and_lines_after_a_torn_end_are_whole(tmp_path: Path) -> None:
     path, record = tmp_path / "replies.jsonl", ReplyRecord()
     record.keep(path, resume=False)

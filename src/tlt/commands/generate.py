@@ -141,7 +141,7 @@ def _typed(number: int, text: str, config: DataConfig, encode: Encode) -> Prompt
     token_ids = tuple(encode(shown_to_model(text, config))) if text else ()
     if not token_ids:
         raise DataError(f"--prompt {text!r} is empty: it needs at least one token")
-    return Prompt(number, text, token_ids, {config.prompt_column: text})
+    return Prompt(number, text, token_ids, {config.prompt_column: text}, prefill=config.prefill)
 
 
 def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:

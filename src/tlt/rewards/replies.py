@@ -63,12 +63,11 @@ class ReplyRecord:
         self._write("".join(_line(key, *known) for key, known in self._known.items()), "w")
 
     def keep(self, path: Path, resume: bool) -> None:
-        """Write replies to this file from now on. If a run is resumed, first read it, without an incomplete last
-        line."""
+        """Write replies to this file from now on. If a run is resumed, first read it, without an incomplete last line;
+        else empty it."""
         self.path = path
         lines = path.read_bytes().split(b"\n")[:-1] if resume and path.is_file() else []
-        if resume:
-            self._write("".join(f"{line.decode()}\n" for line in lines), "w")
+        self._write("".join(f"{line.decode()}\n" for line in lines), "w")
         for line in map(json.loads, lines):
             key = line.pop("step"), line.pop("seed"), line.pop("turn")
             self._put(key, line.pop("said"), Verdict(**line))

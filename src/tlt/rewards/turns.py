@@ -32,7 +32,8 @@ class Turns(Protocol):
         ...
 
     def keep(self, folder: Path, resume: bool) -> None:
-        """Save replies in this folder of a run. If it is resumed, load the replies since its last checkpoint."""
+        """Save replies in this folder of a run. If it is resumed, load the replies since its last checkpoint;
+        else remove them."""
         ...
 
     def saved(self, done: int) -> None:

@@ -111,7 +111,6 @@ def train(
                 state = found.state if found else None
                 config = at_the_time_of_the_run(from_hub(config, state), state)
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
-                run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.is_updating, stop.begun = lambda: run.policy.version != run.standing.done, True
                 stop.acknowledge = run.display.stopping
@@ -127,6 +126,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
     try:
         if not resume:
             folder.move_previous_run()
+        run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
