@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.build import open_target, open_workplace, settled, steps_ahead
+from tlt.build import backend_of, open_target, open_workplace, settled, steps_ahead
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
@@ -80,6 +80,14 @@ def test_workers_that_share_cores_do_not_look_ahead(
     config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
     assert steps_ahead(config.speculation) == steps
     assert ("because workers share cores" in about_model(config)) == (steps == 0)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_sharded_policy_trains_no_drafter_of_vllm(shard: bool, tmp_path: Path) -> None:
+    """It cannot compute the hidden states that vLLM does not return."""
+    config = by_vllm(tmp_path, 2, drafter="eagle", path="folder")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"shard": shard})})
+    assert backend_of(config.engine).trains_drafter(config) != shard
 
 
 VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model": {"dtype": "float32"}}

@@ -44,3 +44,12 @@ def test_a_round_with_drafts_is_compared_with_measured_plain_rounds() -> None:
     stats = RolloutStats()
     compare_with_plain(stats, plain_seconds, round_of(Strategy("suffix", 4, 1, 5), [False, False]), 4.0, [3, 2], 10.0)
     assert stats.against_plain == {"seconds": 4.0, "plain_seconds": pytest.approx(5.0)}
+
+
+def test_rows_of_coming_steps_do_not_count_in_a_round_with_drafts() -> None:
+    """The only row of this rollout commits 3 tokens, for which plain decoding needs 3 rounds of 1 s."""
+    stats = RolloutStats()
+    drafts = Strategy("suffix", 4, 1, 5)
+    compare_with_plain(stats, plain_seconds, round_of(drafts, [True, False]), 4.0, [9, 3], 10.0)
+    compare_with_plain(stats, plain_seconds, round_of(drafts, [True, True]), 4.0, [9, 9], 10.0)
+    assert stats.against_plain == {"seconds": 4.0, "plain_seconds": pytest.approx(3.0)}
