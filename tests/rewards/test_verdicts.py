@@ -20,12 +20,9 @@ def raised(*files: str, code: str = "1 / 0") -> Exception:
     call: Any = partial(exec, compile(code, files[-1], "exec"), {})
     for file in reversed(files[:-1]):
         call = partial(exec, compile("call()", file, "exec"), {"call": call})
-    try:
+    with pytest.raises((ZeroDivisionError, IndexError)) as caught:
         call()
-    except Exception as error:
-        assert error.__traceback__
-        return error.with_traceback(error.__traceback__.tb_next)
-    raise AssertionError
+    return caught.value.with_traceback(caught.tb.tb_next)
 
 
 @pytest.mark.parametrize(
