@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.build import backend_of, open_target, open_workplace, settled, steps_ahead
+from tlt.build import backend_of, open_target, open_workplace, settled, starting_drafter, steps_ahead
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
+from tlt.engine.backend import make_tuner
+from tlt.engine.bandit import Bandit
+from tlt.models.choose import make_target
 from tlt.models.families import ModelError
 from tlt.run.about import about_model
 from tlt.run.parts import make_parts
@@ -80,6 +83,15 @@ def test_workers_that_share_cores_do_not_look_ahead(
     config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
     assert steps_ahead(config.speculation) == steps
     assert ("because workers share cores" in about_model(config)) == (steps == 0)
+
+
+def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> None:
+    """Else it would spend rounds to measure it."""
+    config = tiny_config(tmp_path, cluster={"workers": 2}, speculation={"drafter": "adaptive"})
+    target = make_target(config.model)
+    tuner = make_tuner(config.speculation, config.engine, target, starting_drafter(config, target.options))
+    assert isinstance(tuner, Bandit)
+    assert tuner.chances == {"eagle": 0.0}
 
 
 @pytest.mark.parametrize("shard", [False, True])
