@@ -366,6 +366,8 @@ def test_a_runs_chat_template_gets_the_arguments_of_the_run(home: Path, monkeypa
     assert shown("auto", "") == "low 2001<system>be brief<user>2 + 2"
     assert shown("auto", "be long") == "low 2001<system>be long<user>2 + 2"
     assert shown("off", "") == "2 + 2"
+    trained_on["chat"] = False
+    assert shown("auto", "") == "2 + 2", "although the tokenizer has a template"
 
 
 def test_generate_writes_in_the_order_of_the_prompts(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def desk(*texts: str) -> tuple[str, bool, float]:
         ('{"name": "add", "arguments": {"first": "two", "second": 3}}', "add: first: Input should be a valid integer"),
         ('{"name": "look_up", "arguments": {"word": "e", "table": [1]}}', "look_up: table: Input should be"),
         ('{"name": "look_up", "arguments": {"word": "\\ud83d"}}', "the call has a lone surrogate"),
-        ("<function=add><parameter=first>2</function>", "add: missing a required argument"),
+        ("<function=add><parameter=first>2</function>", "add: missing a required argument: 'first'"),
     ],
 )
 def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, error: str) -> None:
