@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.build import open_target, open_workplace, settled, steps_ahead
+from tlt.build import backend_of, open_target, open_workplace, settled, starting_drafter, steps_ahead
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
+from tlt.engine.backend import make_tuner
+from tlt.engine.bandit import Bandit
+from tlt.models.choose import make_target
 from tlt.models.families import ModelError
 from tlt.run.about import about_model
 from tlt.run.parts import make_parts
@@ -80,6 +83,23 @@ def test_workers_that_share_cores_do_not_look_ahead(
     config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
     assert steps_ahead(config.speculation) == steps
     assert ("because workers share cores" in about_model(config)) == (steps == 0)
+
+
+def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> None:
+    """Else it would spend rounds to measure it."""
+    config = tiny_config(tmp_path, cluster={"workers": 2}, speculation={"drafter": "adaptive"})
+    target = make_target(config.model)
+    tuner = make_tuner(config.speculation, config.engine, target, starting_drafter(config, target.options))
+    assert isinstance(tuner, Bandit)
+    assert tuner.chances == {"eagle": 0.0}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_sharded_policy_trains_no_drafter_of_vllm(shard: bool, tmp_path: Path) -> None:
+    """It cannot compute the hidden states that vLLM does not return."""
+    config = by_vllm(tmp_path, 2, drafter="eagle", path="folder")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"shard": shard})})
+    assert backend_of(config.engine).trains_drafter(config) != shard
 
 
 VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model": {"dtype": "float32"}}

@@ -354,6 +354,24 @@ def test_a_runs_model_sees_prompts_as_in_its_training(home: Path) -> None:
     assert _prompts(asked, tokenizer, {})[0].token_ids != wanted
 
 
+def test_a_runs_chat_template_gets_the_arguments_of_the_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options replace them. Without chat, fields of the chat template are not used."""
+    tokenizer = load_tokenizer(home / "model")
+    template = "{{ level }} {{ strftime_now('%Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    trained_on = {"chat": True, "system": "be brief", "chat_arguments": {"level": "low"}, "now": "2001-02-03"}
+
+    def shown(chat: str, system: str) -> str:
+        (prompt,) = _prompts(Asked(["2 + 2"], None, None, chat, system), tokenizer, trained_on)
+        return tokenizer.decode(prompt.token_ids)
+
+    assert shown("auto", "") == "low 2001<system>be brief<user>2 + 2"
+    assert shown("auto", "be long") == "low 2001<system>be long<user>2 + 2"
+    assert shown("off", "") == "2 + 2"
+    trained_on["chat"] = False
+    assert shown("auto", "") == "2 + 2", "although the tokenizer has a template"
+
+
 def test_generate_writes_in_the_order_of_the_prompts(tmp_path: Path) -> None:
     """A response is written as soon as no earlier one is missing. At an interrupt, all finished ones are written."""
     prompts = [Prompt(row, str(row), (1,), {"q": row}) for row in range(3)]

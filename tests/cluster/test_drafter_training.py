@@ -197,7 +197,8 @@ def test_a_resumed_run_continues_with_the_published_drafter(
     after = training_of(crew, config)
     after.load_state(json.loads(json.dumps(before.state())))
     assert after.version == before.version > 0
-    assert after.schedule.state() == before.schedule.state()
+    if "window" not in changed:
+        assert after.schedule.state() == before.schedule.state()
     assert bool(calls) == (changed == "nothing")
     if changed == "nothing":
         assert before.in_use

@@ -237,9 +237,11 @@ def test_proposals_equal_the_twins(model: Model, kind: Kind, window: int, strate
 
 
 @shapes
-def test_rows_that_arrive_and_leave(model: Model, kind: Kind, window: int) -> None:
-    """There are more requests than rows, of different lengths. The last row moves to the place of a finished one."""
-    log = Life(model, make_layer(model.decoder, kind, window), max_rows=3).run(requests(8))
+@pytest.mark.parametrize("rows", [3, 8])
+def test_rows_that_arrive_and_leave(model: Model, kind: Kind, window: int, rows: int) -> None:
+    """There are more requests than rows, of different lengths. The last row moves to the place of a finished one. Three
+    rows leave places of the drafter's cache free, and eight use all."""
+    log = Life(model, make_layer(model.decoder, kind, window), max_rows=rows).run(requests(rows + 5))
     check_as_fresh(model, log, TREE)
 
 

@@ -204,6 +204,20 @@ def test_a_batch_of_rows_equals_each_row_alone() -> None:
         assert together == pytest.approx(offers(drafter, row))
 
 
+def test_proposals_do_not_depend_on_when_earlier_tokens_were_matched() -> None:
+    """1 2 was followed by 3 and by 4, each with 1 of 2 + 1.5 counts, whether there was a draft after each token or
+    none."""
+    live, drafters = request(), (SuffixDrafter(LOTS), SuffixDrafter(LOTS))
+    for drafter in drafters:
+        drafter.open(live, [])
+    for token in [1, 2, 3, 1, 2, 4, 1, 2]:
+        for drafter in drafters:
+            commit(drafter, live, [token])
+        offers(drafters[0], live)
+    for drafter in drafters:
+        assert offers(drafter, live) == pytest.approx({3: 1 / 3.5, 4: 1 / 3.5})
+
+
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,12 @@ def test_parameters_in_tags_are_texts() -> None:
     assert desk(text) == ("5", False, 0.0)
 
 
+def test_a_parameter_in_tags_keeps_its_own_empty_lines() -> None:
+    """One line break after the open tag and one before the closing tag belong to the format."""
+    call = "<function=add><parameter=first>\n\n a\n\n\n</parameter>\n</function>"
+    assert parsed(call) == ("add", {"first": "\n a\n\n"})
+
+
 @pytest.mark.parametrize("text", ["5", "", '{"answer": 5}', "<think><tool_call>{}</tool_call></think>5", "[5]"])
 def test_an_answer_is_not_a_call(text: str) -> None:
     assert calls_in(text) == []
@@ -83,7 +89,7 @@ def desk(*texts: str) -> tuple[str, bool, float]:
         ('{"name": "add", "arguments": {"first": "two", "second": 3}}', "add: first: Input should be a valid integer"),
         ('{"name": "look_up", "arguments": {"word": "e", "table": [1]}}', "look_up: table: Input should be"),
         ('{"name": "look_up", "arguments": {"word": "\\ud83d"}}', "the call has a lone surrogate"),
-        ("<function=add><parameter=first>2</function>", "add: missing a required argument"),
+        ("<function=add><parameter=first>2</function>", "add: missing a required argument: 'first'"),
     ],
 )
 def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, error: str) -> None:

@@ -19,7 +19,7 @@ from tlt.metrics import read_metrics
 from tlt.rewards import sources_sha256
 from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.resume import Contents, allowed_changes
+from tlt.run.resume import Contents, allowed_changes, changes_environment
 from tlt.store import checkpoint
 
 FILES = Contents("hash", "of the reward")
@@ -129,6 +129,17 @@ def test_a_field_of_a_table_within_a_section_has_its_whole_key() -> None:
         compared(dict(lora))
     (change,) = compared(dict(lora), force=("train.lora.alpha",))
     assert change["key"] == "train.lora.alpha"
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        *(("reward.turns", True), ("data.environment", True), ("data.environment_arguments.size", True)),
+        *(("data.path", False), ("rollout.temperature", False)),
+    ],
+)
+def test_fields_that_change_the_replies_of_an_environment(key: str, changes: bool) -> None:
+    assert changes_environment([{"key": "train.steps"}, {"key": key}]) == changes
 
 
 def test_another_rank_cannot_be_forced() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import fake_vllm
 import pytest
 import torch
 from pydantic import BaseModel, ValidationError
+from tiny import tiny_config
 
+from tlt.build import open_target
 from tlt.config import EngineConfig, ModelConfig
 from tlt.vllm import target
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment
@@ -23,6 +27,15 @@ def test_vllm_starts_with_sleep_mode_only_if_memory_is_freed(sleeps: bool) -> No
     """A process can have one such vLLM."""
     arguments = engine_arguments(ModelConfig(path="folder"), EngineConfig(), None, 100, sleeps)
     assert arguments["enable_sleep_mode"] is sleeps
+
+
+@pytest.mark.parametrize(("evaluated", "longest"), [(None, 39), (20, 39), (40, 49)])
+def test_the_longest_responses_of_training_and_evaluation_fit(
+    evaluated: int | None, longest: int, started: list[fake_vllm.LLM], tmp_path: Path
+) -> None:
+    lengths = {"rollout": {"max_new_tokens": 30}, "eval": {"max_new_tokens": evaluated}}
+    open_target(fake_vllm.by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 9}, **lengths)), None)
+    assert started[0].longest == longest
 
 
 @pytest.mark.parametrize(

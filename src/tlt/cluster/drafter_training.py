@@ -233,7 +233,8 @@ class DrafterTraining(FaultBarrier):
         saved = load_latest(self.folder, self.target)
         if saved and self.saver and saved.layer.options != self.saver.options:
             log.warning("the drafter in %s has not the shape of the recipe's, which is used instead", self.folder)
-        elif saved:
+            return
+        if saved:
             self.version, handle = saved.number, self._put(saved.state)
             self.baton.restart(handle)
             self._draft_with(handle, saved.layer.acceptance_rate)

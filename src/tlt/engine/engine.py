@@ -229,8 +229,7 @@ class Engine(Generates):
         committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
         if scored:
-            has_drafts = any(len(tree.tokens) > 1 for tree in trees)
-            compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context, has_drafts)
+            compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context, trees)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._in_round = False

@@ -118,7 +118,7 @@ def compare_with_plain(
     seconds: float,
     tokens: Sequence[int],
     context: float,
-    has_drafts: bool,
+    trees: Sequence[DraftTree],
 ) -> None:
     """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens.
 
@@ -131,7 +131,7 @@ def compare_with_plain(
     plain, of_all_rows = (plain_seconds(rows, context) for rows in (len(own), len(now.rows)))
     if plain is None or of_all_rows is None:
         return
-    if not has_drafts:
+    if all(len(tree.tokens) == 1 for tree in trees):
         same = seconds * (plain / of_all_rows)
         plain = same if now.strategy == PLAIN else min(plain, same)
     known = stats.against_plain
