@@ -105,7 +105,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Harvester._give", "operand", 4, "Training data that a drafter overwrote is dropped."),
     ],
     ("engine.drafters", "engine/test_drafters.py"): [
-        ("_open", "unwrap", 5, "A drafter gets copies of the engine's lists."),
+        ("_copied", "unwrap", 3, "A drafter gets copies of the engine's lists."),
     ],
     ("engine.drafters", "engine/test_corners.py"): [
         ("Drafters.guard", "drop", 6, "A drafter that failed is not asked again."),
@@ -299,7 +299,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SuffixDrafter._forget", "compare", 1, "Histories with open requests are kept."),
         ("_followers", "operand", 1, "A match goes on with each drafted token."),
         ("SuffixDrafter.propose", "operand", 7, "Unseen tokens keep a share of the probability."),
-        ("_History.extend", "drop", 5, "Every committed token can be matched later."),
+        ("_History.extend", "drop", 1, "Every committed token can be matched later."),
     ],
     ("draft.ahead", "draft/test_ahead.py"): [
         ("AheadStore.put", "drop", 10, "The look-ahead store is bounded."),
