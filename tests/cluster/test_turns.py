@@ -169,12 +169,18 @@ def test_a_run_killed_while_a_tool_runs_ends_the_same(
     assert train(config, resume=True) == undisturbed
 
 
-def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
-    calls = tmp_path / "calls"
-    config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
+def stopped_before_a_checkpoint(home: Path) -> tuple[Config, str, list[Any]]:
+    """Stop a run after a checkpoint, before the next one. Return its recipe, the calls of its environment, and its
+    responses."""
+    config = config_of(home, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(2))
-    before, said = calls.read_text(encoding="utf-8"), responses_in(config)
+    return config, (home / "calls").read_text(encoding="utf-8"), responses_in(config)
+
+
+def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    config, before, said = stopped_before_a_checkpoint(tmp_path)
     assert before.count("\n") > len(said) / 2
     assert (tmp_path / "run" / "replies.jsonl").stat().st_size
     with pytest.raises(KeyboardInterrupt):
@@ -187,15 +193,11 @@ def test_a_resumed_run_uses_recorded_replies(tmp_path: Path) -> None:
 
 def test_another_environment_is_called_again(tmp_path: Path) -> None:
     """Its replies would be others than those that the run recorded before the change."""
-    calls = tmp_path / "calls"
-    config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
-    with pytest.raises(KeyboardInterrupt):
-        train(config, display=Stops(2))
-    before, responses = calls.read_text(encoding="utf-8"), responses_in(config)
+    config, before, responses = stopped_before_a_checkpoint(tmp_path)
     other = config.model_copy(update={"reward": config.reward.model_copy(update={"turns": 2})})
     with pytest.raises(KeyboardInterrupt):
         train(other, resume=True, display=Stops(2), force=["reward.turns"])
-    assert len(calls.read_text(encoding="utf-8")) > len(before)
+    assert len((tmp_path / "calls").read_text(encoding="utf-8")) > len(before)
     assert responses_in(config) != responses
 
 
