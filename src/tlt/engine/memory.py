@@ -55,7 +55,7 @@ def return_freed_memory() -> None:
     """Return the freed memory of this process to the system, if it is more than the cache's share of the free memory.
 
     The C library of Linux keeps gigabytes of it after each update. To return them each time made steps of a small model
-    1.1 to 1.3 times as long, because the system clears every page again."""
+    1.1 times as long, because the system clears every page again."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):  # absent from other C libraries
         return

@@ -9,7 +9,7 @@ rounds.
     rest    then training may use at most 5 % of the rollouts' time, until a candidate is published or the task changes
 
 Training from random weights begins with a burst. A run that starts with a trained drafter begins at rest, because a
-burst takes idle time from look-ahead: rollouts of the toy were 1.14 times as long, and no candidate was better.
+burst takes idle time from look-ahead: rollouts of the toy were 1.16 times as long, and no candidate was better.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped, and a new burst begins.
