@@ -79,7 +79,7 @@ def test_random_words_of_a_device_are_those_of_the_host() -> None:
     """This finds a counter that begins elsewhere. The words of the host come from another library."""
     seeds, positions = signed([0, 5, 2**32, 2**64 - 1]), torch.tensor([0, 1, 2**31, 2**32 - 1])
     for count in (1, 6, 1003):
-        here = torch.stack([_host_words(*pair, count) for pair in zip(seeds.tolist(), positions.tolist(), strict=True)])
+        here = torch.stack([*_host_words(seeds.tolist(), positions.tolist(), count)])
         assert torch.equal(philox_words(seeds, positions, count), here)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -58,8 +58,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     if seeds.device.type != "cpu":
         return _gumbel(philox_words(seeds, positions, vocab_size)).float()
     out = torch.empty(len(seeds), vocab_size)
-    for row, seed, position in zip(out, seeds.tolist(), positions.tolist(), strict=True):
-        row.copy_(_gumbel(_host_words(seed, position, vocab_size)))  # one row at a time fits a core's cache
+    for row, words in zip(out, _host_words(seeds.tolist(), positions.tolist(), vocab_size), strict=True):
+        row.copy_(_gumbel(words))  # one row at a time fits a core's cache
     return out
 
 
@@ -88,11 +88,20 @@ def _gumbel(words: Tensor) -> Tensor:
     return rest.log_().neg_().log_().neg_()  # log is three times as fast as log1p
 
 
-def _host_words(seed: int, position: int, count: int) -> Tensor:
-    """Return a row of `philox_words`. randomgen takes half the time. It increments its counter before each block."""
-    before = ((position << 64) - 1) % 2**128
-    generator = Philox(counter=before, key=seed % 2**64, number=4, width=32)
-    return torch.from_numpy(np.asarray(generator.random_raw(count)).view(np.int64))
+def _host_words(seeds: Sequence[int], positions: Sequence[int], count: int) -> Iterator[Tensor]:
+    """Yield the rows of `philox_words`. randomgen takes half the time. It increments its counter before each block."""
+    generator = Philox(number=4, width=32)
+    state = generator.state
+    for seed, position in zip(seeds, positions, strict=True):
+        counter, key = ((position << 64) - 1) % 2**128, seed % 2**64
+        state["state"] = {"counter": _as_words(counter, 4), "key": _as_words(key, 2)}
+        generator.state = state  # a new generator would take three times as long
+        yield torch.from_numpy(np.asarray(generator.random_raw(count)).view(np.int64))
+
+
+def _as_words(number: int, count: int) -> np.ndarray:
+    """Return an integer as `count` 32-bit words, the lowest first."""
+    return np.frombuffer(number.to_bytes(4 * count, "little"), dtype="<u4")
 
 
 def philox_words(seeds: Tensor, positions: Tensor, count: int) -> Tensor:

@@ -151,7 +151,7 @@ def test_every_response_gets_a_reward_or_an_outcome_with_any_number_of_processes
             reward.close()
         assert [(r.reward, r.outcome) for r in given] == [*expected, (0.0, "")]
     assert re.search(
-        r"no reward \(error: \S+tiny_rewards\.py:\d+: KeyError: 'bonus'; prompt 5, answer 'raise'\)", caplog.text
+        r"no reward \(error: \S+tiny_rewards\.py:\d+: KeyError: 'bonus'; prompt 5, response 'raise'\)", caplog.text
     )
 
 

@@ -187,7 +187,7 @@ def test_every_objective_shares_prompts(folders: Callable[[str], Path], train: d
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_equals_that_of_each_sequence_alone(kv_heads: int, window: int | None) -> None:
-    groups = [(5, [3, 0, 4]), (2, [1]), (3, [])]
+    groups = [(5, [3, 0, 4]), (2, [1, 6, 7]), (3, [])]
     row = SharedRow(groups, CPU)
     generator = torch.Generator().manual_seed(0)
 
@@ -235,6 +235,13 @@ def test_no_mask_is_as_large_as_the_row() -> None:
     tensor = torch.randn(1, 2, 130, 4)
     attend(torch.nn.Module(), tensor, tensor, tensor, None, shared_row=row)
     assert [mask.shape for mask in row._masks.values()] == [(10, 60)]
+
+
+def test_long_responses_need_no_mask() -> None:
+    row = SharedRow([(10, [60] * 2)], CPU)
+    tensor = torch.randn(1, 2, 130, 4)
+    attend(torch.nn.Module(), tensor, tensor, tensor, None, shared_row=row)
+    assert not row._masks
 
 
 # -- models that cannot share ------------------------------------------------------------------------------------------

@@ -172,6 +172,9 @@ def test_a_model_is_identified_by_the_content_of_its_files(home: Path) -> None:
         ConfigError, match=r"the files in model\.path differ from those of the run.*--force model\.path"
     ):
         train(short(home, steps=4, model=moved), resume=True)
+    listening = Listening()
+    train(short(home, steps=4, model=moved), listening, resume=True, force=["model.path"])
+    assert "the files of model.path have changed, as forced: the result of the run changes" in listening.said
 
 
 def test_forced_changes_are_logged_and_recorded(home: Path) -> None:

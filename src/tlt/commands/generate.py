@@ -86,6 +86,8 @@ def generate(
     stats = engine.stats
     speed = f"{counted(stats.tokens, 'token')} in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
+    if out:
+        console.print(f"{counted(len(requests), 'response')} written to {out}", soft_wrap=True)
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
 
 

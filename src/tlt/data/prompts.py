@@ -90,7 +90,8 @@ def shown_to_model(question: Question, config: DataConfig) -> Question:
     if isinstance(question, str):
         return config.template.replace("{question}", question)
     if config.template != "{question}":
-        raise DataError("data.template is for prompts that are text, but these are lists of messages: remove it")
+        problem = "data.template is for prompts that are text, but these are lists of messages"
+        raise DataError(f"{problem}: give the prompts as text, or remove the template")
     return question
 
 

@@ -2,9 +2,9 @@
 
 Speed is tokens over seconds. The tokens are learned from all rounds of a drafter (`AcceptanceModel`). The seconds
 depend on the bucket (active rows and context). They come from the start-up profile, then from the medians of the
-rounds. Each 64th round of a bucket tries an arm that is nearly as fast. A drafter that was never evaluated is used
-until all drafts together have lost 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5,
-has an epsilon-greedy bandit here, which tries strategies at any cost.)
+rounds. An arm that could be faster than the fastest one is tried, if its round can be afforded: all drafts together may
+lose 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an epsilon-greedy bandit
+here, which tries strategies at any cost.)
 
 This module does not import torch. `bench/tuner.py` runs it with recorded tables.
 """
@@ -12,7 +12,6 @@ This module does not import torch. `bench/tuner.py` runs it with recorded tables
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +26,9 @@ from tlt.engine.tuner import RoundResult
 _ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
-_ROUNDS_BETWEEN_TRIES = 64  # rounds of a bucket between two tries
-_NEAR = 0.85  # lowest speed of an arm that is tried, relative to the best one
-_LOST = 0.01  # share of the seconds that may be lost against plain decoding before only known arms are used
+_LOST = 0.01  # share of the seconds that drafts may lose against plain decoding
 _MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
-_ACCEPTANCE, _HOPED_ACCEPTANCE = 0.5, 0.8  # of a drafter without evaluation; the same while drafts save time
+_HOPED_ACCEPTANCE = 0.8  # of a drafter without evaluation, to decide whether it could be the fastest
 _ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
 _AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longest chain sets the width of the pass
 _LOOK_AHEAD: Source = ("ahead", 1)  # the source of look-ahead chains
@@ -71,40 +68,47 @@ class Bandit:
         self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
-        self._turns = Counter[Bucket]()
+        self._rounds = 0
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
-        self._switched = False
+        self._switched = self._is_try = False  # whether this round uses another drafter, whether it tries an arm
+        for drafter, chance in self.chances.items():
+            self.seen.assume(drafter, chance)
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         bucket = bucket_of(rows, context)
         moved, self._now = bucket != self._now, bucket
-        self._turns[bucket] += 1
+        self._rounds += 1
         # losses are measured against plain decoding
         is_plain_known = self.times.rounds(PLAIN, bucket) >= _ENOUGH_ROUNDS
         arms = [a for a in self._arms if a == PLAIN or (a.drafter in usable and self.chances.get(a.drafter) != 0.0)]
         arm = self.current
         if not is_plain_known:
             arm = self.current = PLAIN
-        elif moved or arm not in arms or self._turns[bucket] % _ROUNDS_BETWEEN_COMPARISONS == 0:
+        elif moved or arm not in arms or self._is_try or self._rounds % _ROUNDS_BETWEEN_COMPARISONS == 0:
             arm = self._compare(arms, bucket)
+        self._is_try = arm != self.current
         if any(offers) and self._widths and is_plain_known:
             arm = self._with_ahead(arm, bucket, offers)
         self._switched, self._last = arm.drafter != self._last.drafter, arm
         return arm
 
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
-        """Set `current` to the fastest arm, unless it is hardly faster than plain decoding or than the arm in use.
-        Return it. At regular intervals, return the arm that was measured least among those that are nearly as fast."""
-        speeds = {arm: self.tokens(arm) / self._seconds_now(arm, bucket) for arm in arms}
-        best = max(arms, key=lambda arm: speeds[arm])
+        """Set `current` to the fastest arm, counting only draft tokens that were accepted before. Return the arm that
+        could be the fastest, of those whose round can be afforded even if it is not."""
+        seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
+        known = {arm: self.tokens(arm) for arm in arms}
+        self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
+        most, plain = _LOST * self.spent - self.lost, seconds[PLAIN]
+        affordable = [arm for arm in arms if arm == self.current or seconds[arm] - known[arm] * plain <= most]
+        return self._fastest({arm: self._hoped_tokens(arm) / seconds[arm] for arm in affordable})
+
+    def _fastest(self, speeds: Mapping[Strategy, float]) -> Strategy:
+        """Return the fastest arm, unless plain decoding or the current arm is hardly slower."""
+        best = max(speeds, key=lambda arm: speeds[arm])
         kept = (arm for arm in (PLAIN, self.current) if arm in speeds and speeds[best] < (1 + _MARGIN) * speeds[arm])
-        self.current = next(kept, best)
-        if self._turns[bucket] % _ROUNDS_BETWEEN_TRIES or not self._hope:
-            return self.current
-        near = [arm for arm in arms if speeds[arm] >= _NEAR * speeds[best]]
-        return min(near, key=lambda arm: (self.times.rounds(arm, bucket), -speeds[arm]))
+        return next(kept, best)
 
     def _with_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
         """Return the strategy with a limit of look-ahead tokens per row, and with or without the arm for the other
@@ -135,17 +139,16 @@ class Bandit:
 
     # -- estimates -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _hope(self) -> float:
-        """Assumed acceptance rate of a drafter that was never evaluated. It is 0 while drafts have lost too much
-        time, and higher while they save time, because else long chains are not tried (0.75 times as fast at batch 1 in
-        half of the simulations)."""
-        most = _LOST * self.spent
-        return 0.0 if self.lost > most else _HOPED_ACCEPTANCE if self.lost < -most else _ACCEPTANCE
-
     def tokens(self, arm: Strategy) -> float:
-        """Return the expected tokens per row in a round."""
-        prior = self.chances.get(arm.drafter, self._hope)
+        """Return the tokens per row in a round, by the draft tokens that were accepted before."""
+        return self._tokens(arm, 0.0)
+
+    def _hoped_tokens(self, arm: Strategy) -> float:
+        """Return the tokens per row in a round that can be hoped for. With few rounds seen, this is far more."""
+        return self._tokens(arm, self.chances.get(arm.drafter, _HOPED_ACCEPTANCE))
+
+    def _tokens(self, arm: Strategy, prior: float) -> float:
+        """Return the expected tokens per row in a round. `prior`: acceptance rate before any was seen."""
         rates = self.seen.chances((arm.drafter, 1), arm.depth, [prior])
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])

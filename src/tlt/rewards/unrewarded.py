@@ -21,7 +21,7 @@ class FaultLog:
     def log(self, response: Response, detail: str) -> None:
         if response.outcome and response.outcome not in self._logged:
             self._logged.add(response.outcome)
-            which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
+            which = f"prompt {response.request.prompt.prompt_id}, response {response.text[:80]!r}"
             cause = f"{' '.join(detail.split())[:300]}; {which}"
             log.warning("a response has no reward (%s: %s); more of these are only counted", response.outcome, cause)
 

@@ -96,13 +96,31 @@ def attend(
         owns = [next(parts) for _ in responses]
         mixed = {}
         for batch in _alike(responses):
-            q, k, v = (_padded([owns[i][part] for i in batch]) for part in range(3))
-            k, v = (torch.cat([own.expand(len(batch), -1, -1, -1), x], dim=2) for own, x in ((key, k), (value, v)))
-            together = _sdpa(q, k, v, shared_row.mask(before, q.shape[2], window), scaling)
+            together = _responses([query, key, value], [owns[i] for i in batch], shared_row, window, scaling)
             mixed |= {i: out[None, :, : responses[i]] for i, out in zip(batch, together, strict=True)}
         found += [mixed[i] for i in sorted(mixed)]
     shared_row.windows.append(window)
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _responses(
+    prompt: Sequence[Tensor],
+    owns: Sequence[Sequence[Tensor]],
+    row: SharedRow,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """Return attention [B, H, N, D] of B responses, padded to N tokens, to their prompt and themselves. `prompt` and
+    each of `owns`: query, key, value."""
+    own = [_padded([x[part] for x in owns]) for part in range(3)]
+    query, key, value = (
+        torch.cat([x.expand(len(owns), -1, -1, -1), y], dim=2) for x, y in zip(prompt, own, strict=True)
+    )
+    before, whole = prompt[0].shape[2], query.shape[2]
+    # causal kernels skip the masked half, so attending from a short prompt again costs less than a mask
+    if 2 * before < whole and not (window and window < whole):
+        return _sdpa(query, key, value, None, scaling)[:, :, before:]
+    return _sdpa(own[0], key, value, row.mask(before, whole - before, window), scaling)
 
 
 def _alike(sizes: Sequence[int]) -> list[list[int]]:

@@ -4,6 +4,7 @@ rounding, and fields that the user forces."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -92,10 +93,17 @@ def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> C
 
 def sentence(change: Mapping[str, Any]) -> str:
     """Return a change as one sentence for the log."""
-    values = f"{change['key']} was {json.dumps(change['before'])} and is {json.dumps(change['now'])}"
+    key, before, now = change["key"], change["before"], change["now"]
+    values = f"{key} was {json.dumps(before)} and is {json.dumps(now)}"
+    if _is_sha256(before) and _is_sha256(now):
+        values = f"the files of {key} have changed"
     if change["effect"] == "forced":
         return f"{values}, as forced: the result of the run changes"
     return f"{values}: from this step on, results differ by rounding"
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -> Iterator[tuple[str, Any, Any]]:
