@@ -294,7 +294,8 @@ class LLM:
             news = news if stop is None else news[: stop + 1]
             del row.tokens[had + len(news) :]
             ended = stop is not None or len(row.tokens) == row.params.max_tokens
-            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=news)], finished=ended))
+            tokens = [SimpleNamespace(token_ids=news)]
+            outputs.append(SimpleNamespace(request_id=name, outputs=tokens, finished=ended, num_cached_tokens=0))
         self._propose(before)
         for output in outputs:
             if output.finished:

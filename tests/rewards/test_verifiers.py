@@ -84,7 +84,9 @@ def test_tools_are_called_and_malformed_calls_counted() -> None:
 
 
 def test_an_environment_that_raises_is_an_outcome() -> None:
-    assert played(2, "raise") == [Verdict(None, "error", "KeyError: 'bonus'")]
+    (verdict,) = played(2, "raise")
+    assert verdict.outcome == "error"
+    assert verdict.detail.endswith("KeyError: 'bonus'")
 
 
 def test_concurrent_episodes_and_one_that_is_created_again() -> None:

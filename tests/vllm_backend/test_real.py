@@ -49,7 +49,16 @@ SAMPLINGS = (
 
 
 def recipe(*overrides: str) -> Config:
-    eager = ("--engine.backend", "vllm", "--engine.vllm.enforce_eager", "true", "--engine.kv_memory_mb", "256")
+    eager = (
+        "--engine.backend",
+        "vllm",
+        "--engine.vllm.enforce_eager",
+        "true",
+        "--engine.kv_memory_mb",
+        "256",
+        "--engine.vllm.block_size",
+        "32",
+    )
     return load_config(ROOT / "recipes" / "longtail.toml", [*eager, "--rollout.max_new_tokens", "160", *overrides])
 
 
@@ -168,7 +177,13 @@ def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
     assert max(len(response.replies) for response in ours.values()) > 1
     engine = opened("off")
     assert_same(place, played(engine), ours)
-    assert engine.target.llm.vllm_config.cache_config.enable_prefix_caching
+    turns = [
+        (r, end)
+        for r in ours.values()
+        for end in (0, *(reply.end for reply in r.replies if reply.end < len(r.token_ids)))
+    ]
+    contexts = sum(len(response.request.prompt.token_ids) + end for response, end in turns)
+    assert 0 < engine.stats.prefill_tokens < contexts, "the prefix cache holds earlier turns"
 
 
 def test_new_weights_are_loaded_and_compared_with_the_policy(opened: Any, place: Any) -> None:

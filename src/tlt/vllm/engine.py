@@ -161,6 +161,9 @@ class VllmEngine(Generates):
         for output in self.target.llm.step():
             name, news = output.request_id, output.outputs[0].token_ids
             if name in self._live and news:
+                row = self._live[name]
+                if len(row.tokens) == len(row.logprobs):  # its first output since it was added
+                    self.stats.prefill_tokens += len(row.context) - output.num_cached_tokens
                 tokens += self._append(name, news, finished)
             if output.finished:
                 self._ended.add(name)
@@ -187,7 +190,6 @@ class VllmEngine(Generates):
             known = chains_for(self.store, row, self.target.options.vocab_size) if self.target.looks_ahead else ()
             name = self.target.add([*prompt, *row.tokens], draw, row.room, params.stop_token_ids, known)
             self._live[name], self._accepted[name] = row, row.decoded.accepted
-            self.stats.prefill_tokens += len(prompt) + len(row.tokens)
 
     def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
         """Append new tokens to a row, up to a stop, and return their number."""
