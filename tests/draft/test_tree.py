@@ -129,6 +129,15 @@ def test_a_tree_is_valid_whatever_the_drafter_proposes(
         check_sound(tree, strategy)
 
 
+def test_a_token_that_is_proposed_twice_is_drafted_once() -> None:
+    class Twice(TableDrafter):
+        def row(self, node: Node) -> tuple[list[int], list[float]]:
+            return [2, 2, 5], [1.0, 1.0, -9.0]
+
+    (tree,) = trees_of(Twice(0, listed=True), [(request(), [4])], Strategy("table", 1, 2, 12))
+    assert tree.tokens == [4, 2]
+
+
 @given(seed=st.integers(0, 10**6), listed=st.booleans(), branching=st.integers(1, 4))
 @settings(max_examples=100)
 def test_children_are_the_top_k_under_the_noise(seed: int, listed: bool, branching: int) -> None:
