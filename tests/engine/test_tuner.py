@@ -116,11 +116,12 @@ def play(
         extra = world.catch_up if arm.drafter not in (drafter, "plain") else 0.0
         drafter = arm.drafter
         seconds = seconds_of(world, arm, offered) + extra
+        measured = seconds * math.exp(world.rng.gauss(0, world.noise))
         tokens = world.play(arm, B)
         for row, width in enumerate(ahead):
             if width:
                 tokens[row] = 1 + next((k for k in range(width) if world.rng.random() >= right), width)
-        tuner.record(RoundResult(arm, seconds * math.exp(world.rng.gauss(0, world.noise)), tokens, True, ahead))
+        tuner.record(RoundResult(arm, measured, tokens, True, ahead))
         expected = B * world.tokens(arm)
         arms.append(arm)
         without.append(tuner.current)
