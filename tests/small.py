@@ -170,6 +170,12 @@ class Reference(NamedTuple):
     finish_reason: str
 
 
+def request(prompt: Sequence[int] = (1, 2, 3), seed: int = 0, new_tokens: int = 8, **sampling: Any) -> Request:
+    """Return one request. Ten seeds in a row are a group of one prompt."""
+    params = SamplingParams(**sampling, max_new_tokens=new_tokens)
+    return Request(Prompt(seed // 10, "", tuple(prompt)), seed % 10, 0, seed, params)
+
+
 def reference(target: Target, requests: Sequence[Request]) -> list[Reference]:
     """Decode by argmax of log p + g, token by token, with full passes and without an engine."""
     out = [Reference([], [], [], "length") for _ in requests]
@@ -250,6 +256,19 @@ def oracle(target: Target) -> ContextDrafter:
     return ContextDrafter(target, trust=1.0, spread=0.0)
 
 
+class Replay(NodeDrafter):
+    """Drafter that continues as the known responses do."""
+
+    name = "replay"
+
+    def __init__(self, known: Iterable[Response]) -> None:
+        self.known = by_seed(known)
+
+    def propose(self, nodes: Sequence[Node]) -> Offer:
+        behind = [self.known[node.request.seed][len(node.committed) + len(node.path) :] for node in nodes]
+        return Offer(torch.tensor([tokens[:1] or [-1] for tokens in behind]), torch.zeros(len(nodes), 1))
+
+
 def learned(target: Target, seed: int = 0, kind: Kind = "eagle3", window: int = 16) -> EagleDrafter:
     """Return a drafter with random weights, large enough that it proposes different tokens in every context."""
     torch.manual_seed(seed)
@@ -290,6 +309,13 @@ def strategy_for(drafter: Drafter | None, shape: Strategy) -> Strategy:
     return PLAIN if drafter is None else shape._replace(drafter=drafter.name)
 
 
+def decoder_of(model: Any, dtype: torch.dtype = torch.float64) -> Decoder:
+    """Return the engine's decoder with the weights of transformers' own model."""
+    decoder = Decoder(decoder_options(model.config), dtype, torch.device("cpu"))
+    decoder.load(model.state_dict(), version=0)
+    return decoder
+
+
 def decode(
     engine: Engine,
     requests: Sequence[Request],
@@ -305,6 +331,19 @@ def decode(
         np.random.default_rng(shuffle).shuffle(submitted)  # type: ignore[arg-type]
     done = {id(response.request): response for response in engine.generate(submitted)}
     return [done[id(request)] for request in requests]
+
+
+def finish(engine: Engine) -> list[Response]:
+    """Run rounds until no request is left, and return the responses in the order in which they ended."""
+    responses: list[Response] = []
+    while engine.busy:
+        responses += engine.round()
+    return responses
+
+
+def by_seed(responses: Iterable[Response]) -> dict[int, list[int]]:
+    """Return the tokens of each response, by the seed of its request."""
+    return {response.request.seed: list(response.token_ids) for response in responses}
 
 
 def _after_each_round(engine: Engine, action: Callable[[Engine], None]) -> None:

@@ -31,16 +31,10 @@ from tlt.sampling import (
 INF = math.inf
 BIG_VOCAB = 151_936  # Qwen's
 
-# -- Philox -----------------------------------------------------------------------------------------------------------
-
 VECTORS = {  # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result
-    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    "pi": (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
+    "zeros": ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    "ones": ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    "pi": ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 }
 
 
@@ -61,7 +55,7 @@ def fast_philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", VECTORS)
 def test_philox_has_the_published_vectors(name: str) -> None:
-    counter, key, result = VECTORS[name]
+    counter, key, result = (tuple(int(word, 16) for word in words.split()) for words in VECTORS[name])
     assert slow_philox(counter, key) == result
     assert fast_philox(counter, key) == result
 
@@ -81,9 +75,6 @@ def test_random_words_of_a_device_are_those_of_the_host() -> None:
     for count in (1, 6, 1003):
         here = torch.stack([*_host_words(seeds.tolist(), positions.tolist(), count)])
         assert torch.equal(philox_words(seeds, positions, count), here)
-
-
-# -- noise ------------------------------------------------------------------------------------------------------------
 
 
 def signed(seeds: Sequence[int]) -> Tensor:
@@ -124,45 +115,12 @@ def test_noise_does_not_depend_on_other_rows_and_tokens() -> None:
 
 
 def test_noise_does_not_depend_on_threads() -> None:
-    seeds, positions = signed(range(4)), torch.arange(4)
+    seeds, positions, found = signed(range(4)), torch.arange(4), []
     threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = gumbel_noise(seeds, positions, BIG_VOCAB)
-        torch.set_num_threads(2)
-        assert torch.equal(gumbel_noise(seeds, positions, BIG_VOCAB), one)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_noise_is_standard_gumbel() -> None:
-    """A Kolmogorov-Smirnov test over a million numbers. It finds a shift of 0.3 % of the mass."""
-    seeds = signed([request_seed(0, "test", p, 0, 0) for p in range(100)]).repeat_interleave(100)
-    g = gumbel_noise(seeds, torch.arange(100).repeat(100), 100)
-    assert stats.kstest(g.flatten().numpy(), "gumbel_r").pvalue > 1e-6
-    assert stats.kstest(g[:, 0].numpy(), "gumbel_r").pvalue > 1e-6
-    best = g.max(dim=-1).values.numpy()  # what decides: the largest of 100 is Gumbel, log 100 further up
-    assert stats.kstest(best - math.log(100), "gumbel_r").pvalue > 1e-6
-
-
-def test_noise_differs_by_seed_position_and_token() -> None:
-    """This finds a dropped part of the key or the counter, such as the upper half of the seed."""
-    seeds = [0, 1, 2, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
-    rows = [(seed, position) for seed in seeds for position in (0, 1, 2, 3, 4, 255, 256, 65_536, 2**31)]
-    g = gumbel_noise(signed([s for s, _ in rows]), torch.tensor([p for _, p in rows]), 64)
-    assert len(g.flatten().unique()) > 0.999 * g.numel()  # two of 32 bits may meet
-    assert len(torch.unique(g, dim=0)) == len(rows)
-    correlation = torch.corrcoef(g) - torch.eye(len(rows))
-    assert correlation.abs().max() < 0.7  # over 64 tokens sigma is 1/8
-
-
-def test_winners_do_not_tie() -> None:
-    """This finds uniform numbers of 24 bits. Few of them are near 0, where the winners are."""
-    for first in range(0, 64, 16):
-        g = gumbel_noise(signed([7]).expand(16), torch.arange(first, first + 16), BIG_VOCAB)
-        top = g.topk(8, dim=-1).values
-        assert (top.diff(dim=-1) < 0).all()
-    assert torch.isfinite(g).all()
+    for count in (1, 2, threads):
+        torch.set_num_threads(count)
+        found.append(gumbel_noise(seeds, positions, BIG_VOCAB))
+    assert torch.equal(found[0], found[1])
 
 
 def test_the_first_and_the_last_word_have_finite_noise() -> None:
@@ -170,9 +128,6 @@ def test_the_first_and_the_last_word_have_finite_noise() -> None:
     assert _gumbel(torch.tensor([0, 2**32 - 1])).tolist() == pytest.approx(
         [33 * math.log(2), -math.log(33 * math.log(2))], abs=1e-5
     )
-
-
-# -- seeds ------------------------------------------------------------------------------------------------------------
 
 
 def test_request_seed_is_stable() -> None:
@@ -189,16 +144,11 @@ def test_request_seed_depends_on_every_field() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-# -- the distribution -------------------------------------------------------------------------------------------------
-
-
-def sampling_of(*rows: tuple[float, int, float]) -> SamplingTensors:
+def sampling_of(*rows: tuple[float, int, float], dtype: torch.dtype = torch.float32) -> SamplingTensors:
     """Return the sampling parameters of rows, each (temperature, top_k, top_p)."""
-    temperature, top_k, top_p = zip(*rows, strict=True)
-    restricted = any(k > 0 or p < 1 for _, k, p in rows)
-    return SamplingTensors(
-        torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), restricted
-    )
+    temperature, top_k, top_p = (torch.tensor(values, dtype=torch.float64) for values in zip(*rows, strict=True))
+    restricted = bool((top_k > 0).any() or (top_p < 1).any())
+    return SamplingTensors(temperature.to(dtype), top_k.long(), top_p, restricted)
 
 
 def brute_force(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float] | None:
@@ -230,14 +180,10 @@ def test_distribution_against_brute_force(logits: list[float], temperature: floa
     """If logits are equal, the lower token id is kept."""
     right = brute_force(logits, temperature, top_k, top_p)
     assume(right is not None)
-    assert right is not None
-    sampling = sampling_of((temperature, top_k, top_p))._replace(
-        temperature=torch.tensor([temperature], dtype=torch.float64)
-    )
+    sampling = sampling_of((temperature, top_k, top_p), dtype=torch.float64)
     log_p, full = sampling_log_probs(torch.tensor([logits], dtype=torch.float64), sampling)
     assert log_p[0].exp().tolist() == pytest.approx(right, abs=1e-12)
-    unrestricted = brute_force(logits, temperature, 0, 1.0)
-    assert full[0].exp().tolist() == pytest.approx(unrestricted, abs=1e-12)
+    assert full[0].exp().tolist() == pytest.approx(brute_force(logits, temperature, 0, 1.0), abs=1e-12)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.1])
@@ -250,8 +196,7 @@ def test_distribution_against_transformers(temperature: float, top_k: int, top_p
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    sampling = sampling_of(*[(temperature, top_k, top_p)] * 20)
-    sampling = sampling._replace(temperature=torch.full((20,), temperature, dtype=torch.float64))
+    sampling = sampling_of(*[(temperature, top_k, top_p)] * 20, dtype=torch.float64)
     assert torch.allclose(sampling_log_probs(logits, sampling)[0].exp(), scores.softmax(-1), rtol=0, atol=1e-12)
 
 
@@ -279,19 +224,7 @@ def test_a_filter_of_one_row_does_not_affect_the_others(dtype: torch.dtype) -> N
     assert torch.equal(mixed[0], alone[0])
 
 
-def test_top_k_alone_keeps_k() -> None:
-    logits = torch.tensor([[30.0, 0.0, -30.0, -60.0, -90.0]])
-    log_p, _ = sampling_log_probs(logits, sampling_of((1.0, 4, 1.0)))
-    assert torch.isfinite(log_p[0]).tolist() == [True] * 4 + [False]
-
-
-@pytest.mark.parametrize("top_p", [0.0, 1e-12, 0.3])
-def test_top_p_is_never_empty(top_p: float) -> None:
-    log_p, _ = sampling_log_probs(torch.tensor([[1.0, 5.0, 2.0], [0.0, 0.0, 0.0]]), sampling_of(*[(1.0, 0, top_p)] * 2))
-    assert log_p.tolist() == [[-INF, 0.0, -INF], [0.0, -INF, -INF]]
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
 def test_a_prefix_with_exactly_the_mass_of_top_p_is_enough(top_p: float, kept: int) -> None:
     """Four equal tokens, whose sums are exact."""
     log_p, _ = sampling_log_probs(torch.zeros(1, 4), sampling_of((1.0, 0, top_p)))
@@ -344,7 +277,7 @@ def test_the_lowest_temperatures_share_the_probability_among_the_best(
 ) -> None:
     """Below 1e-38 a temperature is subnormal or 0 in float32, and a logit divided by it is infinite."""
     rows = [(temperature, top_k, top_p) for temperature in (*LOWEST, 1.0, 0.0)]
-    sampling = sampling_of(*rows)._replace(temperature=torch.tensor([row[0] for row in rows], dtype=torch.float64))
+    sampling = sampling_of(*rows, dtype=torch.float64)
     log_p, full = sampling_log_probs(torch.tensor([logits] * len(rows), dtype=dtype), sampling)
     for row, temperature in enumerate([*LOWEST, 1.0, 1.0]):
         rounded = torch.tensor(logits, dtype=dtype).tolist()
@@ -361,9 +294,6 @@ def test_other_rows_do_not_depend_on_the_lowest_temperatures(dtype: torch.dtype)
     expected = torch.log_softmax(wide / temperatures.to(wide.dtype)[:, None], dim=-1)
     sampling = sampling_of(*[(1.0, 0, 1.0)] * count)._replace(temperature=temperatures)
     assert torch.equal(sampling_log_probs(logits, sampling)[0], expected)
-
-
-# -- the sample -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("across", ["seeds", "positions"])

@@ -123,36 +123,26 @@ def a_chain(rows: int, old: int, new: int) -> Tensor:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=140)
 def test_trees_after_rows_of_any_lengths(data: st.DataObject) -> None:
+    """Plans may have a fixed shape. The window of a layer counts positions, which differ from node numbers in a
+    tree."""
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
-    first, nodes = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
-    both = Both(first + len(lengths), max(lengths) + nodes + data.draw(st.sampled_from([0, 0, 9])), len(lengths))
+    rows, nodes, padded = len(lengths), data.draw(st.integers(1, 5)), data.draw(st.booleans())
+    first = 0 if padded else data.draw(st.integers(0, 2))
+    least = max(lengths) + nodes
+    both = Both(first + rows, least + data.draw(st.sampled_from([0, 0, 9])), rows)
     for b, length in enumerate(lengths):
         both.commit(first + b, range(length))
-    tree = a_tree(data, len(lengths), nodes) if data.draw(st.booleans()) else None
-    sees = a_chain(len(lengths), 0, nodes) if tree is None else tree
-    plan = both.slots.plan(first, lengths, nodes, tree, None if tree is None else sees.sum(-1) - 1)
-    for window in (None, nodes, data.draw(st.integers(nodes, 40))):  # a window is as wide as a tree is deep, or wider
-        both.check(plan, first, [both.new(len(lengths), nodes)], [0] * len(lengths), lengths, sees, window=window)
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_trees_in_plans_of_a_fixed_shape(data: st.DataObject) -> None:
-    """The window of a layer counts positions, which differ from node numbers in a tree."""
-    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
-    rows, nodes = len(lengths), data.draw(st.integers(1, 5))
-    least = max(lengths) + nodes
-    both = Both(rows, least + 9, rows)
-    for b, length in enumerate(lengths):
-        both.commit(b, range(length))
     tree = a_tree(data, rows, nodes) if data.draw(st.booleans()) else None
     sees = a_chain(rows, 0, nodes) if tree is None else tree
-    tokens = data.draw(st.integers(least, least + 9))
-    plan = padded_plan(both.slots, torch.tensor(lengths), tokens, tree, sees.sum(-1) - 1)
-    for window in (None, nodes, data.draw(st.integers(nodes, 40))):
-        both.check(plan, 0, [both.new(rows, nodes)], [0] * rows, lengths, sees, window=window)
+    if padded:
+        tokens = data.draw(st.integers(least, both.slots.tokens))
+        plan = padded_plan(both.slots, torch.tensor(lengths), tokens, tree, sees.sum(-1) - 1)
+    else:
+        plan = both.slots.plan(first, lengths, nodes, tree, None if tree is None else sees.sum(-1) - 1)
+    for window in (None, nodes, data.draw(st.integers(nodes, 40))):  # a window is as wide as a tree is deep, or wider
+        both.check(plan, first, [both.new(rows, nodes)], [0] * rows, lengths, sees, window=window)
 
 
 def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:
@@ -169,7 +159,7 @@ def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_levels_of_a_tree_in_a_ring_with_a_window(data: st.DataObject) -> None:
     window, rows = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
     ends = data.draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.types import Prompt, Request, Row, SamplingParams
 
-PARAMS = SamplingParams()
-
 
 def request(seed: int, prompt: int = 0) -> Request:
-    return Request(Prompt(prompt, "", (prompt,)), 0, 0, seed, PARAMS)
+    return Request(Prompt(prompt, "", (prompt,)), 0, 0, seed, SamplingParams())
 
 
 def ahead(seed: int, tokens: list[int], prompt: int = 0) -> Ahead:
@@ -33,7 +34,9 @@ def chain(look: LookAhead, most: int = 64) -> list[int]:
     return look.propose([min(most, look.offers()[0])])[0]
 
 
-# -- the store ---------------------------------------------------------------------------------------------------------
+def commit_each(look: LookAhead, tokens: Iterable[int]) -> None:
+    for token in tokens:
+        look.commit(0, [token])
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)), max_size=30), st.integers(0, 40))
@@ -55,9 +58,6 @@ def test_the_newest_drafts_are_kept_up_to_the_bound(puts: list[tuple[int, int, i
             assert {a.seed for a in store.group(request(-1, prompt_id))} == seeds
             for own in seeds:
                 assert store.group(request(own, prompt_id))[0].seed == own
-
-
-# -- the pointer -------------------------------------------------------------------------------------------------------
 
 
 def test_an_accepted_chain_doubles_the_length_and_a_rejection_halves_it() -> None:
@@ -84,32 +84,24 @@ def test_the_place_is_found_again_after_deleted_or_inserted_tokens() -> None:
     old = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
     for new in ([10, 14, 15, 16, 17], [10, 500, 501, 502, 14, 15, 16, 17], [10, 11, 12, 11, 14, 15, 16, 17]):
         look = looking(ahead(7, old))
-        for token in new:
-            look.commit(0, [token])
+        commit_each(look, new)
         assert chain(look) == [18, 19, 20, 21]
 
 
 def test_a_rows_own_old_response_is_preferred_to_that_of_a_sibling() -> None:
     again = [1, 2, 3, 4]
     look = looking(ahead(7, [9, 9, *again, 50, *range(100, 300)]), ahead(8, [*range(400, 600), *again, 60, 61]))
-    for token in [*range(700, 900), *again]:
-        look.commit(0, [token])
+    commit_each(look, [*range(700, 900), *again])
     assert chain(look) == [50, 100, 101, 102], "however far away"
-    look.commit(0, [777])
-    for token in (100, 401, 402, 403, 404):
-        look.commit(0, [token])
+    commit_each(look, (777, 100, 401, 402, 403, 404))
     assert chain(look) == [405, 406, 407, 408]
 
 
-def test_a_sibling_drafts_where_the_own_response_does_not() -> None:
-    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35]))
-    for token in (1, 2, 30, 31, 32, 33):
-        look.commit(0, [token])
-    assert chain(look) == [34, 35]
-    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [30, 31, 32, 33, 34, 35], prompt=1))
-    for token in (1, 2, 30, 31, 32, 33):
-        look.commit(0, [token])
-    assert chain(look) == [], "another prompt's is not looked at"
+@pytest.mark.parametrize(("prompt", "drafted"), [(0, [34, 35]), (1, [])], ids=["a sibling", "of another prompt"])
+def test_a_sibling_drafts_where_the_own_response_does_not(prompt: int, drafted: list[int]) -> None:
+    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35], prompt))
+    commit_each(look, (1, 2, 30, 31, 32, 33))
+    assert chain(look) == drafted
 
 
 def test_a_row_without_an_own_response_is_not_drafted_by_a_sibling() -> None:
@@ -133,8 +125,7 @@ def test_nothing_is_proposed_at_the_end_of_the_old_response() -> None:
     look.commit(0, [1, 2])
     assert chain(look) == [3]
     look.commit(0, [3, 4])
-    for token in (1, 2, 3, 1, 2, 3):
-        look.commit(0, [token])
+    commit_each(look, (1, 2, 3, 1, 2, 3))
     assert chain(look) == []
 
 
@@ -156,9 +147,7 @@ def test_rows_that_leave_are_tracked() -> None:
     assert look.offers() == [1]
 
 
-def test_invalid_tokens_are_not_proposed() -> None:
-    for tokens in ([1, 2, 1000], [-1, 2]):
-        look = looking(ahead(7, tokens))
-        assert look.offers() == [0]
-        look = looking(ahead(7, [1, 2, 3, 4, 5]), ahead(8, tokens))
-        assert look.offers() == [0]
+@pytest.mark.parametrize("tokens", [[1, 2, 1000], [-1, 2]])
+def test_invalid_tokens_are_not_proposed(tokens: list[int]) -> None:
+    for known in ([ahead(7, tokens)], [ahead(7, [1, 2, 3, 4, 5]), ahead(8, tokens)]):
+        assert looking(*known).offers() == [0]

@@ -72,10 +72,8 @@ def trees(
 
     engine.draft = observed
     params = cycle(SAMPLINGS[sampling])
-    asked = [
-        Request(Prompt(n, "", tuple((3 * n + j * j) % 11 for j in range(1 + 5 * (n % 4)))), 0, 0, 70 + n, next(params))
-        for n in range(11)
-    ]
+    texts = [tuple((3 * n + j * j) % 11 for j in range(1 + 5 * (n % 4))) for n in range(11)]
+    asked = [Request(Prompt(n, "", text), 0, 0, 70 + n, next(params)) for n, text in enumerate(texts)]
     with fake_graphs() if whole else nullcontext([]) as captured:
         assert len(list(engine.generate(asked))) == len(asked)
     assert whole == bool(captured)
@@ -92,40 +90,30 @@ def trees(
     return found
 
 
-CASES = {
-    "every_round": [Strategy("eagle", 4, 1, 5)],
-    "one_level": [Strategy("eagle", 1, 1, 2)],
-    "cut": [Strategy("eagle", 4, 1, 3)],
-    "unlikely_ones_are_left_out": [Strategy("eagle", 5, 1, 6, 0.3)],
-    "now_and_then": [PLAIN, PLAIN, Strategy("eagle", 3, 1, 4), PLAIN, Strategy("eagle", 2, 1, 3)],
+EVERY_ROUND = [Strategy("eagle", 4, 1, 5)]
+CASES: dict[str, tuple[Kind, bool, list[Strategy], str, int | None]] = {
+    f"{name}, {kind}, {'some' if reduced else 'all'} tokens": (kind, reduced, strategies, "plain", None)
+    for name, strategies in {
+        "every round": EVERY_ROUND,
+        "one level": [Strategy("eagle", 1, 1, 2)],
+        "cut": [Strategy("eagle", 4, 1, 3)],
+        "unlikely ones are left out": [Strategy("eagle", 5, 1, 6, 0.3)],
+        "now and then": [PLAIN, PLAIN, Strategy("eagle", 3, 1, 4), PLAIN, Strategy("eagle", 2, 1, 3)],
+    }.items()
+    for kind in ("eagle1", "eagle3")
+    for reduced in (False, True)
 }
+CASES |= {name: ("eagle1", True, EVERY_ROUND, name, None) for name in ("tempered", "greedy", "restricted")}
+CASES |= {"preempted": ("eagle3", False, EVERY_ROUND, "long", 180)}
 
 
-def check(ours: list[tuple[int, int, DraftTree]], theirs: list[tuple[int, int, DraftTree]]) -> None:
-    assert len(ours) == len(theirs) > 20
-    for (seed, tokens, whole), (other, at, by_level) in zip(ours, theirs, strict=True):
-        assert (seed, tokens, whole.tokens, whole.depths) == (other, at, by_level.tokens, by_level.depths)
-        assert (whole.parents, whole.cells, whole.chance) == (by_level.parents, by_level.cells, by_level.chance)
-
-
-@pytest.mark.parametrize("reduced", [False, True], ids=["all_tokens", "some_tokens"])
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("case", CASES)
-def test_whole_chains_equal_those_grown_by_level(model: Model, case: str, kind: Kind, reduced: bool) -> None:
+def test_whole_chains_equal_those_grown_by_level(model: Model, case: str) -> None:
     """The window is shorter than the rows, so the ring of the drafter's cache wraps around."""
+    kind, reduced, strategies, sampling, kv_tokens = CASES[case]
     layer = layer_of(model, kind, 6, reduced)
-    ours, theirs = (trees(model, layer, whole, CASES[case], "plain") for whole in (True, False))
-    check(ours, theirs)
-
-
-@pytest.mark.parametrize("sampling", ["tempered", "greedy", "restricted"])
-def test_whole_chains_follow_the_sampling_parameters_of_their_request(model: Model, sampling: str) -> None:
-    layer = layer_of(model, "eagle1", 6, True)
-    ours, theirs = (trees(model, layer, whole, CASES["every_round"], sampling) for whole in (True, False))
-    check(ours, theirs)
-
-
-def test_whole_chains_of_rows_that_were_preempted(model: Model) -> None:
-    layer = layer_of(model, "eagle3", 6, False)
-    ours, theirs = (trees(model, layer, whole, CASES["every_round"], "long", 180) for whole in (True, False))
-    check(ours, theirs)
+    ours, theirs = (trees(model, layer, whole, strategies, sampling, kv_tokens) for whole in (True, False))
+    assert len(ours) == len(theirs) > 20
+    for (*place, whole), (*other, by_level) in zip(ours, theirs, strict=True):
+        assert place == other
+        assert whole == by_level

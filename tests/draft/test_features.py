@@ -11,14 +11,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from small import Replay, request, strategy_for
 from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureLayout, FeatureWindow
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.harvest import Harvester
 from tlt.engine.tuner import Fixed
@@ -26,79 +27,68 @@ from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 CPU = torch.device("cpu")
+TREE = Strategy("", 3, 2, 8)
 A_ROW = Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams()))
-
-
-# -- the window alone --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class PlainRow:
-    """All features of a row by position, and the oldest position that may be read."""
+    """All features of a row, and the oldest position that may be read. The token after entry v is v modulo 97."""
 
-    entries: dict[int, tuple[float, int]] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
     first: int = 0
-    length: int = 0
 
 
 def check_row(window: FeatureWindow, row: int, plain: PlainRow) -> None:
-    low = window.start(row)
-    assert window.length[row] == plain.length
-    assert plain.length - window.window <= low <= plain.length or low == 0
+    low, length = window.start(row), len(plain.values)
+    assert window.length[row] == length
+    assert length - window.window <= low <= length or low == 0
     assert low >= plain.first
-    features, tokens = window.read(row, low, plain.length)
-    assert [int(x) for x in tokens] == [plain.entries[p][1] for p in range(low, plain.length)]
-    assert features[:, 0].tolist() == [plain.entries[p][0] for p in range(low, plain.length)]
-    assert (features == features[:, :1]).all()
+    features, tokens = window.read(row, low, length)
+    assert features.tolist() == [[v] * 4 for v in plain.values[low:]]
+    assert tokens.tolist() == [v % 97 for v in plain.values[low:]]
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_the_window_equals_the_plain_implementation(data: st.DataObject) -> None:
     """Rows arrive, copy a prefix from another row, grow by up to one round's tokens, and leave. The last row then moves
-    to the free place.
-
-    A copy has the features that the source still holds. These are at least the last window, if the source is at most
-    the slack ahead."""
+    to the free place. A copy has the features that the source still holds. These are at least the last window, if the
+    source is at most the slack ahead."""
     size = data.draw(st.sampled_from([1, 3, 8]))
     window = FeatureWindow(FeatureLayout((0,), size), 2, torch.float64, CPU)
     rows: list[PlainRow] = []
-    value = 0.0
-    for _ in range(data.draw(st.integers(1, 25))):
+    for number in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["append", "copy", "remove", "write", "write", "write", "long"]))
+        row = data.draw(st.integers(0, len(rows) - 1)) if rows else 0
         if action == "append" or not rows:
             rows.append(PlainRow())
             window.append(A_ROW, kept=0)
         elif action == "copy":
-            source = data.draw(st.integers(0, len(rows) - 1))
-            length = data.draw(st.integers(0, rows[source].length))
+            values, first = rows[row].values, rows[row].first
+            length, held = data.draw(st.integers(0, len(values))), len(values) - window.capacity
             window.append(A_ROW, kept=0)
-            window.copy(source, len(rows), length)
-            entries = {p: e for p, e in rows[source].entries.items() if p < length}
-            held = rows[source].length - window.capacity
-            rows.append(PlainRow(entries, min(length, max(rows[source].first, held)), length))
-            assert window.start(len(rows) - 1) <= max(rows[source].first, length - size, min(held, length), 0)
+            window.copy(row, len(rows), length)
+            rows.append(PlainRow(values[:length], min(length, max(first, held))))
+            assert window.start(len(rows) - 1) <= max(first, length - size, min(held, length), 0)
         elif action == "remove":
-            row = data.draw(st.integers(0, len(rows) - 1))
             window.remove(row, len(rows) - 1)
             rows[row] = rows[-1]
             rows.pop()
         else:
-            row = data.draw(st.integers(0, len(rows) - 1))
             count = data.draw(st.integers(60, 200) if action == "long" else st.integers(1, 9))
             for low in range(0, count, 16):  # as the engine writes: no more at once than a round commits
-                part = range(rows[row].length, rows[row].length + min(16, count - low))
-                new = {p: (value + p, int(value + p) % 97) for p in part}
-                features = torch.tensor([[v] * 4 for v, _ in new.values()], dtype=torch.float64)
-                window.write([row] * len(new), list(new), features, [t for _, t in new.values()])
-                rows[row].entries.update(new)
-                rows[row].length = part.stop
-            value += 1000
+                values = rows[row].values
+                part = range(len(values), len(values) + min(16, count - low))
+                new = [1000.0 * number + p for p in part]
+                features = torch.tensor([[v] * 4 for v in new], dtype=torch.float64)
+                window.write([row] * len(new), list(part), features, [int(v) % 97 for v in new])
+                values += new
         if data.draw(st.booleans()):  # what nobody read yet is written, copied and removed all the same
-            for row, plain in enumerate(rows):
-                check_row(window, row, plain)
-    for row, plain in enumerate(rows):
-        check_row(window, row, plain)
+            for place, plain in enumerate(rows):
+                check_row(window, place, plain)
+    for place, plain in enumerate(rows):
+        check_row(window, place, plain)
 
 
 @pytest.mark.parametrize("written", [5, 66, 68, 100])
@@ -118,179 +108,121 @@ def test_a_row_that_keeps_its_place_keeps_the_features_in_its_ring(written: int,
     assert tokens.tolist() == list(range(start + 1, kept + 1))
 
 
-def test_rows_are_written_in_one_call() -> None:
-    window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
-    for _ in range(3):
-        window.append(A_ROW, kept=0)
-    features = torch.arange(12.0).view(6, 2)
-    window.write([0, 0, 0, 2, 2, 1], [0, 1, 2, 0, 1, 0], features, [9, 8, 7, 6, 5, 4])
-    assert window.length == [3, 1, 2]
-    assert window.read(0, 1, 3)[0].tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    assert window.read(2, 0, 2)[1].tolist() == [6, 5]
-
-
-def test_features_are_read_as_copies() -> None:
-    window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
-    window.append(A_ROW, kept=0)
-    window.write([0], [0], torch.ones(1, 2), [3])
-    features, tokens = window.read(0, 0, 1)
-    window.write([0], [window.capacity], torch.zeros(1, 2), [4])  # the same place of the ring
-    assert features.tolist() == [[1.0, 1.0]]
-    assert tokens.tolist() == [3]
-
-
-# -- what the engine keeps and gives away ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model() -> Model:
     return make_model()
 
 
-def requests(count: int = 7, prompt: int = 5, group: int = 1, new_tokens: int = 45) -> list[Request]:
+def requests(count: int = 7, new_tokens: int = 45) -> list[Request]:
     return [
-        Request(
-            Prompt(n // group, "", tuple((3 * k + n // group) % 11 for k in range(prompt + 3 * (n // group)))),
-            n % group,
-            0,
-            50 + n,
-            SamplingParams(0.8, max_new_tokens=max(1, new_tokens - 7 * n), stop_token_ids=(9,) if n % 3 == 2 else ()),
+        request(
+            [(3 * k + n) % 11 for k in range(5 + 3 * n)],
+            500 + 10 * n,
+            max(1, new_tokens - 7 * n),
+            temperature=0.8,
+            stop_token_ids=(9,) if n % 3 == 2 else (),
         )
         for n in range(count)
     ]
+
+
+@dataclass
+class Run:
+    """Rollout with its responses and training data."""
+
+    model: Model
+    engine: Engine
+    responses: list[Response]
+    items: list[Harvest]
+
+    def check(self) -> dict[int, list[Harvest]]:
+        """Check that tokens and features are those of transformers, to the end of each response. Return the items of
+        each prompt, which has one response.
+
+        The last token of a response has not been through the target, so it has no entry."""
+        found: dict[int, list[Harvest]] = {}
+        for prompt, token_ids in ((r.request.prompt, r.token_ids) for r in self.responses):
+            mine = found[prompt.prompt_id] = [item for item in self.items if item.prompt_id == prompt.prompt_id]
+            text = [*prompt.token_ids, *token_ids]
+            features = self.model.features(text, self.engine.layout.taps)
+            for item in mine:
+                end = item.start + len(item.tokens)
+                assert item.tokens.tolist() == text[item.start + 1 : end + 1]
+                assert item.prompt_length == len(prompt.token_ids)
+                assert torch.allclose(item.features, features[item.start : end], rtol=0, atol=1e-9)
+            assert all(one.start < other.start for one, other in itertools.pairwise(mine)), "none is given away twice"
+            assert mine[-1].start + len(mine[-1].tokens) == len(text) - 1, "to the end, and not beyond"
+        assert sum(map(len, found.values())) == len(self.items)
+        return found
 
 
 def run(
     model: Model,
     asked: Sequence[Request],
     window: int,
-    drafter: str = "eagle",
+    drafter: Drafter | None = None,
+    shape: Strategy = TREE,
     bound_tokens: int | None = None,
     max_rows: int = 3,
-) -> tuple[Engine, list[Response], list[Harvest]]:
-    layer = make_layer(model.decoder, "eagle3", window)
-    drafters: dict[str, Drafter] = {"eagle": EagleDrafter(layer, model.decoder), "random": RandomDrafter(11)}
-    strategy = PLAIN if drafter == "plain" else Strategy(drafter, 3, 2, 8)
-    items: list[Harvest] = []
-    engine = Engine(
-        model.decoder,
-        EngineConfig(max_rows=max_rows),
-        [drafters[drafter]] if drafter in drafters else [],
-        Fixed(strategy),
-        layout=layer.options.layout,
-        on_harvest=items.append,
-        kv_tokens=bound_tokens,
-    )
-    return engine, list(engine.generate(asked)), items
+) -> Run:
+    layout, items = make_layer(model.decoder, "eagle3", window).options.layout, list[Harvest]()
+    drafters, tuner = [drafter] if drafter else [], Fixed(strategy_for(drafter, shape))
+    config, harvest = EngineConfig(max_rows=max_rows), items.append
+    engine = Engine(model.decoder, config, drafters, tuner, layout=layout, on_harvest=harvest, kv_tokens=bound_tokens)
+    return Run(model, engine, list(engine.generate(asked)), items)
 
 
-def by_response(items: Sequence[Harvest], responses: Sequence[Response]) -> dict[int, list[Harvest]]:
-    """Return the training data of each response in order, by seed. It is found by its tokens. (Windows inside a shared
-    prompt are equal.)"""
-    found: dict[int, list[Harvest]] = {response.request.seed: [] for response in responses}
-    for item in items:
-        owners = []
-        for response in responses:
-            text = [*response.request.prompt.token_ids, *response.token_ids]
-            same = item.tokens.tolist() == text[item.start + 1 : item.start + 1 + len(item.tokens)]
-            if same and item.prompt_length == len(response.request.prompt.token_ids):
-                owners.append(response.request.seed)
-        assert owners, "an item is of one of the responses, at its place"
-        free = [seed for seed in owners if item.start not in [other.start for other in found[seed]]]
-        assert len(owners) == 1 or item.start + len(item.tokens) < item.prompt_length + 2
-        assert free, "nothing is given away twice"
-        found[free[0]].append(item)
-    return found
-
-
-def check_features(model: Model, items: Sequence[Harvest], response: Response, taps: Sequence[int]) -> None:
-    text = [*response.request.prompt.token_ids, *response.token_ids]
-    features = model.features(text, taps)
-    for item in items:
-        want = features[item.start : item.start + len(item.tokens)]
-        assert torch.allclose(item.features, want, rtol=0, atol=1e-9)
+def eagle(model: Model, window: int) -> EagleDrafter:
+    return EagleDrafter(make_layer(model.decoder, "eagle3", window), model.decoder)
 
 
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "random"])
 @pytest.mark.parametrize("window", [8, 16, 100])
 def test_training_data_equals_hidden_states_of_transformers(model: Model, window: int, drafter: str) -> None:
     """The features are those at the taps and after the final norm. Each entry has the next token and the true position.
-    The last token of a response has not been through the target, so it has no entry. Entries come one window at a
-    time."""
-    engine, responses, items = run(model, requests(), window, drafter)
-    assert engine.layout is not None
-    for seed, mine in by_response(items, responses).items():
-        response = next(r for r in responses if r.request.seed == seed)
-        check_features(model, mine, response, engine.layout.taps)
-        entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
+    Entries come one window at a time."""
+    drafters: dict[str, Drafter | None] = {"eagle": eagle(model, window), "random": RandomDrafter(11), "plain": None}
+    found = run(model, requests(), window, drafters[drafter])
+    items = found.check()
+    for response in found.responses:
+        *whole, last = items[response.request.prompt.prompt_id]
         first = max(0, len(response.request.prompt.token_ids) - 1 - window)  # what the prefill kept
-        *whole, last = mine
+        end = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
         assert [item.start for item in whole] == [first + window * i for i in range(len(whole))]
         assert all(len(item.tokens) == window for item in whole)
-        assert last.start + len(last.tokens) == entries, "to the end of the response, and not beyond"
-        assert len(last.tokens) == min(window, entries - first)
-        assert len(whole) in ((entries - first) // window, (entries - first) // window - 1)
-        covered = {p for item in mine for p in range(item.start, item.start + len(item.tokens))}
-        assert covered == set(range(first, entries)), "every entry comes out"
-
-
-class Replay(NodeDrafter):
-    """Drafter that continues as the responses would without a stop."""
-
-    name = "replay"
-
-    def __init__(self, known: Sequence[Response]) -> None:
-        self.known = {response.request.seed: response.token_ids for response in known}
-
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        behind = [self.known[node.request.seed][len(node.committed) + len(node.path) :] for node in nodes]
-        return Offer(torch.tensor([tokens[:1] or [-1] for tokens in behind]), torch.zeros(len(nodes), 1))
+        assert len(last.tokens) == min(window, end - first)
+        assert len(whole) in ((end - first) // window, (end - first) // window - 1)
+        covered = {p for item in (*whole, last) for p in range(item.start, item.start + len(item.tokens))}
+        assert covered == set(range(first, end)), "every entry comes out"
 
 
 def test_no_features_of_a_drafted_stop_token_are_kept(model: Model) -> None:
     """The target agrees with the draft and has computed the features of the stop token, but the response ends before
     it."""
     asked = [replace(r, sampling=SamplingParams(0.8, max_new_tokens=45)) for r in requests(4)]
-    _, whole, _ = run(model, asked, 8, "plain")
+    whole = run(model, asked, 8).responses
     stops = {r.request.seed: r.token_ids[20] for r in whole}
     asked = [replace(r, sampling=replace(r.sampling, stop_token_ids=(stops[r.seed],))) for r in asked]
-    layout = make_layer(model.decoder, "eagle3", 8).options.layout
-    items: list[Harvest] = []
-    shape = Fixed(Strategy("replay", 6, 1, 7))
-    engine = Engine(model.decoder, EngineConfig(), [Replay(whole)], shape, layout=layout, on_harvest=items.append)
-    responses = list(engine.generate(asked))
-    assert {response.finish_reason for response in responses} == {"stop"}
-    assert engine.stats.accepted > 2 * engine.stats.row_passes
-    for seed, mine in by_response(items, responses).items():
-        response = next(r for r in responses if r.request.seed == seed)
-        check_features(model, mine, response, layout.taps)
-        entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
-        assert mine[-1].start + len(mine[-1].tokens) == entries
+    found = run(model, asked, 8, Replay(whole), Strategy("", 6, 1, 7), max_rows=4)
+    assert {response.finish_reason for response in found.responses} == {"stop"}
+    assert found.engine.stats.accepted > 2 * found.engine.stats.row_passes
+    found.check()
 
 
 def test_a_preempted_response_is_saved_as_training_data_too(model: Model) -> None:
-    engine, responses, items = run(model, requests(8, new_tokens=60), 8, bound_tokens=180, max_rows=8)
-    assert engine.stats.preemptions > 0
-    assert engine.layout is not None
-    for seed, mine in by_response(items, responses).items():
-        response = next(r for r in responses if r.request.seed == seed)
-        check_features(model, mine, response, engine.layout.taps)
-        entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
-        assert mine[-1].start + len(mine[-1].tokens) == entries
+    found = run(model, requests(8, new_tokens=60), 8, eagle(model, 8), bound_tokens=180, max_rows=8)
+    assert found.engine.stats.preemptions > 0
+    for mine in found.check().values():
         for one, other in itertools.pairwise(mine[:-1]):
             assert other.start >= one.start + len(one.tokens)
 
 
 @pytest.mark.parametrize("longest", [30, 150])
 def test_siblings_with_a_copied_prompt_have_their_own_training_data(model: Model, longest: int) -> None:
-    prompt = Prompt(0, "", tuple(range(11)) * 2)
-    asked = [Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)]
-    engine, responses, items = run(model, asked, 8, max_rows=2)
-    assert engine.layout is not None
-    for seed, mine in by_response(items, responses).items():
-        response = next(r for r in responses if r.request.seed == seed)
-        check_features(model, mine, response, engine.layout.taps)
-        assert mine[-1].start + len(mine[-1].tokens) == 22 + len(response.token_ids) - 1
+    asked = [request(tuple(range(11)) * 2, 900 + 10 * i, longest if i == 0 else 25) for i in range(6)]
+    found = run(model, asked, 8, eagle(model, 8), max_rows=2)
+    assert found.engine.stats.prefill_tokens == 21
+    found.check()
 
 
 def test_without_a_layout_nothing_is_kept(model: Model) -> None:

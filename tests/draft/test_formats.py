@@ -17,15 +17,11 @@ from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_
 from tlt.draft.formats import Words, write_drafter
 from tlt.models.families import decoder_options as families_options
 
-TARGET = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-    "eos_token_id": 3,
-    "_name_or_path": "served",
-}
+TARGET = (
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True, "dtype": "float32"}
+    | {"eos_token_id": 3, "_name_or_path": "served"}
+    | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+)
 D, H, K, E, F, V = 8, 4, 2, 4, 12, 7
 
 
@@ -42,29 +38,30 @@ def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("rope", "theta"),
     [
-        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
-        {"rope_theta": 7e5},
-        {},
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}}, 5e5),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}, 1e4),
+        ({"rope_theta": 7e5}, 7e5),
+        (CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8, head_dim=E).to_dict(), 1e4),
     ],
+    ids=["yarn", "by layer", "older", "gemma3"],
 )
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_the_exported_rope_is_that_of_training_for_any_family(tmp_path: Path, rope: dict[str, Any], to: Any) -> None:
+def test_the_exported_rope_is_that_of_training_for_any_family(
+    tmp_path: Path, rope: dict[str, Any], theta: float, to: Any
+) -> None:
     """It is read by versions of transformers that know rope_parameters, and by those that know rope_theta."""
-    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8, head_dim=E) if not rope else None
-    target = config.to_dict() if config else {"model_type": "granite", **rope}
-    write_drafter(a_layer("eagle3"), target, tmp_path, to)
+    write_drafter(a_layer("eagle3"), {"model_type": "granite"} | rope, tmp_path, to)
     found = json.loads((tmp_path / "config.json").read_text())
-    theta = {"rope_theta": rope.get("rope_theta")} if "rope_theta" in rope else rope.get("rope_parameters", {})
-    wanted = theta.get("rope_theta", 1e4)
-    assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": wanted}
-    assert found["rope_theta"] == wanted
+    assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": theta}
+    assert found["rope_theta"] == theta
     assert "rope_scaling" not in found
-    if config:
-        options = families_options(config)
-        assert torch.equal(options.inv_freq, wanted ** -(torch.arange(0, E, 2, dtype=torch.float32) / E))
+
+
+def test_the_drafter_of_gemma_3_is_trained_with_the_exported_rope() -> None:
+    options = families_options(CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8, head_dim=E))
+    assert torch.equal(options.inv_freq, 1e4 ** -(torch.arange(0, E, 2, dtype=torch.float32) / E))
 
 
 def test_engines_draft_with_the_whole_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,21 +73,16 @@ def test_engines_draft_with_the_whole_vocabulary(tmp_path: Path, monkeypatch: py
 
 def shapes(kind: str, prefix: str) -> dict[str, tuple[int, ...]]:
     wide = 2 * D if kind == "eagle3" else D
+    attention = {"q_proj": (H * E, wide), "k_proj": (K * E, wide), "v_proj": (K * E, wide), "o_proj": (D, H * E)}
+    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    norms = ["post_attention_layernorm", *(("input_layernorm", "hidden_norm") if kind == "eagle3" else ())]
     found: dict[str, tuple[int, ...]] = {
         "fc.weight": (D, 3 * D if kind == "eagle3" else 2 * D),
-        f"{prefix}.self_attn.q_proj.weight": (H * E, wide),
-        f"{prefix}.self_attn.k_proj.weight": (K * E, wide),
-        f"{prefix}.self_attn.v_proj.weight": (K * E, wide),
-        f"{prefix}.self_attn.o_proj.weight": (D, H * E),
-        f"{prefix}.mlp.gate_proj.weight": (F, D),
-        f"{prefix}.mlp.up_proj.weight": (F, D),
-        f"{prefix}.mlp.down_proj.weight": (D, F),
-        f"{prefix}.post_attention_layernorm.weight": (D,),
+        **{f"{prefix}.self_attn.{name}.weight": shape for name, shape in attention.items()},
+        **{f"{prefix}.mlp.{name}.weight": shape for name, shape in mlp.items()},
+        **{f"{prefix}.{name}.weight": (D,) for name in norms},
     }
-    if kind == "eagle3":
-        found |= {f"{prefix}.{name}.weight": (D,) for name in ("input_layernorm", "hidden_norm")}
-        found |= {"norm.weight": (D,), "lm_head.weight": (V, D)}
-    return found
+    return found | ({"norm.weight": (D,), "lm_head.weight": (V, D)} if kind == "eagle3" else {})
 
 
 @pytest.mark.parametrize(
@@ -114,24 +106,13 @@ def test_names_and_shapes_are_those_that_the_engine_reads(
     assert all(torch.equal(again[name], tensor) for name, tensor in ours.items())
 
 
-COMMON = {
-    "model_type": "llama",
-    "hidden_size": D,
-    "intermediate_size": F,
-    "num_hidden_layers": 1,
-    "num_attention_heads": H,
-    "num_key_value_heads": K,
-    "head_dim": E,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "vocab_size": V,
-    "max_position_embeddings": 4096,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_theta": 5e5,
-    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-}
+COMMON = (
+    {"model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 1, "vocab_size": V}
+    | {"num_attention_heads": H, "num_key_value_heads": K, "head_dim": E, "max_position_embeddings": 4096}
+    | {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+    | {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+    | {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+)
 ENDS = {"bos_token_id": None, "eos_token_id": 3, "dtype": "float32", "torch_dtype": "float32"}
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16}
 
@@ -144,17 +125,13 @@ def test_the_config_of_eagle1(tmp_path: Path, to: str, name: str) -> None:
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_the_config_of_eagle3_numbers_layers_both_ways(tmp_path: Path, to: str) -> None:
     """hidden_states[2], [4] and [5] of eight layers are 2, 4, 5 in vLLM, and 1, 3, 4 in SGLang, which adds 1."""
-    assert written(tmp_path, "eagle3", to)[0] == {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **COMMON,
-        **ENDS,
-        "draft_vocab_size": V,
-        "num_aux_hidden_states": 3,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
-        "norm_before_residual": False,
-        **WINDOW,
-    }
+    taps = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    assert written(tmp_path, "eagle3", to)[0] == (
+        COMMON
+        | {**ENDS, **WINDOW, "architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": False}
+        | {"draft_vocab_size": V, "num_aux_hidden_states": 3}
+        | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "eagle_config": taps}
+    )
 
 
 def test_the_config_of_speculators(tmp_path: Path) -> None:

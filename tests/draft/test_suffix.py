@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -20,16 +21,16 @@ def request(prompt: Sequence[int] = (90, 91, 92), prompt_id: int = 0, epoch: int
     return Request(Prompt(prompt_id, "", tuple(prompt)), index, epoch, 0, SamplingParams())
 
 
-def row_of(drafter: SuffixDrafter, request: Request) -> int:
+def place_of(drafter: SuffixDrafter, request: Request) -> int:
     return next(i for i, (live, _) in enumerate(drafter.rows) if live == request)
 
 
 def commit(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:
-    drafter.commit(row_of(drafter, request), tokens)
+    drafter.commit(place_of(drafter, request), tokens)
 
 
 def close(drafter: SuffixDrafter, request: Request) -> None:
-    drafter.close(row_of(drafter, request), len(drafter.rows) - 1)
+    drafter.close(place_of(drafter, request), len(drafter.rows) - 1)
 
 
 def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:
@@ -40,46 +41,77 @@ def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> 
     close(drafter, request)
 
 
-def offers(drafter: SuffixDrafter, request: Request, committed: Sequence[int] = ()) -> dict[int, float]:
+def offers(drafter: SuffixDrafter, request: Request) -> dict[int, float]:
     """Return token -> q at the root, without the escape probability."""
-    out = drafter.propose([Node(request, committed, ())])
-    assert out.ids is not None
+    out = drafter.propose([Node(request, (), ())])
     pairs = zip(out.ids[0].tolist(), out.log_q[0].exp().tolist(), strict=True)
     return {token: q for token, q in pairs if token >= 0 and q > 0}
 
 
 def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
     """Return the likeliest candidate of each level."""
-    path: tuple[int, ...] = ()
-    state = None
+    path, state = list[int](), None
     for _ in range(depth):
-        out = drafter.propose([Node(request, [], path, state)])
-        assert out.ids is not None
-        assert out.states is not None
+        out = drafter.propose([Node(request, [], tuple(path), state)])
         listed = [k for k, token in enumerate(out.ids[0].tolist()) if token >= 0]
         if not listed:
             break
         best = max(listed, key=lambda k: float(out.log_q[0, k]))
         state = out.states[0][best]
-        path = (*path, int(out.ids[0, best]))
-    return list(path)
+        path.append(int(out.ids[0, best]))
+    return path
 
 
-# -- where matches are found -------------------------------------------------------------------------------------------
+class Match(NamedTuple):
+    """Earlier responses of other requests, then the tokens of a new request, and what is proposed after them."""
+
+    own: list[int]
+    earlier: Sequence[tuple[Request, list[int]]] = ()
+    follows: list[int] | None = None
+    """as a chain of the likeliest tokens"""
+    offered: dict[int, float] | None = None
+    """at the first level, with their probabilities"""
+    live: Request = request()
 
 
-def test_a_match_within_the_response() -> None:
-    drafter, live = SuffixDrafter(LOTS), request()
-    drafter.open(live, [])
-    commit(drafter, live, [1, 2, 3, 4, 5, 9, 1, 2])
-    assert chain(drafter, live, 3) == [3, 4, 5]
+MATCHES = {
+    "within the response": Match([1, 2, 3, 4, 5, 9, 1, 2], follows=[3, 4, 5]),
+    "within the prompt": Match([1, 2], live=request(prompt=(1, 2, 3, 4, 9)), follows=[3, 4]),
+    "in an earlier epoch": Match([1, 2], [(request(epoch=0, index=3), [1, 2, 3, 4])], [3, 4], live=request(epoch=1)),
+    "not in another prompt": Match([1, 2], [(request(), [1, 2, 3, 4])], offered={}, live=request(prompt_id=1)),
+    "a long one beats a short one": Match(
+        [1, 2, 3, 4], [(request(index=1), [1, 2, 3, 4, 50, 8, 8, 3, 4, 60, 8, 3, 4, 60])], offered={50: 1 / 1.6}
+    ),
+    "the newest 16 of an epoch, one of which is the last": Match(
+        [7, 1, 2], [(request(index=1), [1, 2, 30] * 20 + [1, 2, 40] * 16)], offered={40: 15 / 16.5}
+    ),
+    "at most 16 over all epochs": Match(
+        [7, 1, 2],
+        [(request(epoch=0), [1, 2, 30] * 40), (request(epoch=1), [1, 2, 40] * 10)],
+        offered={40: 10 / 17.5, 30: 6 / 17.5},
+        live=request(epoch=2),
+    ),
+    # after the pair (1, 2): 3 twice, 4 once, and 1.5 for all tokens that did not follow
+    "by counts and escape": Match(
+        [6, 1, 2], [(request(index=1), [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3])], offered={3: 2 / 4.5, 4: 1 / 4.5}
+    ),
+    "nothing after a prompt of one token": Match([], live=request(prompt=(5,)), offered={}),
+    "nothing after one token": Match([1], live=request(prompt=(5,)), offered={}),
+    "nothing without history": Match([1, 2], live=request(prompt=(5,)), offered={}),
+}
 
 
-def test_a_match_within_the_prompt() -> None:
-    drafter, live = SuffixDrafter(LOTS), request(prompt=(1, 2, 3, 4, 9))
-    drafter.open(live, [])
-    commit(drafter, live, [1, 2])
-    assert chain(drafter, live, 2) == [3, 4]
+@pytest.mark.parametrize("match", MATCHES.values(), ids=MATCHES)
+def test_tokens_that_followed_the_last_ones_are_proposed(match: Match) -> None:
+    drafter = SuffixDrafter(LOTS)
+    for other, tokens in match.earlier:
+        decoded(drafter, other, tokens)
+    drafter.open(match.live, [])
+    commit(drafter, match.live, match.own)
+    if match.follows is not None:
+        assert chain(drafter, match.live, len(match.follows)) == match.follows
+    if match.offered is not None:
+        assert offers(drafter, match.live) == pytest.approx(match.offered)
 
 
 def test_a_match_in_a_sibling_that_is_still_growing() -> None:
@@ -94,65 +126,12 @@ def test_a_match_in_a_sibling_that_is_still_growing() -> None:
     assert chain(drafter, live, 5) == [3, 4]
 
 
-def test_a_match_in_an_earlier_epoch_of_the_same_prompt() -> None:
-    drafter, live = SuffixDrafter(LOTS), request(epoch=1)
-    decoded(drafter, request(epoch=0, index=3), [1, 2, 3, 4])
-    drafter.open(live, [])
-    commit(drafter, live, [1, 2])
-    assert chain(drafter, live, 2) == [3, 4]
-
-
-def test_no_match_from_another_prompt() -> None:
-    drafter, live = SuffixDrafter(LOTS), request(prompt_id=1)
-    decoded(drafter, request(prompt_id=0), [1, 2, 3, 4])
-    drafter.open(live, [])
-    commit(drafter, live, [1, 2])
-    assert offers(drafter, live) == {}
-
-
-def test_a_long_match_beats_a_short_one() -> None:
-    drafter, live = SuffixDrafter(LOTS), request()
-    decoded(drafter, request(index=1), [1, 2, 3, 4, 50, 8, 8, 3, 4, 60, 8, 3, 4, 60])
-    drafter.open(live, [])
-    commit(drafter, live, [1, 2, 3, 4])
-    assert set(offers(drafter, live)) == {50}
-
-
-def test_the_newest_matches_of_an_epoch_are_used() -> None:
-    drafter, live = SuffixDrafter(LOTS), request()
-    decoded(drafter, request(index=1), [1, 2, 30] * 20 + [1, 2, 40] * 16)
-    drafter.open(live, [])
-    commit(drafter, live, [7, 1, 2])
-    assert set(offers(drafter, live)) == {40}
-
-
-def test_at_most_sixteen_matches_are_used_over_all_epochs() -> None:
-    drafter, live = SuffixDrafter(LOTS), request(epoch=2)
-    decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
-    decoded(drafter, request(epoch=1), [1, 2, 40] * 10)
-    drafter.open(live, [])
-    commit(drafter, live, [7, 1, 2])
-    assert offers(drafter, live) == pytest.approx({40: 10 / 17.5, 30: 6 / 17.5})
-
-
-# -- what is offered ---------------------------------------------------------------------------------------------------
-
-
-def test_the_distribution_follows_from_counts_and_escape() -> None:
-    """After the pair (1, 2): 3 twice, 4 once, and 1.5 for all tokens that did not follow."""
-    drafter, live = SuffixDrafter(LOTS), request()
-    decoded(drafter, request(index=1), [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3])
-    drafter.open(live, [])
-    commit(drafter, live, [6, 1, 2])
-    assert offers(drafter, live) == pytest.approx({3: 2 / 4.5, 4: 1 / 4.5})
-
-
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4),
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     own=st.lists(st.integers(0, 3), max_size=12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_proposal_is_a_distribution_with_escape_over_tokens_that_followed(
     texts: list[list[int]], prompt: list[int], own: list[int]
 ) -> None:
@@ -166,30 +145,19 @@ def test_every_proposal_is_a_distribution_with_escape_over_tokens_that_followed(
     nodes = [Node(live, own, ())]
     for _ in range(4):
         out = drafter.propose(nodes)
-        assert out.ids is not None
-        assert out.states is not None
         assert len(out.states) == len(nodes)
         deeper = []
         for node, ids, log_q, states in zip(nodes, out.ids.tolist(), out.log_q, out.states, strict=True):
             listed = int((log_q > -math.inf).sum())
             assert len(set(ids[:listed])) == listed == len(states)
-            if listed:
-                assert float(log_q.exp().sum()) == pytest.approx(1.0, abs=1e-5)
-            for token, state in zip(ids, states, strict=False):
-                if token >= 0:
-                    tail = (*(*prompt, *own)[-2:], *node.path, token)
-                    assert any(tail == text[i : i + len(tail)] for text in seen for i in range(len(text)))
-                    deeper.append(Node(live, own, (*node.path, token), state))
+            assert not listed or float(log_q.exp().sum()) == pytest.approx(1.0, abs=1e-5)
+            for token, state in ((t, s) for t, s in zip(ids, states, strict=False) if t >= 0):
+                tail = (*(*prompt, *own)[-2:], *node.path, token)
+                assert any(tail == text[i : i + len(tail)] for text in seen for i in range(len(text)))
+                deeper.append(Node(live, own, (*node.path, token), state))
         if not deeper:
             break
         nodes = deeper
-
-
-@pytest.mark.parametrize("committed", [[], [1], [1, 2]])
-def test_a_prompt_of_one_token_without_history_has_no_proposal(committed: list[int]) -> None:
-    drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
-    drafter.open(live, committed)
-    assert offers(drafter, live) == {}
 
 
 def test_a_batch_of_rows_equals_each_row_alone() -> None:
@@ -198,7 +166,6 @@ def test_a_batch_of_rows_equals_each_row_alone() -> None:
         drafter.open(row, [])
         commit(drafter, row, tokens)
     out = drafter.propose([Node(row, [], ()) for row in rows])
-    assert out.ids is not None
     for m, row in enumerate(rows):
         together = {t: q for t, q in zip(out.ids[m].tolist(), out.log_q[m].exp().tolist(), strict=True) if t >= 0}
         assert together == pytest.approx(offers(drafter, row))
@@ -216,9 +183,6 @@ def test_proposals_do_not_depend_on_when_earlier_tokens_were_matched() -> None:
         offers(drafters[0], live)
     for drafter in drafters:
         assert offers(drafter, live) == pytest.approx({3: 1 / 3.5, 4: 1 / 3.5})
-
-
-# -- what is kept ------------------------------------------------------------------------------------------------------
 
 
 def test_old_epochs_are_dropped_and_the_bound_holds() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_gpu import HostSuffix, bytes_of, device, fake_gpu
-from tiny import decoder_options
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
@@ -18,9 +19,11 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
 from tlt.types import Prompt, Request, SamplingParams
 
-SHAPE = {"vocab_size": 50, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "num_layers": 4}
+SHAPE = {"vocab_size": 50, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 4}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 STRATEGIES = {
     "plain": PLAIN,
     "suffix": Strategy("suffix", 4, 2, 8),
@@ -34,25 +37,16 @@ SAMPLINGS = (
 )
 
 
-def decoder(dtype: torch.dtype = torch.float32, **shape: int) -> Decoder:
-    o = decoder_options(**(SHAPE | shape), inv_freq=torch.ones((SHAPE | shape)["head_dim"] // 2))
-    made = Decoder(o, dtype, device())
-    D, E = o.hidden_size, o.head_dim
-    sizes = {"model.embed_tokens.weight": (o.vocab_size, D), "model.norm.weight": (D,)}
-    for i in range(o.num_layers):
-        layer = {
-            "input_layernorm": (D,),
-            "post_attention_layernorm": (D,),
-            "self_attn.q_proj": (o.num_heads * E, D),
-            "self_attn.k_proj": (o.num_kv_heads * E, D),
-            "self_attn.v_proj": (o.num_kv_heads * E, D),
-            "self_attn.o_proj": (D, o.num_heads * E),
-            "mlp.gate_proj": (o.intermediate_size, D),
-            "mlp.up_proj": (o.intermediate_size, D),
-            "mlp.down_proj": (D, o.intermediate_size),
-        }
-        sizes |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
-    made.load({name: torch.empty(size, dtype=dtype, device=device()) for name, size in sizes.items()}, version=0)
+def decoder(dtype: torch.dtype = torch.float32, **sizes: int) -> Decoder:
+    """Return a decoder of transformers' Llama, with tensors of the right shapes only."""
+    config = LlamaConfig(**(SHAPE | sizes), tie_word_embeddings=True)
+    with unset_fake_temporarily():
+        with torch.device("meta"):
+            shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+        options = decoder_options(config)
+    made = Decoder(replace(options, inv_freq=torch.ones(len(options.inv_freq))), dtype, device())
+    weights = {name: torch.empty(shape, dtype=dtype, device=device()) for name, shape in shapes.items()}
+    made.load({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}, version=0)
     return made
 
 
@@ -108,7 +102,7 @@ def test_a_hidden_copy_to_the_host_raises(monkeypatch: pytest.MonkeyPatch) -> No
             there + torch.ones(3)
 
 
-SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 LARGE = {"7B": (3584, 28, 28, 4, 18_944), "32B": (5120, 64, 40, 8, 27_648)}
 """the shapes of Qwen2.5, with tied heads"""
 
@@ -118,7 +112,7 @@ LARGE = {"7B": (3584, 28, 28, 4, 18_944), "32B": (5120, 64, 40, 8, 27_648)}
 def test_rounds_of_a_large_model(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     with fake_gpu(monkeypatch):
         shape = dict(zip(SIZES, LARGE[size], strict=True))
-        shape |= {"vocab_size": 152_064, "head_dim": 128, "max_positions": 32_768}
+        shape |= {"vocab_size": 152_064, "head_dim": 128, "max_position_embeddings": 32_768}
         target = decoder(torch.bfloat16, **shape)
         engine = engine_for(target, STRATEGIES["eagle chain"], "eagle1", kv_memory_mb=8192, max_rows=64)
         engine.start(requests(64, 40))
@@ -126,8 +120,8 @@ def test_rounds_of_a_large_model(monkeypatch: pytest.MonkeyPatch, size: str) -> 
             engine.round()
         assert engine.stats.drafter_failures == 0
         D, E, F = shape["hidden_size"], shape["head_dim"], shape["intermediate_size"]
-        heads = shape["num_heads"] + shape["num_kv_heads"]
+        heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
         layer = 2 * (D * heads * E) + 3 * D * F
-        weights = 2 * (shape["num_layers"] * layer + shape["vocab_size"] * D)
+        weights = 2 * (shape["num_hidden_layers"] * layer + shape["vocab_size"] * D)
         assert bytes_of(target) == pytest.approx(weights, rel=0.01)
         assert bytes_of(engine.cache) <= 8192 * 2**20

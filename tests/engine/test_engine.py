@@ -6,26 +6,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small import Replay, by_seed, decode, decoder_of
 from tiny import qwen3
-from torch import Tensor, nn
+from torch import nn
 
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Candidates, Node, NodeDrafter, Offer
+from tlt.draft.drafter import Candidates
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
-from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
-from tlt.models.families import decoder_options
 from tlt.types import Prompt, Request, Response, SamplingParams
 
-CPU = torch.device("cpu")
 VOCAB = 300  # 256 bytes and some merges of the tokenizer below
 TREE = Strategy("", depth=4, branching=2, verify_tokens=8)
 CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
@@ -44,10 +43,7 @@ def trained_model() -> nn.Module:
 
 @cache
 def target() -> Decoder:
-    model: Any = trained_model()
-    decoder = Decoder(decoder_options(model.config), torch.float64, CPU)
-    decoder.load(model.state_dict(), version=0)
-    return decoder
+    return decoder_of(trained_model())
 
 
 def engine(drafter: Any = None, shape: Strategy = PLAIN, detokenize: Any = None, **config: int) -> Engine:
@@ -69,31 +65,8 @@ def some_requests(count: int, **params: Any) -> list[Request]:
     ]
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> list[Response]:
-    """Return the responses in the order of their requests."""
-    by_request = {id(response.request): response for response in engine.generate(requests)}
-    assert len(by_request) == len(requests)
-    return [by_request[id(request)] for request in requests]
-
-
-def tokens(responses: Sequence[Response]) -> list[list[int]]:
+def tokens(responses: Sequence[Response]) -> list[Sequence[int]]:
     return [response.token_ids for response in responses]
-
-
-class Replay(NodeDrafter):
-    """Drafter that proposes the target's known responses, so that every draft token is accepted."""
-
-    name = "replay"
-
-    def __init__(self, known: Sequence[Response]) -> None:
-        self.known = {response.request.seed: response.token_ids for response in known}
-
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        next_ones = [self.known[n.request.seed][len(n.committed) + len(n.path) :][:1] or [-1] for n in nodes]
-        return Offer(torch.tensor(next_ones), torch.zeros(len(nodes), 1))
-
-
-# -- what is sampled ---------------------------------------------------------------------------------------------------
 
 
 def test_temperature_0_equals_greedy_generation_of_transformers() -> None:
@@ -103,14 +76,10 @@ def test_temperature_0_equals_greedy_generation_of_transformers() -> None:
     for drafter in (None, SuffixDrafter(10_000)):
         for response in decode(engine(drafter, TREE), requests):
             text = torch.tensor([response.request.prompt.token_ids])
-            want = model.generate(
-                text, attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=24, pad_token_id=0
-            )
+            how = {"attention_mask": torch.ones_like(text), "do_sample": False, "pad_token_id": 0}
+            want = model.generate(text, max_new_tokens=24, **how)
             assert response.token_ids == want[0, text.shape[1] :].tolist()
             assert response.logprobs == [0.0] * 24
-
-
-# -- where responses end -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
@@ -124,70 +93,28 @@ def test_max_new_tokens_is_exact(strategy: Strategy) -> None:
             assert response.finish_reason == "length"
 
 
-def first_time(token_ids: Sequence[int], at_least: int) -> int:
-    """Return an index at which the text has a token for the first time."""
-    return next(i for i in range(at_least, len(token_ids)) if token_ids[i] not in token_ids[:i])
-
-
 @pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_a_stop_token_ends_the_response_and_is_its_last(strategy: Strategy) -> None:
+    """The drafter continues after the stop token, and the target agrees with all its tokens. The stop token may be the
+    last token that there is room for."""
     (whole,) = decode(engine(), [request(max_new_tokens=20)])
     for at_least in range(8):
-        end = first_time(whole.token_ids, at_least)
+        end = next(i for i in range(at_least, 20) if whole.token_ids[i] not in whole.token_ids[:i])
         stops = (VOCAB - 1, whole.token_ids[end])
-        (stopped,) = decode(engine(Replay([whole]), strategy), [request(max_new_tokens=20, stop_token_ids=stops)])
-        assert stopped.token_ids == whole.token_ids[: end + 1]
-        assert len(stopped.logprobs) == end + 1
-        assert stopped.finish_reason == "stop"
-
-
-class Ideographs(Detokenizer):
-    """Detokenizer that returns one character for each token."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def __call__(self, token_ids: Sequence[int]) -> str:
-        return "".join(self.spell(token).decode() for token in token_ids)
-
-    def spell(self, token_id: int) -> bytes:
-        return chr(0x4E00 + token_id).encode()
-
-
-def test_tokens_accepted_after_a_stop_token_are_dropped() -> None:
-    """The drafter continues after the stop token, and the target agrees with all its tokens."""
-    (whole,) = decode(engine(), [request(max_new_tokens=20)])
-    end = first_time(whole.token_ids, 2)
-    stops = (Ideographs().spell(whole.token_ids[end]).decode(),)
-    speculative = engine(Replay([whole]), CHAIN, Ideographs())
-    (stopped,) = decode(speculative, [request(max_new_tokens=20, stop_strings=stops)])
-    assert stopped.token_ids == whole.token_ids[: end + 1]
-    assert stopped.finish_reason == "stop"
-    stats = speculative.stats
-    assert (stats.tokens, stats.row_passes, stats.drafted) == (end + 1, 1, 6)
-    assert stats.accepted == end + 1, "all of them were drafted: there was no bonus token"
-
-
-def test_a_stop_token_as_the_last_token_counts_as_a_stop() -> None:
-    (whole,) = decode(engine(), [request(max_new_tokens=20)])
-    end = first_time(whole.token_ids, 5)
-    stops = (whole.token_ids[end],)
-    (stopped,) = decode(engine(), [request(max_new_tokens=end + 1, stop_token_ids=stops)])
-    assert stopped.finish_reason == "stop"
-
-
-# -- stop strings ------------------------------------------------------------------------------------------------------
+        for most in (20, end + 1):
+            one = engine(Replay([whole]), strategy)
+            (stopped,) = decode(one, [request(max_new_tokens=most, stop_token_ids=stops)])
+            assert stopped.token_ids == whole.token_ids[: end + 1]
+            assert len(stopped.logprobs) == one.stats.tokens == end + 1
+            assert stopped.finish_reason == "stop"
 
 
 def test_the_text_begins_with_the_prefill_but_the_tokens_do_not() -> None:
     asked = request((3, 4, 5), max_new_tokens=4)
     with_prefill = replace(asked, prompt=replace(asked.prompt, prefill="<think>."))
-    (plain,), (told,) = (decode(engine(detokenize=Ideographs()), [one]) for one in (asked, with_prefill))
-    assert (told.token_ids, told.logprobs) == (plain.token_ids, plain.logprobs)
-    assert told.text == "<think>." + plain.text
-
-
-# -- batching, prefill and memory --------------------------------------------------------------------------------------
+    (plain,), (prefilled,) = (decode(engine(detokenize=str), [one]) for one in (asked, with_prefill))
+    assert (prefilled.token_ids, prefilled.logprobs) == (plain.token_ids, plain.logprobs)
+    assert prefilled.text == "<think>." + plain.text
 
 
 def test_requests_beyond_the_number_of_rows_get_their_usual_tokens() -> None:
@@ -216,40 +143,29 @@ def test_no_requests_give_no_responses() -> None:
 
 
 def test_a_group_is_prefilled_once() -> None:
-    """The prefill leaves out the last token of the prompt, which is the root of the first round."""
-    group = [request(tuple(range(20)), index=i) for i in range(5)]
+    """The prefill leaves out the last token of the prompt, which is the root of the first round. A sibling that comes
+    late copies the prompt of an active row."""
+    lengths = (30, 4, 9, 4, 6)
+    group = [request(tuple(range(20)), index=i, max_new_tokens=length) for i, length in enumerate(lengths)]
     other = [request(tuple(range(7)), index=i, prompt_id=1) for i in range(3)]
-    one = engine()
-    decode(one, group)
+    one, narrow = engine(), engine(max_rows=2)
+    want = tokens(decode(one, group))
     assert one.stats.prefill_tokens == 19
-    decode(one, [*group, *other])
-    assert one.stats.prefill_tokens == 19 + 6
-    decode(one, [group[0], other[0], group[1], other[1], group[2]])
-    assert one.stats.prefill_tokens == 19 + 6
-
-
-def test_a_later_sibling_copies_the_prompt_of_an_active_one() -> None:
-    group = [request(tuple(range(20)), index=i, max_new_tokens=length) for i, length in enumerate((30, 4, 9, 4, 6))]
-    wide, narrow = engine(), engine(max_rows=2)
-    assert tokens(decode(narrow, group)) == tokens(decode(wide, group))
+    for mixed in ([*group, *other], [group[0], other[0], group[1], other[1], group[2]]):
+        decode(one, mixed)
+        assert one.stats.prefill_tokens == 19 + 6
+    assert tokens(decode(narrow, group)) == want
     assert narrow.stats.prefill_tokens == 19
 
 
-class CountingDecoder(Decoder):
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, taps: Any = None) -> Tensor:
-        self.sizes = [*getattr(self, "sizes", []), tokens.numel()]
-        return super().forward(tokens, positions, attend, taps)
-
-
-def test_prefill_passes_stay_within_their_bound() -> None:
+@pytest.mark.parametrize("prefill_tokens", [1, 5, 40])
+def test_prefill_passes_stay_within_their_bound(prefill_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(tuple(range(3 * i + 2)), prompt_id=i) for i in range(6)]
     want = tokens(decode(engine(), requests))
-    for prefill_tokens in (1, 5, 40):
-        counting = CountingDecoder(target().options, torch.float64, CPU)
-        counting.load(trained_model().state_dict(), version=0)
-        bounded = Engine(counting, EngineConfig(prefill_tokens=prefill_tokens))
-        assert tokens(decode(bounded, requests)) == want
-        assert max(counting.sizes) <= max(prefill_tokens, len(requests))  # a decode pass has one token a row
+    forward, sizes = target().forward, list[int]()
+    monkeypatch.setattr(target(), "forward", lambda ids, *more: sizes.append(ids.numel()) or forward(ids, *more))
+    assert tokens(decode(engine(prefill_tokens=prefill_tokens), requests)) == want
+    assert max(sizes) <= max(prefill_tokens, len(requests))  # a decode pass has one token a row
 
 
 def test_an_engine_left_in_the_middle_of_a_rollout_starts_a_new_one() -> None:
@@ -262,7 +178,26 @@ def test_an_engine_left_in_the_middle_of_a_rollout_starts_a_new_one() -> None:
     assert sum(drafter.live.values()) == 0, "the drafter is told that nobody decodes any more"
 
 
-# -- counters ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_rollout_does_not_continue_after_a_failed_round(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call 1 is the first prefill, and call 2 another part of it. The rows are active then, and their places are
+    empty."""
+    requests = [request(range(i, i + 3 + 2 * i), i, prompt_id=i) for i in range(3)]
+    want = by_seed(engine().generate(requests))
+    one, forward, calls = engine(max_rows=4, prefill_tokens=4), target().forward, count(1)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise RuntimeError("out of memory, say")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target(), "forward", fails)
+    one.start(requests)
+    with pytest.raises(RuntimeError, match="memory"):
+        one.round()
+    with pytest.raises(AssertionError, match="call start"):
+        one.round()
+    assert by_seed(one.generate(requests)) == want
 
 
 def test_plain_decoding_counts_one_token_per_pass() -> None:
@@ -295,21 +230,15 @@ def test_counters_of_trees_add_up() -> None:
     assert stats.accept_length == stats.tokens / stats.row_passes > 1
 
 
-# -- a drafter that fails ----------------------------------------------------------------------------------------------
-
-
 class Failing(SuffixDrafter):
     """Drafter that raises at the nth call of one of its methods, or returns invalid candidates."""
 
     def __init__(self, method: str, call: int, result: Any = None) -> None:
         super().__init__(10_000)
-        sound = getattr(self, method)
-        calls = 0
+        sound, calls = getattr(self, method), count(1)
 
         def fails(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls < call:
+            if next(calls) < call:
                 return sound(*args)
             if result is None:
                 raise RuntimeError("the drafter broke")
@@ -333,32 +262,21 @@ def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: st
     assert broken.stats.accept_length == 1.0
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        Candidates(None, torch.zeros(8, 1, 3)),
-        Candidates(torch.tensor([[[VOCAB, -5, 10**12]]] * 8), torch.zeros(8, 1, 3)),
-        Candidates(torch.tensor([[[1, 1, 1]]] * 8), torch.full((8, 1, 3), math.nan)),
-        Candidates(None, torch.zeros(8, VOCAB)),
-        Candidates(None, torch.zeros(8, 3, VOCAB)),
-        Candidates(None, torch.zeros(8, 1, VOCAB), classes=torch.full((8, 1), 10**6)),
-        Candidates(None, torch.zeros(8, 1, VOCAB), classes=np.zeros((8, 3), dtype=np.int64)),
-        Candidates(None, torch.zeros(8, 1, VOCAB + 1)),
-        Candidates(None, torch.zeros(8, 1, 0)),
-    ],
-    ids=[
-        "too few",
-        "out of vocabulary",
-        "not a number",
-        "a dimension less",
-        "too wide",
-        "no such kind",
-        "wide kinds",
-        "too many",
-        "empty",
-    ],
-)
-def test_invalid_output_of_a_batched_drafter_changes_no_token(result: Any) -> None:
+INVALID = {
+    "too few": Candidates(None, torch.zeros(8, 1, 3)),
+    "out of vocabulary": Candidates(torch.tensor([[[VOCAB, -5, 10**12]]] * 8), torch.zeros(8, 1, 3)),
+    "not a number": Candidates(torch.tensor([[[1, 1, 1]]] * 8), torch.full((8, 1, 3), math.nan)),
+    "a dimension less": Candidates(None, torch.zeros(8, VOCAB)),
+    "too wide": Candidates(None, torch.zeros(8, 3, VOCAB)),
+    "no such kind": Candidates(None, torch.zeros(8, 1, VOCAB), classes=torch.full((8, 1), 10**6)),
+    "wide kinds": Candidates(None, torch.zeros(8, 1, VOCAB), classes=np.zeros((8, 3), dtype=np.int64)),
+    "too many": Candidates(None, torch.zeros(8, 1, VOCAB + 1)),
+    "empty": Candidates(None, torch.zeros(8, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("result", INVALID.values(), ids=INVALID)
+def test_invalid_output_of_a_batched_drafter_changes_no_token(result: Candidates) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
     assert tokens(decode(engine(Failing("predict", 2, result), TREE), requests)) == want

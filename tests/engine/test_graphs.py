@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_graph import fake_graphs
+from small import by_seed, decoder_of, finish
 from tiny import qwen3
 
 from tlt.attention.backend import TreeBatch
@@ -21,7 +22,6 @@ from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphedPasses
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
-from tlt.models.families import decoder_options
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -30,10 +30,7 @@ VOCAB = 60
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    model: Any = qwen3(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
-    made = Decoder(decoder_options(model.config), torch.float64, CPU)
-    made.load(model.state_dict(), version=0)
-    return made
+    return decoder_of(qwen3(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3))
 
 
 def requests(count: int) -> list[Request]:
@@ -41,6 +38,14 @@ def requests(count: int) -> list[Request]:
     params = [SamplingParams(max_new_tokens=3 + 9 * n, stop_token_ids=(7,)) for n in range(count)]
     prompts = [Prompt(n, "", tuple((5 * n + j * j) % VOCAB for j in range(3 + 30 * n))) for n in range(count)]
     return [Request(prompts[n], 0, 0, 1000 + n, params[n]) for n in range(count)]
+
+
+def started(target: Decoder, count: int) -> tuple[Engine, GraphedPasses]:
+    """Return an engine with requests, and its captured passes."""
+    engine = Engine(target, EngineConfig())
+    engine.start(requests(count))
+    graphs = engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    return engine, graphs
 
 
 def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[Request]) -> tuple[Any, set[Any]]:
@@ -56,7 +61,7 @@ def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[
         runner.graphs = GraphedPasses(engine.cache.store, CPU)
     tokens: dict[int, list[int]] = {}
     while engine.busy:
-        tokens |= {response.request.seed: response.token_ids for response in engine.round()}
+        tokens |= by_seed(engine.round())
         shapes |= set(runner.graphs.passes) if runner.graphs else set()
     return (tokens, [(item.start, item.tokens.tolist(), item.features) for item in harvested]), shapes
 
@@ -81,9 +86,7 @@ def test_padding_changes_no_token_and_no_feature(target: Decoder, strategy: Stra
 
 def test_a_pass_is_captured_again_if_the_cache_tensors_change(target: Decoder) -> None:
     """A captured pass has addresses. They are not valid after a resize."""
-    engine = Engine(target, EngineConfig())
-    engine.start(requests(3))
-    graphs = engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    engine, graphs = started(target, 3)
     engine.round()
     before = dict(graphs.passes)
     assert before
@@ -95,11 +98,8 @@ def test_a_pass_is_captured_again_if_the_cache_tensors_change(target: Decoder) -
 
 def test_the_memory_of_a_released_cache_is_free(target: Decoder) -> None:
     """The update that follows a rollout needs it."""
-    engine = Engine(target, EngineConfig())
-    engine.start(requests(2))
-    engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
-    while engine.busy:
-        engine.round()
+    engine, _ = started(target, 2)
+    finish(engine)
     memory = weakref.ref(engine.cache.store.memory[0])
     engine.release()
     assert memory() is None
@@ -107,12 +107,10 @@ def test_the_memory_of_a_released_cache_is_free(target: Decoder) -> None:
 
 def test_a_pass_that_does_not_fit_is_refused(target: Decoder) -> None:
     """Its nodes would be written into the next slot."""
-    engine = Engine(target, EngineConfig())
-    engine.start(requests(2))
+    engine, graphs = started(target, 2)
     engine.round()
     runner, store = engine.rollout.runner, engine.cache.store
     trees = TreeBatch(torch.ones(1, 2, dtype=torch.long), torch.arange(2)[None], None)
-    graphs = GraphedPasses(store, CPU)
     graphs(trees, [store.tokens - 2], runner._forward)
     with pytest.raises(AssertionError, match="resize"):
         graphs(trees, [store.tokens - 1], runner._forward)
@@ -139,11 +137,10 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
 
 def test_graphs_are_freed_when_their_rollout_ends(target: Decoder) -> None:
     """They are freed without the garbage collector, because a collection during a capture would make it fail."""
-    engine = Engine(target, EngineConfig())
-    engine.start(requests(3))
-    engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    engine, graphs = started(target, 3)
     engine.round()
-    made = [weakref.ref(one.replayed) for one in engine.rollout.runner.graphs.passes.values()]
+    made = [weakref.ref(one.replayed) for one in graphs.passes.values()]
+    del graphs
     assert made
     gc.collect()
     gc.disable()

@@ -9,7 +9,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from small import VOCAB, Reference, Target, check_tokens, learned, make_requests, reference
+import small
+from small import VOCAB, Reference, Target, by_seed, check_tokens, decode, finish, learned, make_requests, reference
 from twin import make_model
 
 from tlt.config import EngineConfig
@@ -81,30 +82,28 @@ def _spoiled(tokens: list[int], other: list[int], rng: random.Random) -> list[in
     )
 
 
-def run(engine: Engine, given: Sequence[Request]) -> list[Response]:
-    done = {response.request.seed: response for response in engine.generate(given)}
-    return [done[request.seed] for request in given]
-
-
-def test_all_look_ahead_tokens_of_the_same_target_are_accepted() -> None:
-    """Without an update in between, no token is wrong."""
-    looking = engine(filled())
-    check_tokens(run(looking, requests()), expected())
+@pytest.mark.parametrize("kv_tokens", [None, 200], ids=["roomy", "preempted"])
+def test_all_look_ahead_tokens_of_the_same_target_are_accepted(kv_tokens: int | None) -> None:
+    """Without an update in between, no token is wrong. A row that returns is drafted from its present place."""
+    looking = engine(filled(), kv_tokens=kv_tokens)
+    check_tokens(decode(looking, requests()), expected())
     stats = looking.stats
-    assert stats.seen_ahead == stats.drafted == stats.accepted
-    passes = sum(-(-len(known.token_ids) // 17) for known in expected())
-    assert stats.row_passes == passes, "16 tokens and the bonus token a pass"
+    assert stats.seen_ahead == stats.drafted == stats.accepted > 0
+    assert (stats.preemptions > 0) == (kv_tokens is not None)
     assert stats.tokens == sum(len(known.token_ids) for known in expected())
+    if kv_tokens is None:
+        passes = sum(-(-len(known.token_ids) // 17) for known in expected())
+        assert stats.row_passes == passes, "16 tokens and the bonus token a pass"
 
 
-def test_the_end_of_a_response_is_no_rejection_for_the_tuner() -> None:
-    looking, told = engine(filled()), list[tuple[int, int]]()
-    looking.tuner.record = lambda result: told.extend(  # type: ignore[method-assign]
-        zip(result.tokens, result.ahead, strict=True)
+def test_the_end_of_a_response_is_no_rejection_for_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking, counts = engine(filled()), list[tuple[int, int]]()
+    monkeypatch.setattr(
+        looking.tuner, "record", lambda result: counts.extend(zip(result.tokens, result.ahead, strict=True))
     )
-    run(looking, requests())
-    assert all(tokens == ahead + 1 for tokens, ahead in told)
-    assert sum(tokens for tokens, _ in told) > looking.stats.tokens, "some end by a token that was drafted"
+    decode(looking, requests())
+    assert all(tokens == ahead + 1 for tokens, ahead in counts)
+    assert sum(tokens for tokens, _ in counts) > looking.stats.tokens, "some end by a token that was drafted"
 
 
 @pytest.mark.parametrize("strategy", [AHEAD, CHAIN, CHAIN._replace(branching=2, verify_tokens=8)], ids=lambda s: s.name)
@@ -112,7 +111,7 @@ def test_the_end_of_a_response_is_no_rejection_for_the_tuner() -> None:
 def test_tokens_do_not_depend_on_the_store(strategy: Strategy, seed: int) -> None:
     rng = random.Random(seed)
     looking = engine(filled(rng), strategy, max_rows=rng.choice([1, 3, 64]), kv_tokens=rng.choice([None, 400]))
-    check_tokens(run(looking, requests()), expected())
+    check_tokens(decode(looking, requests()), expected())
     assert 0 < looking.stats.seen_ahead < looking.stats.tokens
 
 
@@ -120,7 +119,7 @@ def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
     store = filled()
     store.forget(request.seed for request in requests()[::2])
     looking = engine(store, CHAIN)
-    check_tokens(run(looking, requests()), expected())
+    check_tokens(decode(looking, requests()), expected())
     own = [len(known.token_ids) for known in expected()[1::2]]
     assert looking.stats.ahead_passes == sum(-(-length // 17) - (length % 17 == 1) for length in own)
     assert looking.stats.drafted > looking.stats.seen_ahead
@@ -140,25 +139,33 @@ def test_a_chain_ends_where_the_response_must(strategy: Strategy, monkeypatch: p
         return trees
 
     monkeypatch.setattr(looking, "draft", checked)
-    check_tokens(run(looking, requests()), expected())
+    check_tokens(decode(looking, requests()), expected())
     assert looking.stats.seen_ahead > 0
-
-
-def test_a_row_that_returns_is_drafted_from_its_present_place() -> None:
-    looking = engine(filled(), kv_tokens=200)
-    check_tokens(run(looking, requests()), expected())
-    assert looking.stats.preemptions > 0
-    assert looking.stats.seen_ahead == looking.stats.drafted > 0
 
 
 def test_a_short_noise_window_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "_WINDOW_BYTES", 10_000)
     looking = engine(filled())
     assert looking.rollout.noise.width < AHEAD.ahead
-    check_tokens(run(looking, requests()), expected())
+    check_tokens(decode(looking, requests()), expected())
 
 
-# -- decoding ahead ----------------------------------------------------------------------------------------------------
+def kept(store: AheadStore, request: Request) -> tuple[list[int], bool]:
+    """Return the tokens of a request in the store, and whether its response had ended."""
+    found = store.get(request)
+    return ([], False) if found is None else (found.tokens.tolist(), found.ended)
+
+
+def whole(place: int) -> tuple[list[int], bool]:
+    return list(expected()[place].token_ids), True
+
+
+def decode_ahead(engine: Engine) -> None:
+    """Decode all rows of coming steps to their end."""
+    while engine.looks_ahead:
+        assert not engine.busy
+        assert engine.round() == []
+        assert len({row.request.seed for row in engine.rows}) == len(engine.rows)
 
 
 def test_rows_of_coming_steps_end_only_in_the_store() -> None:
@@ -175,13 +182,10 @@ def test_rows_of_coming_steps_end_only_in_the_store() -> None:
         assert not (looking.waiting and any(live)), "nobody waits for them"
         assert was_busy or all(live)
     assert {response.request.seed for response in responses} == {request.seed for request in now}
-    for request, known in zip(coming, expected()[6:], strict=True):
-        found = store.get(request)
-        assert found is not None
-        assert (found.tokens.tolist(), found.ended) == (list(known.token_ids), True)
+    assert [kept(store, request) for request in coming] == [whole(place) for place in range(6, 12)]
     assert looking.stats.tokens == sum(len(r.token_ids) for r in responses)
     assert looking.stats.ahead_tokens == sum(len(known.token_ids) for known in expected()[6:])
-    check_tokens(run(engine(store), coming), expected()[6:])
+    check_tokens(decode(engine(store), coming), expected()[6:])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -222,9 +226,7 @@ def test_the_rest_of_an_old_response_is_kept_after_the_new_tokens() -> None:
     for _ in range(5):
         looking.round()
     looking.keep_ahead()
-    found = store.get(request)
-    assert found is not None
-    assert (found.tokens.tolist(), found.ended) == (list(known.token_ids), False)
+    assert kept(store, request) == (list(known.token_ids), False)
     looking.release()
     assert not looking.looks_ahead
 
@@ -238,23 +240,13 @@ def test_look_ahead_rows_are_preempted_by_submitted_requests() -> None:
     assert all(row.ahead for row in looking.rows)
     looking.submit(requests()[5:8])
     responses = looking.round()
-    assert not any(row.ahead for row in looking.rows)
-    assert len(looking.rows) == 3
-    for request, known in zip(requests()[:3], expected(), strict=False):
-        found = store.get(request)
-        assert found is not None
-        assert found.tokens.tolist() == list(known.token_ids[:2]), "what it had is kept"
-    while looking.busy or looking.looks_ahead:
-        responses += looking.round()
-    assert {response.request.seed for response in responses} == {request.seed for request in requests()[5:8]}
-    assert_decoded(store, range(5))
-
-
-def assert_decoded(store: AheadStore, places: Sequence[int]) -> None:
-    for place in places:
-        found = store.get(requests()[place])
-        assert found is not None
-        assert (found.tokens.tolist(), found.ended) == (list(expected()[place].token_ids), True)
+    assert [row.ahead for row in looking.rows] == [False] * 3
+    for place in range(3):
+        assert kept(store, requests()[place])[0] == whole(place)[0][:2], "what it had is kept"
+    responses += finish(looking)
+    assert by_seed(responses).keys() == {request.seed for request in requests()[5:8]}
+    decode_ahead(looking)
+    assert [kept(store, requests()[place]) for place in range(5)] == [whole(place) for place in range(5)]
 
 
 def test_repeated_look_ahead_requests_continue_and_others_leave() -> None:
@@ -263,19 +255,14 @@ def test_repeated_look_ahead_requests_continue_and_others_leave() -> None:
     looking.look_ahead(requests()[:4])
     for _ in range(3):
         looking.round()
-    kept = [row for row in looking.rows if row.request in requests()[1:4]]
-    dropped = requests()[0]
+    continued = [row.request.seed for row in looking.rows if row.request in requests()[1:4]]
     looking.look_ahead(requests()[1:6])
-    assert {row.request.seed for row in looking.rows} == {row.request.seed for row in kept}
-    found = store.get(dropped)
-    assert found is not None
-    assert found.tokens.tolist() == list(expected()[0].token_ids[:3])
-    while looking.looks_ahead:
-        looking.round()
-        assert len({row.request.seed for row in looking.rows}) == len(looking.rows)
-    assert_decoded(store, range(1, 6))
-    lengths = [len(known.token_ids) for known in expected()[1:6]]
-    assert looking.stats.ahead_tokens == sum(lengths) + len(found.tokens)
+    assert sorted(row.request.seed for row in looking.rows) == sorted(continued)
+    dropped, _ = kept(store, requests()[0])
+    assert dropped == whole(0)[0][:3]
+    decode_ahead(looking)
+    assert [kept(store, requests()[place]) for place in range(1, 6)] == [whole(place) for place in range(1, 6)]
+    assert looking.stats.ahead_tokens == sum(len(whole(place)[0]) for place in range(1, 6)) + len(dropped)
 
 
 class Brief(Fixed):
@@ -297,22 +284,20 @@ def test_urgent_look_ahead_requests_replace_less_urgent_ones() -> None:
     assert {row.request.seed for row in looking.rows} == {request.seed for request in given[:2]}, "the third leaves"
     looking.round()
     assert {row.request.seed for row in looking.rows} == {request.seed for request in (late, *given[:2])}
-    while looking.looks_ahead:
-        looking.round()
-    assert_decoded(store, places)
-    tokens = sum(len(expected()[i].token_ids) for i in places)
+    decode_ahead(looking)
+    assert [kept(store, requests()[place]) for place in places] == [whole(place) for place in places]
+    tokens = sum(len(whole(place)[0]) for place in places)
     assert looking.stats.ahead_tokens == tokens, "the third goes on from where it stood"
 
 
-def test_a_preempted_look_ahead_row_does_not_become_a_request_of_this_step() -> None:
+def test_look_ahead_rows_do_not_count_for_this_step_even_if_preempted() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN, kv_tokens=140)
     looking.look_ahead(requests())
-    while looking.looks_ahead:
-        assert not looking.busy
-        assert looking.round() == []
+    decode_ahead(looking)
     assert looking.stats.preemptions > 0
-    assert_decoded(store, range(len(requests())))
+    assert looking.stats.seconds["prefill"] == looking.stats.prefill_tokens == 0, "the cluster's forecast uses both"
+    assert [kept(store, request) for request in requests()] == [whole(place) for place in range(12)]
 
 
 def test_a_new_rollout_keeps_look_ahead_tokens_even_after_a_full_cache() -> None:
@@ -322,15 +307,12 @@ def test_a_new_rollout_keeps_look_ahead_tokens_even_after_a_full_cache() -> None
     while not looking.stats.preemptions:
         looking.round()
     out = [row for row in looking.rollout.scheduler.ahead if row.tokens]
+    active = [row for row in looking.rows if row.tokens]
     assert out
-    kept = [*out, *(row for row in looking.rows if row.tokens)]
-    assert len(kept) > len(out)
+    assert active
     looking.start(())
     assert not looking.looks_ahead
-    for row in kept:
-        found = store.get(row.request)
-        assert found is not None
-        assert found.tokens.tolist() == row.tokens
+    assert all(kept(store, row.request)[0] == row.tokens for row in (*out, *active))
 
 
 def test_a_request_is_not_lost_when_its_look_ahead_row_is_dropped() -> None:
@@ -341,17 +323,13 @@ def test_a_request_is_not_lost_when_its_look_ahead_row_is_dropped() -> None:
     looking.submit([request])
     responses = [response for _ in range(2) for response in looking.round()]
     looking.look_ahead(())
-    while looking.busy:
-        responses += looking.round()
-    check_tokens(responses, [known])
+    check_tokens([*responses, *finish(looking)], [known])
 
 
 class Free(Fixed):
     """Tuner on a device on which `most` rows take as long as one."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(AHEAD)
-        self.most = most
+    most = 1
 
     def free_rows(self, rows: int) -> int:
         return max(rows, self.most)
@@ -359,29 +337,18 @@ class Free(Fixed):
 
 @pytest.mark.parametrize("most", [1, 3, 64])
 def test_free_slots_are_filled_at_the_end_of_a_rollout(most: int) -> None:
-    store, now, coming = AheadStore(10**6), requests()[:3], requests()[3:]
-    looking = Engine(target().decoder, EngineConfig(max_rows=8), (), Free(most), store=store)
-    looking.start(now)
-    looking.look_ahead(coming)
-    responses: list[Response] = []
+    tuner = Free(AHEAD)
+    tuner.most = most
+    looking = Engine(target().decoder, EngineConfig(max_rows=8), (), tuner, store=AheadStore(10**6))
+    looking.start(requests()[:3])
+    looking.look_ahead(requests()[3:])
+    found: dict[int, list[int]] = {}
     while looking.busy:
-        responses += looking.round()
+        found |= by_seed(looking.round())
         own = sum(not row.ahead for row in looking.rows)
         assert not own or len(looking.rows) <= max(3, min(most, 8))
     assert looking.stats.ahead_tokens == 0 if most == 1 else looking.stats.ahead_tokens > 0
-    done = {response.request.seed: response for response in responses}
-    check_tokens([done[request.seed] for request in now], expected()[:3])
-
-
-def test_prefills_for_coming_steps_are_not_counted_for_this_step() -> None:
-    """The cluster's forecast divides the prefill time by the prefilled tokens."""
-    looking = engine(AheadStore(10**6), PLAIN)
-    looking.start(())
-    looking.look_ahead(requests()[6:])
-    while looking.looks_ahead:
-        looking.round()
-    assert looking.stats.seconds["prefill"] == 0.0
-    assert looking.stats.prefill_tokens == 0
+    assert found == {request.seed: whole(place)[0] for place, request in enumerate(requests()[:3])}
 
 
 def test_look_ahead_tokens_become_training_data_when_their_step_comes() -> None:
@@ -389,14 +356,11 @@ def test_look_ahead_tokens_become_training_data_when_their_step_comes() -> None:
     layout = eagle_options(model.decoder.options, "eagle3", 32).layout
     store = AheadStore(10_000)
     engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append, store=store)
-    params = SamplingParams(0.7, max_new_tokens=48)
-    coming = [Request(Prompt(n, "", (4, n % 5, 2)), 0, 0, n, params) for n in range(6)]
+    coming = [small.request((4, n % 5, 2), 10 * n, 48, temperature=0.7) for n in range(6)]
     engine.start(())
     engine.look_ahead(coming)
-    while engine.looks_ahead:
-        engine.round()
+    decode_ahead(engine)
     assert found == []
     engine.start(coming)
-    while engine.busy:
-        engine.round()
+    finish(engine)
     assert {item.prompt_id for item in found} == set(range(6))

@@ -30,7 +30,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def group(folder: Path, limit: str, use: int, statistics: str, version: int = 2) -> Path:
+def group(folder: Path, limit: str, use: int, statistics: str, version: int) -> Path:
     names = memory._GROUPS[version][:3]
     for name, text in zip(names, (limit, str(use), statistics), strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -38,20 +38,20 @@ def group(folder: Path, limit: str, use: int, statistics: str, version: int = 2)
     return folder
 
 
-def test_without_a_container_the_available_memory_counts(tmp_path: Path) -> None:
-    assert free_bytes(CPU, tmp_path) == 800 * MIB
-
-
-@pytest.mark.parametrize(("version", "name"), [(2, "inactive_file"), (1, "total_inactive_file")])
-def test_a_containers_limit_counts_and_its_file_cache_does_not(tmp_path: Path, version: int, name: str) -> None:
-    statistics = f"anon 5\n{name} {30 * MIB}\nslab 7"
-    folder = group(tmp_path, str(500 * MIB), 120 * MIB, statistics, version)
-    assert free_bytes(CPU, folder) == (500 - 120 + 30) * MIB
-
-
-@pytest.mark.parametrize("limit", ["max", str(2**62)])
-def test_a_container_without_a_limit_changes_nothing(tmp_path: Path, limit: str) -> None:
-    assert free_bytes(CPU, group(tmp_path, limit, 120 * MIB, "inactive_file 0")) == 800 * MIB
+@pytest.mark.parametrize(
+    ("version", "limit", "statistics", "free"),
+    [
+        (2, str(500 * MIB), f"anon 5\ninactive_file {30 * MIB}\nslab 7", 500 - 120 + 30),
+        (1, str(500 * MIB), f"anon 5\ntotal_inactive_file {30 * MIB}\nslab 7", 500 - 120 + 30),
+        (2, "max", "inactive_file 0", 800),
+        (2, str(2**62), "inactive_file 0", 800),
+    ],
+)
+def test_a_containers_limit_counts_and_its_file_cache_does_not(
+    tmp_path: Path, version: int, limit: str, statistics: str, free: int
+) -> None:
+    assert free_bytes(CPU, tmp_path) == 800 * MIB, "without a container"
+    assert free_bytes(CPU, group(tmp_path, limit, 120 * MIB, statistics, version)) == free * MIB
 
 
 def test_free_cuda_memory_includes_unused_memory_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

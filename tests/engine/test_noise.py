@@ -41,7 +41,7 @@ def truth(row: Row, position: int) -> Tensor:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_has_its_own_noise_after_any_arrivals_and_departures(data: st.DataObject) -> None:
     """Rows arrive, new or resumed, greedy or not, and leave. The noise of a round is there before the round is
     committed."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
-from small import Target, learned
+from small import Target, decoder_of, learned
+from tiny import qwen3
 
 from tlt.config import EngineConfig
+from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine import profile as module
@@ -67,3 +72,28 @@ def test_it_holds_for_rows_and_shapes_that_were_not_timed(max_rows: int) -> None
     assert set(found) == {rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256) if rows <= max_rows}
     for rows, by_arm in found.items():
         assert by_arm == {arm: pytest.approx(seconds_of(arm, rows)) for arm in ARMS}
+
+
+@pytest.mark.parametrize(
+    ("bound", "changes", "settings"),
+    [
+        *((bound, {}, {}) for bound in (1, 300, 320, 640, 5000)),
+        (1, {"max_position_embeddings": 20}, {"prefill_tokens": 1}),
+        (5000, {"max_position_embeddings": 3}, {}),
+        (5000, {"max_position_embeddings": 9}, {"max_rows": 1}),
+        (5000, {"max_position_embeddings": 161, "vocab_size": 5}, {"prefill_tokens": 1, "max_rows": 1}),
+        (5000, {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, {}),
+    ],
+)
+def test_the_profile_fits_into_a_small_cache_and_a_short_model(
+    bound: int, changes: dict[str, Any], settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows grow from round to round. A pass beyond the cache would be an IndexError of the ledger, and a position
+    beyond the model's limit an IndexError of the rotary table."""
+    monkeypatch.setattr(module, "Engine", partial(Engine, kv_tokens=bound))
+    target = decoder_of(qwen3(**{"vocab_size": 99} | changes))
+    layer = EagleLayer(eagle_options(target.options, "eagle1", 8))
+    drafters = [SuffixDrafter(target.options.vocab_size), EagleDrafter(layer, target)]
+    arms = [PLAIN, Strategy("suffix", 3, 1, 4), Strategy("eagle", 8, 2, 12)]
+    costs = profile(target, EngineConfig(**{"max_rows": 16} | settings), drafters, arms, layer.options.layout)
+    assert all(0 < seconds < math.inf for by_arm in costs.values() for seconds in by_arm.values())

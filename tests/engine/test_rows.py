@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import small
 import torch
-from hypothesis import given
-from small import Target, cache_for, reference
+from small import Target, by_seed, cache_for, finish, reference
 from torch import Tensor
 
 import tlt.engine.engine
@@ -25,55 +24,18 @@ from tlt.engine.placing import place_new_rows
 from tlt.engine.rows import RowTable
 from tlt.engine.tuner import Fixed
 from tlt.spot.buffer import Harvest
-from tlt.types import Prompt, Request, Row, SamplingParams
+from tlt.types import Request, Row
 
 TARGET = Target(seed=0)
+request = partial(small.request, temperature=0.7)
 
 
-def request(prompt: Sequence[int], seed: int, new_tokens: int = 8, **sampling: Any) -> Request:
-    params = SamplingParams(**({"temperature": 0.7} | sampling), max_new_tokens=new_tokens)
-    return Request(Prompt(seed // 10, "", tuple(prompt)), seed % 10, 0, seed, params)
+def right(asked: Request) -> list[int]:
+    return reference(TARGET, [asked])[0].token_ids
 
 
 def row(prompt: Sequence[int], seed: int, tokens: Sequence[int] = ()) -> Row:
     return Row(request(prompt, seed), list(tokens))
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-class Follower:
-    """Store that follows the row table and does nothing else."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int]] = []
-
-    def append(self, row: Row, kept: int) -> None:
-        self.rows.append((row.request.seed, kept))
-
-    def remove(self, place: int, last: int) -> None:
-        assert last == len(self.rows) - 1
-        self.rows[place] = self.rows[last]
-        self.rows.pop()
-
-
-@given(st.lists(st.integers(-1, 6), max_size=40))
-def test_every_store_follows_the_table(actions: list[int]) -> None:
-    """-1: a row is added. n: the row at place n leaves, if there is one."""
-    stores = [Follower(), Follower()]
-    table, alive = RowTable(stores), set()
-    for number, action in enumerate(actions):
-        if action < 0:
-            table.append(row((1,), number), kept=number)
-            alive.add(number)
-        elif action < len(table):
-            alive.remove(table.remove(action).request.seed)
-        order = [row.request.seed for row in table]
-        assert sorted(order) == sorted(alive)
-        assert all(store.rows == [(seed, seed) for seed in order] for store in stores)
-
-
-# -- what a free place still holds -------------------------------------------------------------------------------------
 
 
 def filled(slots: int, *prompts: Sequence[int]) -> tuple[KVCache, RowTable]:
@@ -125,43 +87,14 @@ def test_rows_find_their_prompt_in_free_slots_or_at_a_sibling() -> None:
 def test_siblings_of_rows_that_left_need_no_prefill(leaves: int) -> None:
     """Each row that ended leaves a free slot. An earlier row continues."""
     engine = small.build(TARGET)
-    group = [request((4, 0, 2, 2, 1), 10 + i, 3) for i in range(leaves)]
-    engine.start([request((1, 2, 3), 0, 30), *group])
+    engine.start([request((1, 2, 3), 0, 30), *(request((4, 0, 2, 2, 1), 10 + i, 3) for i in range(leaves))])
     for _ in range(4):
         engine.round()
     late, prefilled = [request((4, 0, 2, 2, 1), 15 + i, 9) for i in range(2)], engine.stats.prefill_tokens
     engine.submit(late)
-    found = {r.request.seed: r.token_ids for _ in range(9) for r in engine.round()}
+    found = by_seed(finish(engine))
     assert engine.stats.prefill_tokens == prefilled
-    for asked, want in zip(late, reference(TARGET, late), strict=True):
-        assert found[asked.seed] == want.token_ids
-
-
-def test_a_slot_holds_the_prompt_of_the_row_that_moved_there() -> None:
-    """The first of two rows ends. The other one continues in its place and ends there. Then a sibling of the first row
-    arrives."""
-    engine = small.build(TARGET)
-    first, mover = request((1, 2, 3), 0, 3), request((4, 0, 2, 2, 1), 10, 20)
-    engine.start([first, mover])
-    found = [r for _ in range(20) for r in engine.round()]
-    late = [request((1, 2, 3), 1, 20), request((4, 0, 2, 2, 1), 11, 20)]
-    for asked in late:
-        engine.submit([asked])
-        while engine.busy:
-            found += engine.round()
-    assert {r.request.seed: r.token_ids for r in found} == {
-        asked.seed: reference(TARGET, [asked])[0].token_ids for asked in (first, mover, *late)
-    }
-
-
-def test_a_new_rollout_uses_no_slot_of_the_previous_one() -> None:
-    engine = small.build(Target(seed=0))
-    first, second = request((1, 2, 3), 0, 3), request((1, 2, 3), 1, 3)
-    list(engine.generate([first]))
-    other = Target(seed=1)
-    engine.target.load(other.model.state_dict(), version=1)
-    (found,) = engine.generate([second])
-    assert found.token_ids == reference(other, [second])[0].token_ids
+    assert [found[asked.seed] for asked in late] == [right(asked) for asked in late]
 
 
 def test_a_target_that_changes_during_a_rollout_is_an_error() -> None:
@@ -174,15 +107,9 @@ def test_a_target_that_changes_during_a_rollout_is_an_error() -> None:
         engine.round()
 
 
-# -- the ledger --------------------------------------------------------------------------------------------------------
-
-
-class Replay(small.ContextDrafter):
-    pass
-
-
 def speculating() -> Engine:
-    return small.build(TARGET, Replay(TARGET, 0.7, 0.7), Strategy("", 3, 2, 8), max_rows=4, bound_tokens=130)
+    drafter = small.ContextDrafter(TARGET, 0.7, 0.7)
+    return small.build(TARGET, drafter, Strategy("", 3, 2, 8), max_rows=4, bound_tokens=130)
 
 
 def run(engine: Engine) -> None:
@@ -194,36 +121,32 @@ def test_the_ledger_is_on_in_tests_and_accepts_a_correct_cache() -> None:
     engine = speculating()
     assert engine.cache.ledger is not None
     run(engine)
-    assert engine.stats.preemptions > 0
+    assert engine.stats.preemptions > 0, "the ledger saw rows leave and return"
 
 
-@pytest.mark.parametrize("fault", ["moves", "copies", "a slot that lost its tokens", "walk", "weights"])
+def forgetful(self: KVCache, slots: int, tokens: int, resize: Any = KVCache._resize) -> None:
+    """Resize, but keep the list of prompts that slots hold, and forget what the ledger knows."""
+    held = list(self._held)
+    resize(self, slots, tokens)
+    self._held[: len(held)] = held[:slots]
+    self.ledger.booked.zero_()
+
+
+FAULTS = {
+    "moves": (KVCache, "move", lambda self, *moves: None),
+    "copies": (KVCache, "copy", lambda self, *slots: None),
+    "a slot that lost its tokens": (KVCache, "_resize", forgetful),
+    "walk": (tlt.engine.engine, "walk", lambda tree, sampled: [0, len(tree.tokens) - 1]),
+    "weights": (Engine, "round", lambda self, one=Engine.round: self.cache.check(7) or one(self)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_ledger_finds_wrong_content_of_a_slot(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     engine = speculating()
-    if fault == "moves":
-        monkeypatch.setattr(KVCache, "move", lambda self, *moves: None)
-    elif fault == "copies":
-        monkeypatch.setattr(KVCache, "copy", lambda self, *slots: None)
-    elif fault == "a slot that lost its tokens":
-        resize = KVCache._resize
-
-        def forgetful(self: KVCache, slots: int, tokens: int) -> None:
-            held = list(self._held)
-            resize(self, slots, tokens)
-            self._held[: len(held)] = held[:slots]
-            if self.ledger:
-                self.ledger.booked.zero_()
-
-        monkeypatch.setattr(KVCache, "_resize", forgetful)
-    elif fault == "walk":
-        monkeypatch.setattr(tlt.engine.engine, "walk", lambda tree, sampled: [0, len(tree.tokens) - 1])
-    else:
-        monkeypatch.setattr(Engine, "round", lambda self, one=Engine.round: self.cache.check(7) or one(self))
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError, match=r"slot \d+ has wrong keys and values"):
         run(engine)
-
-
-# -- what is not finite ------------------------------------------------------------------------------------------------
 
 
 class Poisoned(small.Decoder):
@@ -249,49 +172,51 @@ def poisoned(token: int) -> Poisoned:
     return made
 
 
+def some(prompt: Sequence[int], begin: int, new_tokens: int, bad: bool = False) -> Request:
+    """Return a request whose response has token 4 among its first two (`bad`) or not at all."""
+    asked = (request(prompt, n, new_tokens) for n in range(begin, begin + 1000))
+    return next(r for r in asked if bad == (4 in right(r)[: 2 if bad else None]))
+
+
 @pytest.mark.parametrize("where", ["prompt", "response"])
 @pytest.mark.parametrize("max_rows", [1, 2, 3])
 def test_a_row_that_is_not_finite_affects_no_other_row(max_rows: int, where: str) -> None:
     """Rows that use its slot before, during or after it get their own tokens."""
-    good = [r for n in range(40) if 4 not in reference(TARGET, [r := request((1, 2, 3), n, 6)])[0].token_ids]
-    bad = request((1, 4, 3), 400, 6)
-    if where == "response":
-        bad = next(r for n in range(400, 500) if 4 in reference(TARGET, [r := request((2, 2), n, 6)])[0].token_ids[:3])
-    asked = [good[0], bad, *good[1:5], dataclasses.replace(bad, seed=bad.seed + 1), *good[5:9]]
-    engine = Engine(poisoned(4), EngineConfig(max_rows=max_rows, prefill_tokens=8))
-    found = {r.request.seed: r for r in engine.generate(asked)}
-    for right in good[:9]:
-        assert found[right.seed].token_ids == reference(TARGET, [right])[0].token_ids
-    assert not all(torch.tensor(found[bad.seed].full_logprobs).isfinite())
+    good = [some((1, 2, 3), 1000 * n, 6) for n in range(9)]
+    bad = request((1, 4, 3), 9000, 6) if where == "prompt" else some((2, 2), 9000, 6, bad=True)
+    asked = [good[0], bad, *good[1:5], dataclasses.replace(bad, seed=bad.seed + 1), *good[5:]]
+    found = list(Engine(poisoned(4), EngineConfig(max_rows=max_rows, prefill_tokens=8)).generate(asked))
+    assert all(by_seed(found)[r.seed] == right(r) for r in good)
+    assert not all(math.isfinite(x) for r in found if r.request is bad for x in r.full_logprobs)
 
 
-@pytest.mark.parametrize("leaves", ["its slot for another", "its slot at its end"])
-def test_values_that_are_not_finite_do_not_reach_the_next_row(leaves: str) -> None:
+def test_an_abandoned_rollout_leaves_no_values_that_are_not_finite() -> None:
+    good = [some((2, 2), 0, 4), some((1, 2, 3) * 8, 1000, 4)]
+    engine = Engine(poisoned(4), EngineConfig(max_rows=2, prefill_tokens=4))
+    engine.start([request((4, 2, 1, 0, 2, 1, 0, 0, 1, 1), 9000 + n, 12) for n in range(2)])
+    engine.round()
+    engine.round()
+    assert by_seed(engine.generate(good)) == {r.seed: right(r) for r in good}
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["a row that leaves its slot for another", "a row that ends"])
+def test_values_that_are_not_finite_do_not_reach_the_next_row(moves: bool) -> None:
     """A longer row is in the same batch, so that the memory after the next row's own tokens is read too."""
-
-    def some(prompt: Sequence[int], begin: int, new_tokens: int, bad: bool = False) -> Request:
-        asked = (request(prompt, n, new_tokens) for n in range(begin, begin + 1000))
-        return next(r for r in asked if bad == (4 in reference(TARGET, [r])[0].token_ids[: 2 if bad else None]))
-
     short, long, late = some((1, 2, 3), 0, 3), some((1, 2), 1000, 25), some((3,), 3000, 6)
-    moves = leaves == "its slot for another"
     bad = some((2, 2, 1, 1), 2000, 20 if moves else 8, bad=True)
     engine = Engine(poisoned(4), EngineConfig(max_rows=3))
     engine.start([short, long, bad] if moves else [long, bad])
     found = [r for _ in range(4 if moves else 8) for r in engine.round()]
     assert [row.request for row in engine.rows] == ([bad, long] if moves else [long])
     engine.submit([late])
-    while engine.busy:
-        found += engine.round()
-    tokens = {r.request.seed: r.token_ids for r in found}
+    found += finish(engine)
     assert not all(math.isfinite(x) for r in found if r.request is bad for x in r.full_logprobs)
-    for right in (short, long, late) if moves else (long, late):
-        assert tokens[right.seed] == reference(TARGET, [right])[0].token_ids
+    assert all(by_seed(found)[r.seed] == right(r) for r in ((short, long, late) if moves else (long, late)))
 
 
 def test_values_that_are_not_finite_are_no_training_data() -> None:
     asked = [request((1, 2, 3), n, 30) for n in range(20)]
-    bad = {r.seed for r in asked if 4 in reference(TARGET, [r])[0].token_ids[:-1]}
+    bad = {r.seed for r in asked if 4 in right(r)[:-1]}
     assert 0 < len(bad) < len(asked)
     items: list[Harvest] = []
     layout = FeatureLayout((0,), 8)
@@ -316,10 +241,10 @@ class Sure(small.NodeDrafter):
 @pytest.mark.parametrize("strategy", [Strategy("sure", 3, 1, 4), Strategy("sure", 2, 2, 6)], ids=["chain", "tree"])
 def test_a_draft_with_values_that_are_not_finite_changes_no_token(strategy: Strategy) -> None:
     asked = (request((1, 2, 3) * (1 + 2 * (n % 2)), n, 9) for n in range(120))  # the shorter ones are read beyond
-    good = [r for r in asked if 4 not in reference(TARGET, [r])[0].token_ids][:6]
+    good = [r for r in asked if 4 not in right(r)][:6]
     engine = Engine(poisoned(4), EngineConfig(max_rows=3), [Sure()], Fixed(strategy))
     found = {r.request.seed: r for r in engine.generate(good)}
     assert engine.stats.drafted < engine.stats.row_passes / 4, "each such round is decided by its roots"
-    for right, want in zip(good, reference(TARGET, good), strict=True):
-        assert found[right.seed].token_ids == want.token_ids
-        assert found[right.seed].logprobs == pytest.approx(want.logprobs, abs=1e-9)
+    for one, want in zip(good, reference(TARGET, good), strict=True):
+        assert found[one.seed].token_ids == want.token_ids
+        assert found[one.seed].logprobs == pytest.approx(want.logprobs, abs=1e-9)

@@ -27,42 +27,25 @@ def round_of(strategy: Strategy, ahead: list[bool]) -> Round:
     return Round(strategy, rows, [0] * len(rows), torch.zeros(len(rows)), batch)
 
 
-def test_a_plain_round_is_its_own_estimate() -> None:
-    """Rounds of 2 rows take 2 s by the measurements. Other work makes the rounds of this rollout faster or slower."""
-    stats = RolloutStats()
-    for seconds in (1.4, 2.0, 7.3):
-        compare_with_plain(stats, plain_seconds, round_of(PLAIN, [False, False]), seconds, [1, 1], 10.0, ROOTS)
-    assert stats.against_plain["plain_seconds"] == stats.against_plain["seconds"] == pytest.approx(10.7)
-
-
-def test_rows_of_coming_steps_cost_time_in_a_plain_round() -> None:
-    """2 of 3 rows are of this rollout, so plain decoding would have taken two thirds of the time."""
-    stats = RolloutStats()
-    compare_with_plain(stats, plain_seconds, round_of(PLAIN, [False, True, False]), 6.0, [1, 1, 1], 10.0, ROOTS)
-    assert stats.against_plain == {"seconds": 6.0, "plain_seconds": pytest.approx(4.0)}
-
-
 SUFFIX = Strategy("suffix", 4, 1, 5)
+NOW, COMING = False, True  # whether a row is of a coming step
+CASES: dict[str, tuple[Strategy, list[bool], float, list[int], Any, float | None]] = {
+    # a round of 2 rows takes 2 s by the measurements; other work makes the rounds of this rollout faster or slower
+    "a plain round is its own estimate": (PLAIN, [NOW, NOW], 7.3, [1, 1], ROOTS, 7.3),
+    "plain decoding would have had 2 of these 3 rows": (PLAIN, [NOW, COMING, NOW], 6.0, [1, 1, 1], ROOTS, 4.0),
+    "5 tokens of 2 rows need 2.5 plain rounds of 2 s": (SUFFIX, [NOW, NOW], 4.0, [3, 2], DRAFTS, 5.0),
+    "a fast round without proposals gains nothing": (SUFFIX, [NOW, NOW], 1.5, [1, 1], ROOTS, 1.5),
+    "what a slow round takes beyond 2 s is the drafter's": (SUFFIX, [NOW, NOW], 4.0, [1, 1], ROOTS, 2.0),
+    "3 tokens of this rollout's only row need 3 rounds of 1 s": (SUFFIX, [COMING, NOW], 4.0, [9, 3], DRAFTS, 3.0),
+    "a round without a row of this rollout does not count": (SUFFIX, [COMING, COMING], 4.0, [9, 9], DRAFTS, None),
+}
 
 
-def test_a_round_with_drafts_is_compared_with_measured_plain_rounds() -> None:
-    """2 rows commit 3 and 2 tokens. Plain decoding would need 2.5 rounds of 2 s on average."""
+@pytest.mark.parametrize("case", CASES)
+def test_seconds_of_rounds_and_of_plain_decoding_for_the_same_tokens(case: str) -> None:
+    strategy, ahead, seconds, tokens, trees, plain = CASES[case]
     stats = RolloutStats()
-    compare_with_plain(stats, plain_seconds, round_of(SUFFIX, [False, False]), 4.0, [3, 2], 10.0, DRAFTS)
-    assert stats.against_plain == {"seconds": 4.0, "plain_seconds": pytest.approx(5.0)}
-
-
-@pytest.mark.parametrize(("seconds", "plain"), [(1.5, 1.5), (4.0, 2.0)])
-def test_a_round_without_proposals_gains_nothing(seconds: float, plain: float) -> None:
-    """A round of 2 rows takes 2 s by the measurements. The rest of 4 s is the drafter's."""
-    stats = RolloutStats()
-    compare_with_plain(stats, plain_seconds, round_of(SUFFIX, [False, False]), seconds, [1, 1], 10.0, ROOTS)
-    assert stats.against_plain == {"seconds": seconds, "plain_seconds": pytest.approx(plain)}
-
-
-def test_rows_of_coming_steps_do_not_count_in_a_round_with_drafts() -> None:
-    """The only row of this rollout commits 3 tokens, for which plain decoding needs 3 rounds of 1 s."""
-    stats = RolloutStats()
-    compare_with_plain(stats, plain_seconds, round_of(SUFFIX, [True, False]), 4.0, [9, 3], 10.0, DRAFTS)
-    compare_with_plain(stats, plain_seconds, round_of(SUFFIX, [True, True]), 4.0, [9, 9], 10.0, DRAFTS)
-    assert stats.against_plain == {"seconds": 4.0, "plain_seconds": pytest.approx(3.0)}
+    for _ in range(2):
+        compare_with_plain(stats, plain_seconds, round_of(strategy, ahead), seconds, tokens, 10.0, trees)
+    expected = {} if plain is None else {"seconds": 2 * seconds, "plain_seconds": pytest.approx(2 * plain)}
+    assert stats.against_plain == expected

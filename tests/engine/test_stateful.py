@@ -30,12 +30,10 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
-from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
-from tlt.models.families import decoder_options
 from tlt.types import Prompt, Request, Row, SamplingParams
+from tlt.verify.modes import InTurn
 
-CPU = torch.device("cpu")
 TARGETS = (Target(seed=0), Target(seed=1))
 PROMPTS = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4,)), Prompt(2, "", (2, 0, 1) * 7), Prompt(3, "", (1, 2, 3, 3)))
 SAMPLINGS = (
@@ -44,7 +42,8 @@ SAMPLINGS = (
     {"temperature": 0.9, "top_k": 3},
     {"temperature": 1.1, "top_p": 0.8, "stop_token_ids": (4,)},
 )
-LENGTHS = (1, 3, 12, 60)
+ASKED = st.tuples(st.sampled_from(PROMPTS), st.sampled_from(SAMPLINGS), st.sampled_from((1, 3, 12, 60)))
+SIZES = st.tuples(st.integers(1, 5), st.sampled_from([110, 150, 10_000]), st.integers(1, 40))
 ARMS = (PLAIN, *(Strategy(name, *shape) for name, shape in [("eagle", (3, 1, 4)), ("eagle", (3, 2, 8))]))
 EVENTS = itertools.count()
 _expected: dict[tuple[int, Request], small.Reference] = {}
@@ -57,15 +56,11 @@ def expected(weights: int, request: Request) -> small.Reference:
     return _expected[key]
 
 
-class InTurn(Fixed):
+class WhileUsable(InTurn):
     """Tuner that cycles through all strategies whose drafter still works."""
 
-    def __init__(self) -> None:
-        self.strategies = ARMS
-        self._turn = itertools.cycle(ARMS)
-
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
-        arm = next(self._turn)
+        arm = super().choose(rows, context, usable, offers)
         return arm if arm.drafter in usable else PLAIN
 
 
@@ -88,34 +83,19 @@ def drafter(decoder: Decoder, seed: int, kind: type[EagleDrafter] = EagleDrafter
 
 
 class Engines(RuleBasedStateMachine):
-    @initialize(
-        sizes=st.lists(
-            st.tuples(st.integers(1, 5), st.sampled_from([110, 150, 10_000]), st.integers(1, 40)),
-            min_size=1,
-            max_size=3,
-        )
-    )
+    @initialize(sizes=st.lists(SIZES, min_size=1, max_size=3))
     def start_engines(self, sizes: list[tuple[int, int, int]]) -> None:
         """Start engines. Each has max_rows, a bound of the cache, and prefill_tokens."""
         self.weights = self.versions = 0
         self.engines: list[Engine] = []
-        for max_rows, bound, prefill in sizes:
-            decoder = Decoder(decoder_options(TARGETS[0].model.config), torch.float64, CPU)
-            decoder.load(TARGETS[0].model.state_dict(), version=0)
-            learned, suffix = drafter(decoder, 0), SuffixDrafter(200)
-            config = EngineConfig(max_rows=max_rows, prefill_tokens=prefill)
-            self.engines.append(
-                Engine(
-                    decoder,
-                    config,
-                    [learned, suffix],
-                    InTurn(),
-                    layout=learned.options.layout,
-                    kv_tokens=bound,
-                )
-            )
         self.open: dict[int, Request] = {}
         self.indices = itertools.count()
+        for max_rows, bound, prefill in sizes:
+            decoder = small.decoder_of(TARGETS[0].model)
+            learned, suffix = drafter(decoder, 0), SuffixDrafter(200)
+            config, layout = EngineConfig(max_rows=max_rows, prefill_tokens=prefill), learned.options.layout
+            engine = Engine(decoder, config, [learned, suffix], WhileUsable(ARMS), layout=layout, kv_tokens=bound)
+            self.engines.append(engine)
 
     def engine(self, number: int) -> Engine:
         next(EVENTS)
@@ -131,14 +111,7 @@ class Engines(RuleBasedStateMachine):
             assert np.allclose(response.full_logprobs, want.full_logprobs, atol=1e-9)
             assert self.open.pop(request.seed) is request, "each request ends once"
 
-    @rule(
-        number=st.integers(0, 2),
-        asked=st.lists(
-            st.tuples(st.sampled_from(PROMPTS), st.sampled_from(SAMPLINGS), st.sampled_from(LENGTHS)),
-            min_size=1,
-            max_size=4,
-        ),
-    )
+    @rule(number=st.integers(0, 2), asked=st.lists(ASKED, min_size=1, max_size=4))
     def submit(self, number: int, asked: list[tuple[Prompt, dict[str, Any], int]]) -> None:
         requests = []
         for prompt, sampling, length in asked:
@@ -220,9 +193,7 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(
-    max_examples=int(os.environ.get("TLT_STATEFUL_EXAMPLES", "30")), stateful_step_count=30, deadline=None
-)
+TestEngines.settings = settings(max_examples=int(os.environ.get("TLT_STATEFUL_EXAMPLES", "30")), stateful_step_count=30)
 
 
 @pytest.fixture(autouse=True, scope="module")

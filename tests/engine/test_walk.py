@@ -38,7 +38,7 @@ def slow_walk(tree: DraftTree, sampled: Sequence[int], node: int = 0) -> list[in
 
 
 @given(tree=trees(), data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_walk_equals_its_recursive_twin(tree: DraftTree, data: st.DataObject) -> None:
     count = len(tree.tokens)
     sampled = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count))

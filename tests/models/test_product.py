@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
-from test_decoder import CPU, checkpoint
 from torch import Tensor
 
 from tlt.models import product
-from tlt.models.decoder import Decoder
-from tlt.models.families import decoder_options, read_config
 from tlt.models.product import Product
-from tlt.models.weights import read_safetensors
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 WAYS = ["plain", pytest.param("both", marks=has_onednn), pytest.param("packed", marks=has_onednn)]
@@ -111,24 +106,3 @@ def test_a_product_keeps_its_weight_when_the_caller_changes_it(monkeypatch: pyte
         weight.add_(1)
         for rows in (1, 3):
             check(torch.randn(rows, 40), made, before, None)
-
-
-@each_way
-def test_a_second_load_serves_the_newest_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
-    force(monkeypatch, way)
-    checkpoint(tmp_path, "llama biases")
-    state, options = read_safetensors(tmp_path), decoder_options(read_config(tmp_path))
-    newest = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in state.items()}
-    served, fresh = (Decoder(options, torch.float32, CPU) for _ in range(2))
-    served.load(state, 1)
-    tokens = torch.tensor([[5, 9, 1], [3, 3, 7]])
-
-    def logits(decoder: Decoder) -> Tensor:
-        positions = torch.arange(3).expand_as(tokens)
-        return decoder.logits(decoder.forward(tokens, positions, lambda layer, query, key, value: query.flatten(1)))
-
-    before = logits(served)
-    served.load(newest, 2)
-    fresh.load(newest, 1)
-    assert torch.equal(logits(served), logits(fresh))
-    assert not torch.allclose(logits(served), before, atol=0.01)

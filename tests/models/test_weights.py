@@ -5,82 +5,55 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from small import cache_for
-from test_decoder import RecordingDecoder
-from tiny import decoder_options
+from tiny import qwen3
 from torch import Tensor
 
-from tlt.draft.tree import DraftTree, stack
-from tlt.engine.noise import NoiseWindow
-from tlt.engine.runner import Runner
-from tlt.engine.sampling_table import sampling_tensors
-from tlt.models.families import ModelError
+from tlt.models import product
+from tlt.models.decoder import Decoder
+from tlt.models.families import ModelError, decoder_options
 from tlt.models.weights import read_safetensors, sha256
-from tlt.types import Prompt, Request, Row, SamplingParams
 
 CPU = torch.device("cpu")
-OPTIONS = decoder_options(
-    vocab_size=11,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    intermediate_size=6,
-    qk_norm=True,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    tied=False,
-    max_positions=16,
-    inv_freq=torch.tensor([1.0, 0.1]),
-)
+MODEL = qwen3(vocab_size=11, num_hidden_layers=1, attention_bias=True, max_position_embeddings=16)
+OPTIONS = decoder_options(MODEL.config)
 
 
 def policy_state() -> dict[str, Tensor]:
     """Return random tensors, all that the options above require."""
-    layer, generator = "model.layers.0.", torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (11, 8),
-        "lm_head.weight": (11, 8),
-        "model.norm.weight": (8,),
-        layer + "input_layernorm.weight": (8,),
-        layer + "post_attention_layernorm.weight": (8,),
-        layer + "self_attn.q_norm.weight": (4,),
-        layer + "self_attn.k_norm.weight": (4,),
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        for name, tensor in MODEL.state_dict().items()
     }
-    for name, rows, columns in (("q", 8, 8), ("k", 4, 8), ("v", 4, 8), ("o", 8, 8)):
-        shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, columns)
-        shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
-    for name, rows, columns in (("gate", 6, 8), ("up", 6, 8), ("down", 8, 6)):
-        shapes[f"{layer}mlp.{name}_proj.weight"] = (rows, columns)
-        shapes[f"{layer}mlp.{name}_proj.bias"] = (rows,)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def logits(decoder: RecordingDecoder) -> Tensor:
-    """Return the logits after the tokens 1, 2, 3."""
-    cache, noise = cache_for(decoder, 10_000), NoiseWindow(1, OPTIONS.vocab_size, 1, CPU)
-    cache.reserve(1, 8)
-    noise.append(Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams(max_new_tokens=10**6))), kept=0)
-    noise.prepare([0], 0)
-    runner = Runner(decoder, cache, window=None, prefill_tokens=8)
-    runner.prefill(0, [[1, 2, 3]])
-    runner.verify(
-        stack([DraftTree([3])], CPU), [2], noise, torch.tensor([0]), sampling_tensors([SamplingParams()], CPU)
-    )
-    return decoder.last
+def loaded(state: dict[str, Tensor], dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
+    decoder = Decoder(replace(OPTIONS, **changes), dtype, CPU)
+    decoder.load(state, version=1)
+    return decoder
 
 
-# -- the digest --------------------------------------------------------------------------------------------------------
+def logits(decoder: Decoder) -> Tensor:
+    """Return logits after the tokens 1, 2, 3, each of which attends to itself alone."""
+    return decoder.logits(decoder.forward(torch.tensor([[1, 2, 3]]), torch.arange(3)[None], itself))
+
+
+def itself(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    share = OPTIONS.num_heads // OPTIONS.num_kv_heads
+    return (query * (key + value).repeat_interleave(share, dim=1)).flatten(1)
 
 
 def test_the_digest_does_not_depend_on_the_order_of_the_dict_or_on_strides() -> None:
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
     assert sha256(state) == sha256(dict(reversed(state.items())))
     assert sha256(state) == sha256({"a": torch.arange(6.0).view(2, 3).T.contiguous().T, "b": torch.ones(2)})
+    square = torch.arange(9.0).view(3, 3)
+    assert sha256({"a": square, "b": square.T}) == sha256({"a": square, "b": square.T.clone()})
 
 
 @pytest.mark.parametrize(
@@ -108,12 +81,6 @@ def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:
     assert sha256({"embed": table, "head": table.clone()}) != sha256(tied)
 
 
-def test_the_digest_of_a_square_matrix_differs_from_that_of_its_transpose() -> None:
-    square = torch.arange(9.0).view(3, 3)
-    shared, apart = {"a": square, "b": square.T}, {"a": square, "b": square.T.clone()}
-    assert sha256(shared) == sha256(apart)
-
-
 def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of_names() -> None:
     spelled = (
         b"n torch.int64 []" + bytes([3, 0, 0, 0, 0, 0, 0, 0]) + b"w torch.bfloat16 [2]" + bytes.fromhex("803f00c0")
@@ -122,58 +89,57 @@ def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of
     assert sha256(state) == hashlib.sha256(spelled).hexdigest()
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
+has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
 
-def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load() -> None:
-    state = policy_state()
-    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
-    decoder.load(state, version=1)
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=has_onednn)])
+def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load(
+    monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setattr(product, "packed_from", lambda *key: 1 if packed else product.NEVER)
+    state = {name: tensor.float() for name, tensor in policy_state().items()}
+    decoder = loaded(state, torch.float32)
     before = logits(decoder)
     for tensor in state.values():
         tensor.add_(0.5)
-    torch.testing.assert_close(logits(decoder), before, rtol=0, atol=0)
+    assert torch.equal(logits(decoder), before)
     decoder.load(state, version=2)
     assert decoder.version == 2
+    assert torch.equal(logits(decoder), logits(loaded(state, torch.float32)))
     assert float((logits(decoder) - before).abs().max()) > 0.01
 
 
 def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
     state = policy_state()
-    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
-    decoder.load(state, version=1)
+    decoder = loaded(state)
     before = logits(decoder)
     broken = {name: tensor + 1 for name, tensor in state.items() if name != "model.norm.weight"}
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
         decoder.load(broken, version=2)
     assert decoder.version == 1
-    torch.testing.assert_close(logits(decoder), before, rtol=0, atol=0)
+    assert torch.equal(logits(decoder), before)
 
 
 def test_an_unknown_weight_is_refused_by_name() -> None:
     """Old Llama checkpoints have buffers of the rotary embedding, which are no weights."""
-    state, decoder = policy_state(), RecordingDecoder(OPTIONS, torch.float64, CPU)
-    decoder.load(state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}, version=1)
+    decoder = loaded(policy_state() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)})
     with pytest.raises(ModelError, match=r"model\.layers\.0\.extra\.weight, which the rollout decoder does not know"):
-        decoder.load(state | {"model.layers.0.extra.weight": torch.ones(1)}, version=2)
+        decoder.load(policy_state() | {"model.layers.0.extra.weight": torch.ones(1)}, version=2)
     assert decoder.version == 1
 
 
-def test_the_decoder_keeps_its_own_dtype() -> None:
-    state = policy_state()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        decoder = RecordingDecoder(OPTIONS, dtype, CPU)
-        decoder.load({name: tensor.float() for name, tensor in state.items()}, version=0)
-        assert logits(decoder).dtype == dtype
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_decoder_keeps_its_own_dtype(dtype: torch.dtype) -> None:
+    state = {name: tensor.float() for name, tensor in policy_state().items()}
+    assert logits(loaded(state, dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_in_the_weights_is_used_even_if_the_config_ties_it(tied: bool) -> None:
     """transformers unties such a model too, and only logs a warning."""
     state = policy_state()
-    decoder = RecordingDecoder(replace(OPTIONS, tied=tied), torch.float64, CPU)
-    decoder.load(state, version=0)
-    torch.testing.assert_close(decoder.head, state["lm_head.weight"], rtol=0, atol=0)
+    decoder = loaded(state, tied=tied)
+    assert torch.equal(decoder.head, state["lm_head.weight"])
     assert float((logits(decoder) - logits(loaded(state | {"lm_head.weight": embedding(state)}))).abs().max()) > 0.1
 
 
@@ -182,11 +148,9 @@ def test_a_tied_head_is_the_embedding_and_takes_no_memory(stored: str) -> None:
     state = policy_state()
     del state["lm_head.weight"]
     heads = {"the same memory": embedding(state), "a copy": embedding(state).clone()}
-    decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
-    decoder.load(state | ({"lm_head.weight": heads[stored]} if stored != "no head" else {}), version=0)
+    decoder = loaded(state | ({"lm_head.weight": heads[stored]} if stored != "no head" else {}), tied=True)
     assert decoder.head is decoder.embedding
-    expected = logits(loaded(state | {"lm_head.weight": embedding(state)}))
-    torch.testing.assert_close(logits(decoder), expected, rtol=0, atol=0)
+    assert torch.equal(logits(decoder), logits(loaded(state | {"lm_head.weight": embedding(state)})))
 
 
 class Gathers(dict[str, Tensor]):
@@ -200,11 +164,10 @@ class Gathers(dict[str, Tensor]):
 @pytest.mark.parametrize("repeat", range(4))
 def test_weights_assembled_while_they_are_read_keep_their_head(repeat: int) -> None:
     state = policy_state()
-    decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
-    decoder.load(Gathers(state), version=0)
-    torch.testing.assert_close(decoder.head, state["lm_head.weight"], rtol=0, atol=0)
+    decoder = loaded(Gathers(state), tied=True)
+    assert torch.equal(decoder.head, state["lm_head.weight"])
     gathers = Gathers(state | {"lm_head.weight": embedding(state)})
-    decoder.load(gathers, version=0)
+    decoder.load(gathers, version=2)
     assert decoder.head is decoder.embedding
     assert gathers.read.count("lm_head.weight") == 2, "whoever else gathers it reads it as often"
 
@@ -215,15 +178,8 @@ def test_the_digest_of_weights_assembled_while_they_are_read_covers_all() -> Non
 
 
 def test_a_tied_head_of_another_shape_is_refused() -> None:
-    decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
-    with pytest.raises(ModelError, match=r"lm_head\.weight.*\[7, 8\].*\[11, 8\]"):
-        decoder.load(policy_state() | {"lm_head.weight": torch.ones(7, 8)}, version=0)
-
-
-def loaded(state: dict[str, Tensor]) -> RecordingDecoder:
-    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
-    decoder.load(state, version=0)
-    return decoder
+    with pytest.raises(ModelError, match=r"lm_head\.weight.*\[7, 32\].*\[11, 32\]"):
+        loaded(policy_state() | {"lm_head.weight": torch.ones(7, 32)}, tied=True)
 
 
 def embedding(state: dict[str, Tensor]) -> Tensor:

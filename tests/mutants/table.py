@@ -107,7 +107,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.drafters", "engine/test_drafters.py"): [
         ("_copied", "unwrap", 3, "A drafter gets copies of the engine's lists."),
     ],
-    ("engine.drafters", "engine/test_corners.py"): [
+    ("engine.drafters", "engine/test_engine.py"): [
         ("Drafters.guard", "drop", 6, "A drafter that failed is not asked again."),
     ],
     ("engine.asynchronous", "engine/test_asynchronous.py"): [

@@ -34,6 +34,7 @@ from tlt.verify import verify as runs
 from tlt.verify.look_ahead import OlderTarget
 from tlt.verify.verify import verify
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
 MODES = {
     *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree"),
@@ -61,13 +62,27 @@ def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1
     return agree, result
 
 
+Verified = Callable[..., tuple[bool, dict[str, Any]]]
+
+
+@pytest.fixture
+def verified(home: Path, tmp_path: Path) -> Verified:
+    """Return `check` for the smallest recipe with changed sections."""
+
+    def run(dtype: str = "float64", steps: int = 1, **sections: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        return check(small(home, **sections), tmp_path, dtype, steps)
+
+    return run
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.rstrip().split("\n")
+
+
 @pytest.fixture(autouse=True)
 def without_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn off the ledger. Users do not have it, and it would find most planted bugs before the verdict does."""
     monkeypatch.delenv("TLT_AUDIT")
-
-
-# -- it holds ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -85,32 +100,18 @@ def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
     assert len({r["policy_sha256"] for r in verdict["runs"]}) == 1
     assert {r["tokens_different"] for r in verdict["runs"]} == {0}
     assert verdict["forks"] == []
-
-
-def test_all_tokens_of_the_oracle_are_accepted_also_after_preemption(verdict: dict[str, Any]) -> None:
-    samplings = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict["oracle"]}
-    assert samplings == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
-    assert all(o["accepted"] == o["drafted"] > 0 for o in verdict["oracle"])
-    assert any(o["preemptions"] > 0 for o in verdict["oracle"])
-
-
-def test_all_look_ahead_tokens_of_the_target_itself_are_accepted(verdict: dict[str, Any]) -> None:
-    assert [sampling_of(check) for check in verdict["look_ahead"]] == [
-        sampling_of(check) for check in verdict["oracle"]
-    ]
-    for check in verdict["look_ahead"]:
-        assert check["accepted"] == check["drafted"] > 0
-        assert check["passes"] == check["fewest_passes"] == 3 * 4  # 17, 17 and 14 tokens of each of four rows
-    assert any(check["preemptions"] > 0 for check in verdict["look_ahead"])
-
-
-def sampling_of(check: dict[str, Any]) -> tuple[Any, ...]:
-    return check["temperature"], check["top_k"], check["top_p"]
-
-
-def test_look_ahead_tokens_are_accepted_only_in_modes_with_look_ahead(verdict: dict[str, Any]) -> None:
     looking = {"look-ahead, spoiled", "look-ahead", "several workers"}
     assert {r["mode"] for r in verdict["runs"] if r["seen_ahead"]} == looking
+
+
+@pytest.mark.parametrize("part", ["oracle", "look_ahead"])
+def test_all_draft_tokens_of_the_target_itself_are_accepted(verdict: dict[str, Any], part: str) -> None:
+    samplings = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict[part]}
+    assert samplings == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
+    assert all(o["accepted"] == o["drafted"] > 0 for o in verdict[part])
+    assert any(o["preemptions"] > 0 for o in verdict[part])
+    if part == "look_ahead":  # 17, 17 and 14 tokens of each of four rows
+        assert all(o["passes"] == o["fewest_passes"] == 3 * 4 for o in verdict[part])
 
 
 def test_verify_and_train_end_with_the_same_policy(home: Path, verdict: dict[str, Any]) -> None:
@@ -129,21 +130,15 @@ def test_verification_passes_for_episodes_whose_replies_differ_each_time(home: P
 
 
 @pytest.mark.slow
-def test_verification_passes_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
-    config = small(
-        home,
-        rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4},
-        reward={"name": "tiny_rewards:every_third"},
-    )
-    agree, result = check(config, tmp_path, steps=3)
+def test_verification_passes_with_dynamic_sampling(verified: Verified) -> None:
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4}
+    agree, result = verified(steps=3, rollout=rollout, reward={"name": "tiny_rewards:every_third"})
     assert agree
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
 
 
-def test_with_importance_weights_rewards_are_compared_and_this_is_printed(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    agree, result = check(small(home, train={"importance_cap": 2.0}), tmp_path)
+def test_with_importance_weights_rewards_are_compared_and_this_is_printed(verified: Verified, capsys: Capture) -> None:
+    agree, result = verified(train={"importance_cap": 2.0})
     assert agree
     assert result["compared"] == "tokens and rewards"
     assert all(r["steps_equal"] for r in result["runs"])
@@ -152,29 +147,23 @@ def test_with_importance_weights_rewards_are_compared_and_this_is_printed(
     assert "runs that differ in no token end with the same rewards: yes" in said
 
 
-def test_with_importance_weights_a_different_reward_is_found(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_importance_weights_a_different_reward_is_found(verified: Verified, monkeypatch: Patch) -> None:
     calls = itertools.count()
 
     class AlwaysAnother:
-        def submit(self, response: Response) -> None: ...
+        submit = close = lambda self, *_: None
 
         def __call__(self, responses: Sequence[Response]) -> None:
             for response in responses:
                 response.reward = float(next(calls))
 
-        def close(self) -> None: ...
-
     monkeypatch.setattr("tlt.run.parts.make_reward", lambda *_: AlwaysAnother())
-    agree, _ = check(small(home, train={"importance_cap": 2.0}), tmp_path)
+    agree, _ = verified(train={"importance_cap": 2.0})
     assert not agree
 
 
-def test_float32_passes_and_the_last_line_is_the_verdict(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    agree, result = check(small(home), tmp_path, "float32")
+def test_float32_passes_and_the_last_line_is_the_verdict(verified: Verified, capsys: Capture) -> None:
+    agree, result = verified("float32")
     assert agree
     assert result["dtype"] == "float32"
     assert {r["mode"] for r in result["runs"]} == MODES
@@ -199,25 +188,8 @@ def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
     assert torch.allclose(oracle.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
 
 
-# -- look-ahead --------------------------------------------------------------------------------------------------------
-
-
-class Weights:
-    """Stand-in for a policy, which only has weights."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self.state_dict = lambda: state
-
-    def update(self, batch: Any, step: int) -> dict[str, float]:
-        raise AssertionError("nothing is trained here")
-
-
-def decoded_by(config: Config, state: dict[str, Tensor], requests: Sequence[Request]) -> list[list[int]]:
-    """Decode the requests one after the other. Return their tokens."""
-    target = make_target(config.model)
-    target.load(state, 0)
-    engine_ = engine.Engine(target, config.engine)
-    return [list(response.token_ids) for request in requests for response in engine_.generate([request])]
+def policy(state: dict[str, Tensor]) -> Any:
+    return SimpleNamespace(state_dict=lambda: state)
 
 
 def test_an_older_target_is_that_of_the_previous_step(home: Path) -> None:
@@ -232,22 +204,22 @@ def test_an_older_target_is_that_of_the_previous_step(home: Path) -> None:
     target.cuda_graphs = True
     older = OlderTarget(target, config.engine, lambda tokens: "")
     assert older.target.cuda_graphs, "as the recipe has it"
-    now = decoded_by(config, first, requests)
-    older.sync(Weights(first), 0)
+    another = make_target(config.model)
+    another.load(first, 0)
+    one_by_one = engine.Engine(another, config.engine)
+    now = [list(r.token_ids) for request in requests for r in one_by_one.generate([request])]
+    older.sync(policy(first), 0)
     found = older.tokens_of(requests)
     tokens = [ahead.tokens.tolist() for ahead in found]
     assert [ahead.seed for ahead in found] == [request.seed for request in requests]
     assert all(ahead.ended for ahead in found)
     assert tokens != now, "they part"
     assert sum(a[0] == b[0] for a, b in zip(tokens, now, strict=True)) >= 6, "but not at once"
-    older.sync(Weights(second), 1)
-    older.sync(Weights(first), 0)
+    older.sync(policy(second), 1)
+    older.sync(policy(first), 0)
     assert all(a is b for a, b in zip(older.tokens_of(requests), found, strict=True)), "decoded once for all modes"
-    older.sync(Weights(second), 1)
+    older.sync(policy(second), 1)
     assert [ahead.tokens.tolist() for ahead in older.tokens_of(requests)] == now
-
-
-# -- planted bugs ------------------------------------------------------------------------------------------------------
 
 
 def takes_the_first_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
@@ -266,103 +238,83 @@ def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> Top
     return TopK(scores, picks)
 
 
+def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    """Planted bug: look-ahead without verification."""
+    return list(range(len(tree.tokens))) if tree.ahead else walk(tree, sampled)
+
+
 @pytest.mark.parametrize(
-    ("bug", "dtype"),
+    ("bug", "dtype", "mode"),
     [
-        ((engine, "walk", takes_the_first_child), "float64"),
-        ((runner, "gumbel_topk", rank_that_sees_the_tree), "float32"),
+        ((engine, "walk", takes_the_first_child), "float64", ""),
+        ((engine, "walk", commits_what_it_saw), "float64", "look-ahead, spoiled"),
+        ((runner, "gumbel_topk", rank_that_sees_the_tree), "float32", ""),
     ],
-    ids=["a walk that takes what was not sampled", "a sample that depends on the batch"],
+    ids=["a walk that takes what was not sampled", "no verification", "a sample that depends on the batch"],
 )
 def test_a_planted_bug_is_found(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: tuple[Any, str, Any], dtype: str
+    verified: Verified, monkeypatch: Patch, bug: tuple[Any, str, Any], dtype: str, mode: str
 ) -> None:
     monkeypatch.setattr(*bug)
-    agree, result = check(small(home), tmp_path, dtype)
+    agree, result = verified(dtype)
     assert not agree
-    assert sum(r["tokens_different"] for r in result["runs"]) > 0
-    assert result["runs"][-1]["tokens_different"] == 0  # plain is the measure
+    apart = {r["mode"] for r in result["runs"] if r["tokens_different"]}
+    assert apart >= ({mode} if mode else set())
+    assert "plain" not in apart, "it is what the others are compared with"
     for fork in result["forks"]:
         assert set(fork) == {"mode", "step", "prompt", "index", "position", "gap"}
-        assert fork["mode"] in {r["mode"] for r in result["runs"]} - {"plain"}
+        assert fork["mode"] in apart
     assert any(fork["gap"] > EXPLAINED for fork in result["forks"])
 
 
 def test_a_bug_that_changes_tokens_but_no_reward_is_found(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verified: Verified, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """Equal rewards do not change the policy, so its sha256 does not depend on the tokens."""
     monkeypatch.setattr(engine, "walk", takes_a_second_child)
-    agree, result = check(small(home, reward={"name": "exact"}), tmp_path)
+    agree, result = verified(reward={"name": "exact"})
     assert sum(r["tokens_different"] for r in result["runs"]) > 0
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
     assert not agree
     apart = [r["mode"] for r in result["runs"] if r["tokens_different"]]
-    assert printed(capsys)[-1].startswith(
-        f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});"
-    )
+    verdict = f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});"
+    assert printed(capsys)[-1].startswith(verdict)
 
 
-def test_a_bug_that_only_costs_speed_is_found_by_the_oracle(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SLOWER: dict[str, tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = {
+    "oracle": (DraftNoise, "__call__", lambda noise: lambda *args: noise(*args) * 0.0),
+    "look_ahead": (LookAhead, "propose", lambda chains: lambda *args: [chain[1:] for chain in chains(*args)]),
+}
+
+
+@pytest.mark.parametrize("part", SLOWER)
+def test_a_bug_that_only_costs_speed_is_found(
+    verified: Verified, monkeypatch: Patch, capsys: Capture, part: str
 ) -> None:
-    without: Callable[..., Tensor] = DraftNoise.__call__
-
-    def silence(*args: Any) -> Tensor:
-        return without(*args) * 0.0
-
-    monkeypatch.setattr(DraftNoise, "__call__", silence)
-    agree, result = check(small(home), tmp_path)
-    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
-    assert any(o["accepted"] < o["drafted"] for o in result["oracle"])
-    assert not agree
-
-
-def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
-    return list(range(len(tree.tokens))) if tree.ahead else walk(tree, sampled)
-
-
-def test_look_ahead_without_verification_is_found(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "walk", commits_what_it_saw)
-    agree, result = check(small(home), tmp_path)
-    assert not agree
-    assert "look-ahead, spoiled" in {r["mode"] for r in result["runs"] if r["tokens_different"]}
-    assert result["runs"][-1]["tokens_different"] == 0
-
-
-def test_look_ahead_that_only_costs_speed_is_found(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each of its chains begins one token late. No token changes, and no token of a chain is accepted."""
-    propose: Callable[..., list[list[int]]] = LookAhead.propose
-    monkeypatch.setattr(LookAhead, "propose", lambda self, counts: [chain[1:] for chain in propose(self, counts)])
-    agree, result = check(small(home), tmp_path)
+    """Drafts have no noise, or look-ahead drafts begin one token late. No token changes."""
+    owner, name, spoil = SLOWER[part]
+    monkeypatch.setattr(owner, name, spoil(getattr(owner, name)))
+    agree, result = verified()
     assert {r["tokens_different"] for r in result["runs"]} == {0}
-    assert any(c["accepted"] < c["drafted"] for c in result["look_ahead"])
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+    assert any(o["accepted"] < o["drafted"] for o in result[part])
     assert not agree
-    assert printed(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; 1 of ")
+    assert printed(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; ")
 
-
-# -- what it says ------------------------------------------------------------------------------------------------------
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.rstrip().split("\n")
-
-
-# -- forks -------------------------------------------------------------------------------------------------------------
 
 V, SEED = 8, 2**63 + 5
 REFERENCE: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
-def request_of(**sampling: Any) -> Request:
-    return Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**sampling))
-
-
 def noise_at(position: int) -> Tensor:
     seed = torch.tensor([SEED], dtype=torch.uint64).view(torch.int64)
     return gumbel_noise(seed, torch.tensor([position]), V)[0].double()
+
+
+def fork(ours: list[int], theirs: list[int], **sampling: Any) -> forks.Fork:
+    request = Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**sampling))
+    responses = (Response(request, tokens, [], [], "length") for tokens in (ours, theirs))
+    return forks.fork_of("suffix", 7, *responses, REFERENCE)
 
 
 @pytest.fixture
@@ -375,84 +327,55 @@ def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
     return give
 
 
-def response(tokens: list[int], **sampling: Any) -> Response:
-    return Response(request_of(**sampling), tokens, [], [], "length")
-
-
 @pytest.mark.parametrize("difference", [1e-6, 0.3])
 def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference: float) -> None:
     logits = -noise_at(2)  # every score equal
     logits[5] += difference
     recompute(logits)
-    fork = forks.fork_of("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
-    assert (fork.mode, fork.step, fork.prompt, fork.index, fork.position) == ("suffix", 7, 3, 2, 2)
-    assert fork.gap == pytest.approx(difference, rel=1e-6)
-    assert (fork.gap < EXPLAINED) == (difference == 1e-6)
+    found = fork([0, 1, 5, 2], [0, 1, 6, 3])
+    assert found == forks.Fork("suffix", 7, 3, 2, 2, pytest.approx(difference, rel=1e-6))
+    assert (found.gap < EXPLAINED) == (difference == 1e-6)
 
 
-def test_the_gap_uses_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
+def test_the_gap_uses_the_noise_of_the_forks_own_position_and_the_temperature(recompute: Callable[..., None]) -> None:
     recompute(-noise_at(1))
-    assert forks.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
-    assert forks.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
-
-
-def test_the_gap_is_computed_after_the_temperature(recompute: Callable[[Tensor], None]) -> None:
-    logits = -noise_at(0) * 0.5
-    recompute(logits)
-
-    def gap(temperature: float) -> float:
-        ours, theirs = (response([token], temperature=temperature) for token in (5, 6))
-        return forks.fork_of("suffix", 0, ours, theirs, REFERENCE).gap
-
-    assert gap(0.5) == pytest.approx(0, abs=1e-9)
-    assert gap(1.0) > 1e-3
+    assert fork([4, 5], [4, 6]).gap == pytest.approx(0, abs=1e-9)
+    assert fork([5], [6]).gap > 1e-3
+    recompute(-noise_at(0) * 0.5)
+    assert fork([5], [6], temperature=0.5).gap == pytest.approx(0, abs=1e-9)
+    assert fork([5], [6], temperature=1.0).gap > 1e-3
 
 
 def test_the_recomputation_uses_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(forks, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
-    forks.fork_of("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
+    fork([4, 5, 6], [4, 5, 7])
     assert seen == [[1, 2, 4, 5]]
 
 
 def test_a_response_that_ends_early_for_no_reason_is_never_explained() -> None:
-    fork = forks.fork_of("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
-    assert fork.gap == math.inf
-    assert fork.position == 2
+    found = fork([4, 5], [4, 5, 6])
+    assert (found.gap, found.position) == (math.inf, 2)
 
 
-def distribution_with(chances: list[float]) -> Tensor:
-    return torch.tensor([*chances, *[1e-9] * (V - len(chances))], dtype=torch.float64).log()
+EDGE = [0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]
+CUTS: dict[str, tuple[list[float], int, int, dict[str, Any], bool]] = {
+    "the edge of top-k, and the token outside": (EDGE, 2, 3, {"top_k": 3}, True),
+    # one side kept token 2, which won; the other one cut it in favour of token 3, and then token 0 was the best
+    "the edge of top-k, and a token well inside": (EDGE, 2, 0, {"top_k": 3}, True),
+    # the mass above token 2 is top_p except for rounding: it is inside on one side, and outside on the other
+    "just below the edge of top-p": ([0.5, 0.4, 0.1], 2, 0, {"top_p": 0.9 - 1e-6}, True),
+    "just above the edge of top-p": ([0.5, 0.4, 0.1], 2, 0, {"top_p": 0.9 + 1e-6}, True),
+    "far outside top-k": ([0.5, 0.3, 0.1, 0.06], 0, 3, {"top_k": 2}, False),
+    "far outside top-p": ([0.5, 0.3, 0.1, 0.06], 0, 3, {"top_p": 0.6}, False),
+}
 
 
-def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompute: Callable[[Tensor], None]) -> None:
-    recompute(distribution_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
-    fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
-    assert fork.gap < EXPLAINED
-
-
-def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
-    """One side kept token 2, which won. The other one cut it in favour of token 3, and then token 0 was the best."""
-    recompute(distribution_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
-    fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
-    assert fork.gap < EXPLAINED
-
-
-def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor], None]) -> None:
-    """The mass above token 2 is top_p except for rounding: it is inside on one side, and outside on the other."""
-    recompute(distribution_with([0.5, 0.4, 0.1]))
-    for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
-        fork = forks.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
-        assert fork.gap < EXPLAINED
-
-
-@pytest.mark.parametrize("sampling", [{"top_k": 2}, {"top_p": 0.6}])
-def test_a_token_far_outside_the_cut_explains_nothing(
-    recompute: Callable[[Tensor], None], sampling: dict[str, Any]
-) -> None:
-    recompute(distribution_with([0.5, 0.3, 0.1, 0.06]))
-    fork = forks.fork_of("suffix", 0, response([0], **sampling), response([3], **sampling), REFERENCE)
-    assert fork.gap > EXPLAINED
+@pytest.mark.parametrize("case", CUTS)
+def test_a_fork_at_the_edge_of_a_cut_is_explained(recompute: Callable[[Tensor], None], case: str) -> None:
+    chances, ours, theirs, sampling, explained = CUTS[case]
+    recompute(torch.tensor([*chances, *[1e-9] * (V - len(chances))], dtype=torch.float64).log())
+    assert (fork([ours], [theirs], **sampling).gap < EXPLAINED) == explained
 
 
 @pytest.mark.parametrize(
