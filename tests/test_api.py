@@ -91,9 +91,6 @@ def test_importing_tlt_imports_nothing_else() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
-# -- examples ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny model and a recipe for it."""

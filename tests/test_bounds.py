@@ -76,8 +76,6 @@ def bounds(kind: type, metadata: Sequence[Any]) -> tuple[float, float]:
 
 VALUES = [value for value in values() if (value.key, value.bound) not in NOT_TRIED]
 
-# -- where a value has an effect ---------------------------------------------------------------------------------------
-
 STOPS = [chr(code) for code in range(ord("a"), ord("s"))]  # so that lengths, which are rewarded, vary
 EVERYTHING: dict[str, dict[str, Any]] = {
     "reward": {"name": "length", "length_from": 1, "length_to": 9},
@@ -121,9 +119,6 @@ def tree_of(home: Path, group: Sequence[Value]) -> dict[str, Any]:
             node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
         node[last] = value.value
     return tree
-
-
-# -- what becomes of it ------------------------------------------------------------------------------------------------
 
 
 def faults(home: Path, group: Sequence[Value]) -> list[str]:

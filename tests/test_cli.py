@@ -76,9 +76,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
-
-# -- help --------------------------------------------------------------------------------------------------------------
-
 MAIN = "import sys; from tlt.cli import main; sys.argv = {argv}\ntry: main()\nexcept SystemExit as e: code = e.code\n"
 REPORT = "print('HEAVY', [m for m in {heavy} if m in sys.modules], code)"
 
@@ -136,9 +133,6 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tlt {__version__}\n"
 
 
-# -- one sentence for what is wrong ------------------------------------------------------------------------------------
-
-
 GENERATE = "generate MODEL --dtype float64"
 
 
@@ -169,9 +163,6 @@ def test_a_bad_option_gets_one_sentence(
 ) -> None:
     places = {"RECIPE": recipe, "MODEL": str(home / "model")}
     assert says in refusal(capsys, *(places.get(word, word) for word in command.split(" ")))
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def test_train_ends_with_its_results_and_its_folder(

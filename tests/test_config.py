@@ -55,9 +55,6 @@ def test_a_recipe_is_read_and_other_fields_have_defaults(recipe: Path) -> None:
     assert config.rollout.prompts_per_step == Config.model_validate(tree()).rollout.prompts_per_step
 
 
-# -- unknown keys and wrong types --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "near"),
     [
@@ -208,9 +205,6 @@ def test_a_missing_key_is_named(key: str) -> None:
         parse_config(changed)
 
 
-# -- impossible combinations -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -235,9 +229,6 @@ def test_an_impossible_combination_is_refused(sections: dict[str, Any], says: st
 def test_a_file_of_prompts_with_another_reward_is_possible() -> None:
     config = parse_config(tree(data={"path": "b.jsonl"}, reward={"name": "exact"}))
     assert config.data.path == "b.jsonl"
-
-
-# -- overrides ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,9 +314,6 @@ def test_the_last_override_wins_and_a_recipe_may_lack_the_section(recipe: Path) 
 )
 def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], says: str) -> None:
     assert says in refusal(recipe, *overrides)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_invalid_recipe_is_named(recipe: Path) -> None:

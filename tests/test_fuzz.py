@@ -106,9 +106,6 @@ def copy_of(sound: Path) -> Iterator[Path]:
         with contextlib.chdir(home):
             yield home
 
-
-# -- what is wrong -----------------------------------------------------------------------------------------------------
-
 deep = st.sampled_from(["[" * 100_000, '{"a":' * 100_000, "[" * 3000 + "]" * 3000])
 texts = st.text(st.characters(), max_size=12) | st.sampled_from(
     ["\ud800", "\0", "", "nan", "é" * 300, "{question}", "/"]

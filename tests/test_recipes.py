@@ -79,9 +79,6 @@ def test_the_data_are_the_output_of_their_scripts(tmp_path: Path) -> None:
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
     assert len(list(tmp_path.iterdir())) == 6
 
-
-# -- the keywords' reward ---------------------------------------------------------------------------------------------
-
 keywords = load("keywords")
 
 
@@ -91,9 +88,6 @@ keywords = load("keywords")
 )
 def test_the_share_of_words_counts_whole_words_once(text: str, share: float) -> None:
     assert keywords.share_of_words(Prompt(0, "", (1,), {"answer": "river, lantern"}), text) == share
-
-
-# -- the forecast's reward ---------------------------------------------------------------------------------------------
 
 forecast = load("forecast")
 

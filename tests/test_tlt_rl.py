@@ -43,9 +43,6 @@ def test_every_extra_that_is_named_is_one_of_this_distribution() -> None:
     assert {"trl", "wandb", "cluster"} <= extras <= PROJECT["optional-dependencies"].keys()
 
 
-# -- the other package -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """Return a folder of packages with our modules, in which the other package is installed too."""

@@ -37,9 +37,6 @@ def overlapping(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return faults
 
 
-# -- spans -------------------------------------------------------------------------------------------------------------
-
-
 def test_consecutive_spans_of_one_name_are_joined_and_their_counts_summed() -> None:
     tracer = Tracer()
     tracer.add("plain", 1.0, 2.0, tokens=3)
@@ -90,9 +87,6 @@ def test_states_cover_the_whole_time_across_drains() -> None:
     assert [s.name for s in spans] == [IDLE, ROLLOUT, SPOT, SPOT, UPDATE, IDLE]
     assert seconds_by_state(spans)[ROLLOUT] >= 0.004
 
-
-# -- the file ----------------------------------------------------------------------------------------------------------
-
 SPANS = [Span("plain", 1.0, 2.0, {"tokens": 5}), Span(ROLLOUT, 1.0, 2.5, {})]
 
 
@@ -131,9 +125,6 @@ def test_a_damaged_file_is_continued_after_its_last_complete_line(tmp_path: Path
 def test_a_missing_folder_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"trace.json cannot be written \(No such file"):
         TraceFile(tmp_path / "gone" / "trace.json").write({"worker 0": SPANS})
-
-
-# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 PHASES = ("rollout", "reward", "update", "sync", "save", "eval")

@@ -78,9 +78,6 @@ def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return text
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("parquet", [False, True])
 def test_parts_become_one_text_and_messages_may_be_json(shown: Any, parquet: bool) -> None:
     parts = [{"type": "text", "text": "a", "image": None}, {"type": "input_text", "text": "b", "image": None}]
@@ -164,9 +161,6 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
     assert shown(EVERY, [turn(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
 
 
-# -- templates that drop -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "options", "fault"),
     [
@@ -242,9 +236,6 @@ def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypat
         encode([USER, turn("assistant", "b", tool_calls=[CALL]), USER])
 
 
-# -- an answer that is begun already -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("begun", ["Let me", "Let me ", "So:\n\n", ""])
 def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: Any, begun: str) -> None:
     messages = [USER, turn("assistant", begun)]
@@ -268,9 +259,6 @@ def test_a_tag_that_is_opened_twice_is_refused(shown: Any) -> None:
     assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
     with pytest.raises(DataError, match=r"data\.prefill begins with <think>, but .* already ends a prompt with it"):
         shown(thinks, "u", prefill="<think>\nLet me")
-
-
-# -- time and chance ---------------------------------------------------------------------------------------------------
 
 DATED = (  # as Llama 3.2 does
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %H:%M:%S') %}{% endif %}"
@@ -366,9 +354,6 @@ def test_the_time_of_the_start_is_recorded(tmp_path: Path) -> None:
     run_module.train(dated(tmp_path, 1), display=Quiet())
     recorded = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["now"]
     assert before <= datetime.fromisoformat(recorded) <= datetime.now()
-
-
-# -- replies of an environment ---------------------------------------------------------------------------------------
 
 
 def replies(tokenizer: Any, template: str = "", **data: Any) -> Any:

@@ -48,9 +48,6 @@ def refusal(folder: Path, *lines: str, **options: Any) -> str:
     return str(error.value)
 
 
-# -- JSONL -------------------------------------------------------------------------------------------------------------
-
-
 def test_rows_become_prompts_in_order(tmp_path: Path) -> None:
     prompts = load(tmp_path, '{"question": "one", "answer": "1"}', '{"question": "two", "answer": "2", "more": [3]}')
     assert [p.text for p in prompts] == ["one", "two"]
@@ -102,9 +99,6 @@ def test_a_prompt_at_the_limit_is_accepted_and_a_longer_one_refused(tmp_path: Pa
     assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in refusal(
         tmp_path, *rows, max_prompt_tokens=7
     )
-
-
-# -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 
 def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any) -> DataConfig:
@@ -159,9 +153,6 @@ def test_a_task_without_reasoning_gym_names_the_extra(monkeypatch: pytest.Monkey
     with pytest.raises(DataError, match=r"pip install 'tlt-rl\[tasks\]'"):
         task_dataset(tasks({"name": "gcd"}), stage=0)
 
-
-# -- curriculum --------------------------------------------------------------------------------------------------------
-
 HARDER = [
     {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}},
     {"name": "chain_sum", "stage": 2, "params": {"min_terms": 6, "max_terms": 6}},
@@ -193,9 +184,6 @@ def test_a_cursor_continues_within_the_stages_where_it_was() -> None:
     assert Cursor(**json.loads(json.dumps(asdict(cursor)))).take(60) == cursor.take(60)
 
 
-# -- held out ----------------------------------------------------------------------------------------------------------
-
-
 def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
     config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
     training = load_prompts(config, encode)
@@ -222,9 +210,6 @@ def test_a_held_out_file_with_only_training_prompts_is_refused(tmp_path: Path) -
     config = DataConfig(path=write(tmp_path, '{"question": "a"}', '{"question": "b"}'))
     with pytest.raises(DataError, match="there are no held-out prompts"):
         load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
-
-
-# -- other files -------------------------------------------------------------------------------------------------------
 
 
 def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -428,9 +413,6 @@ def test_another_seed_draws_other_problems() -> None:
     assert all(len(one & other) < 15 for one, other in itertools.combinations(texts, 2))
 
 
-# -- Parquet -----------------------------------------------------------------------------------------------------------
-
-
 def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
     rows = [{"problem": "one", "solution": "1", "more": [3]}, {"problem": "zwei – 数", "solution": "2", "more": []}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -452,9 +434,6 @@ def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
         load_prompts(config, encode)
-
-
-# -- chat --------------------------------------------------------------------------------------------------------------
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -535,9 +514,6 @@ def test_a_chat_template_that_fails_is_one_sentence(tokenizer: Any, monkeypatch:
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
     with pytest.raises(DataError, match="refuses a prompt: a system turn is needed"):
         encoder(tokenizer, chat())("what?")
-
-
-# -- cursor ------------------------------------------------------------------------------------------------------------
 
 SIZES = st.integers(1, 20)
 

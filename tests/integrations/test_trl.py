@@ -226,9 +226,6 @@ def test_the_example_is_a_trl_script_except_for_two_lines(home: Path, tmp_path: 
     assert ("tlt/accept_length" in done.stdout) == with_tlt
 
 
-# -- two processes -----------------------------------------------------------------------------------------------------
-
-
 def two_processes(folder: Path, what: str) -> list[dict[str, Any]]:
     """Run `two_trl.py` in two processes of one group, as torchrun starts them. Return the results of each."""
     with socket.socket() as free:

@@ -106,9 +106,6 @@ def off() -> Rollout:
     return Rollout(speculation={"drafter": "off"})
 
 
-# -- what is given back ------------------------------------------------------------------------------------------------
-
-
 def test_it_returns_what_trl_requires(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     found = Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
@@ -189,9 +186,6 @@ def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:
         off()(picture, trainer)
 
 
-# -- seeds -------------------------------------------------------------------------------------------------------------
-
-
 def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
     counter = trl._GenerationCounter()
     return [
@@ -237,9 +231,6 @@ def test_a_group_may_span_processes(folder: Path) -> None:
     assert parts[0] == alone[:4]
     second = off()(PROMPTS[3:], FakeTrainer(folder, process=1))["completion_ids"]
     assert second == alone[3:], "a row is numbered over all processes"
-
-
-# -- traps -------------------------------------------------------------------------------------------------------------
 
 
 def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
@@ -378,9 +369,6 @@ def test_adapters_of_lora_are_merged(folder: Path) -> None:
     assert said == off()(PROMPTS, plain)["completion_ids"]
 
 
-# -- idle time ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_process_that_ends_early_trains_until_the_last_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
 
@@ -445,9 +433,6 @@ def test_responses_of_an_evaluation_are_drafts_of_the_next_and_those_of_training
     assert len(store) == 0
     trainer.evaluate(mine, PROMPTS)
     assert len(store) == len(PROMPTS)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

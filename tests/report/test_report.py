@@ -31,9 +31,6 @@ def shown(path: Path) -> list[dict[str, Any]]:
     return json.loads(found[1], parse_constant=pytest.fail)["runs"]
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
 def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_slower_steps(tmp_path: Path) -> None:
     found = read_run(make_run(tmp_path / "run", steps=8))
     measured, estimated = ratio(found, True), ratio(found, False)
@@ -167,9 +164,6 @@ def test_token_letters_become_run_lengths_and_thinned_lines_keep_extremes() -> N
     assert thin == sorted(thin)
 
 
-# -- whatever the files are --------------------------------------------------------------------------------------------
-
-
 def test_text_of_a_model_cannot_end_the_script_element(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     bad = "</pre></script><script>alert(1)</script>{{content}}\ud800\x00"
@@ -241,9 +235,6 @@ def test_several_runs_show_the_fields_that_differ(tmp_path: Path) -> None:
         make_run(tmp_path / "b", steps=4, config={"train": {"steps": 8, "learning_rate": 4e-6}}),
     ]
     assert differences([read_run(folder) for folder in folders]) == [("train.learning_rate", [1e-6, 4e-6])]
-
-
-# -- in a run and on the command line ----------------------------------------------------------------------------------
 
 
 def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> None:

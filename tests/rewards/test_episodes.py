@@ -282,9 +282,6 @@ def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:
         assert stops.reason(row) == reason
 
 
-# -- one episode, turn by turn ----------------------------------------------------------------------------------------
-
-
 class Says:
     """Environment that answers each turn with the next verdict."""
 

@@ -53,9 +53,6 @@ def outcome_of(name: str, *texts: str, **reward: Any) -> list[tuple[float | None
         return [(response.reward, response.outcome) for response in given]
 
 
-# -- while others decode -----------------------------------------------------------------------------------------------
-
-
 def test_submitted_responses_are_scored_in_the_background() -> None:
     with judges("trouble") as made:
         given = responses("one", "four4", "child")
@@ -97,9 +94,6 @@ def test_a_call_whose_process_was_killed_is_repeated_once() -> None:
         process.kill()
         made(given)
         assert (given[0].reward, given[0].outcome) == (1.0, "")
-
-
-# -- how many processes ------------------------------------------------------------------------------------------------
 
 
 class Stand:
@@ -219,9 +213,6 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
     pool.close()
 
 
-# -- several at once ---------------------------------------------------------------------------------------------------
-
-
 def test_calls_lost_together_are_repeated_one_by_one() -> None:
     """If a process does not answer several calls, each is repeated alone. Without this rule later tests would never
     end, so this test comes first."""
@@ -276,9 +267,6 @@ def test_calls_of_a_batch_with_one_that_hangs_are_repeated() -> None:
     assert [outcome for _, outcome in found] == ["", "timeout", ""]
 
 
-# -- what a function is given, and what it may give --------------------------------------------------------------------
-
-
 def test_a_function_may_have_all_parameters() -> None:
     answer = Answer("it is 7", "7", 2, (1, 2), "length")
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
@@ -310,9 +298,6 @@ def test_without_any_term_there_is_no_reward() -> None:
     terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
     assert score(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
     assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
-
-
-# -- the process -------------------------------------------------------------------------------------------------------
 
 
 def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

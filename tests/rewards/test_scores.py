@@ -44,9 +44,6 @@ def make_score(given: Config) -> Score:
     return score
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -77,9 +74,6 @@ def test_an_answer_may_have_an_end_marker(text: str, found: str) -> None:
 )
 def test_the_answer_follows_the_last_marker(text: str, marker: str, found: str) -> None:
     assert extract_answer(text, marker) == found
-
-
-# -- exact, format, length, sums ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,16 +124,10 @@ def test_terms_of_one_name_have_different_score_names() -> None:
     assert scores == {"format": 1.0, "format_2": 0.0, "format_3": 1.0}
 
 
-# -- mathematics -------------------------------------------------------------------------------------------------------
-
-
 def test_math_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(RewardError, match=r"pip install 'tlt-rl\[math\]'"):
         make_score(config(name="math"))
-
-
-# -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 
 def test_reasoning_gym_scores_as_the_library_does() -> None:
@@ -194,9 +182,6 @@ def _score_of(task: str) -> tuple[Score, Prompt]:
     given = config({"tasks": [{"name": task}], "size": 1}, name="reasoning_gym")
     (asked,) = load_prompts(given.data.model_copy(update={"max_prompt_tokens": 10**6}), lambda text: text.encode())
     return make_score(given), asked
-
-
-# -- the user's own ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -79,9 +79,6 @@ def note_of(error: pytest.ExceptionInfo[Any]) -> str:
     return note
 
 
-# -- one run at a time -------------------------------------------------------------------------------------------------
-
-
 def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: Path) -> None:
     class Second(Display):
         said = ""
@@ -118,9 +115,6 @@ def test_a_folder_made_for_a_run_that_never_began_is_removed(home: Path, tmp_pat
     with pytest.raises(ModelError):
         train(new)
     assert (tmp_path / "new").is_dir(), "it was there before"
-
-
-# -- what is overwritten -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,9 +235,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
 
 
-# -- an error amid a run -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("phase", ["rollout", "reward", "update"])
 def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home: Path, phase: str) -> None:
     steps = {"train": {"steps": 3}}
@@ -330,9 +321,6 @@ def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(config, failing)
     assert note_of(error).startswith(f"the steps since then cannot be saved (the disk is full); {left}")
-
-
-# -- what a run leaves -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])

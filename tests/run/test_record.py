@@ -61,9 +61,6 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config_of(home, **sections, run={"compare_every": 2}))
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
 def documented() -> list[str]:
     """Return the first column of the page's tables of metrics."""
     text = PAGE.read_text(encoding="utf-8").split("## completions.jsonl")[0].split("## metrics.jsonl")[1]
@@ -114,9 +111,6 @@ def test_the_page_explains_every_key_of_a_completion(everything: Path) -> None:
 def test_names_have_no_spaces_and_every_number_has_one() -> None:
     line = {"step": 3, "a b": 1, "c": {"d e + f": 2.5, "g": {"h": 3}}, "workers": [{"IDLE": 1.0}], "prompts": [[0, 1]]}
     assert dict(scalars(line)) == {"a_b": 1, "c/d_e_+_f": 2.5, "c/g/h": 3}
-
-
-# -- the numbers -------------------------------------------------------------------------------------------------------
 
 
 def group(rewards: list[float | None], task: str = "", scores: list[dict[str, float]] | None = None) -> Group:
@@ -177,9 +171,6 @@ def test_tokens_seen_and_seconds_left_continue_after_a_resume(tmp_path: Path) ->
     assert whole[-1]["seconds_left"] == 0.0
     totals = [line["seconds"]["total"] - line["seconds"].get("save", 0.0) for line in whole]
     assert 0 < whole[1]["seconds_left"] == pytest.approx(2 * mean([totals[0], totals[1]]), rel=0.5)
-
-
-# -- completions -------------------------------------------------------------------------------------------------------
 
 
 def test_every_response_is_written_once_with_its_advantage(everything: Path) -> None:
@@ -311,9 +302,6 @@ def test_any_text_can_be_saved(tmp_path: Path) -> None:
 def test_no_completions_are_saved_if_turned_off(tmp_path: Path) -> None:
     folder = train(config_of(tmp_path, run={"completions_mb": 0}))
     assert not list(folder.glob("completions*"))
-
-
-# -- trackers ----------------------------------------------------------------------------------------------------------
 
 
 class Service(types.ModuleType):

@@ -29,15 +29,10 @@ def test_quiet_prints_only_the_last_line(tmp_path: Path, capsys: pytest.CaptureF
     assert isinstance(open_view(True, False), OneLine)
 
 
-def test_json_has_an_object_for_each_event_and_the_numbers_of_metrics_jsonl(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines, _ = printed(tmp_path, capsys, quiet=False, as_json=True)
-    found = [json.loads(line) for line in lines]
+def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [json.loads(line) for line in printed(tmp_path, capsys, quiet=False, as_json=True)[0]]
     steps = [event for event in found if event["event"] == "step"]
-    assert [{name: value for name, value in step.items() if name != "event"} for step in steps] == read_metrics(
-        tmp_path / "run"
-    )
+    assert steps == [{"event": "step"} | line for line in read_metrics(tmp_path / "run")]
     assert [event["event"] for event in found][-3:] == ["step", "step", "end"]
     assert {event["event"] for event in found[:-3]} == {"note"}
     assert f"writes to {tmp_path / 'run'}" in found[0]["text"]

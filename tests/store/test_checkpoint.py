@@ -66,9 +66,6 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert latest(tmp_path).state["again"] is True
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
-
-
 def files(root: Path) -> list[Path]:
     folder = save_step(root, 2)
     return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
@@ -172,9 +169,6 @@ def test_a_save_never_removes_itself_or_the_last_complete_checkpoint(tmp_path: P
     assert good_step(tmp_path) == 3
 
 
-# -- crashes -----------------------------------------------------------------------------------------------------------
-
-
 class Crash(BaseException):
     """End of the process."""
 
@@ -254,9 +248,6 @@ def test_everything_is_flushed_before_the_folder_gets_its_name(tmp_path: Path, m
     flushed = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "policy"}
     assert set(events[:at]) == flushed | {".step_00000001.partial"}
     assert events[at + 1 :] == ["checkpoints"]
-
-
-# -- the best one ------------------------------------------------------------------------------------------------------
 
 
 def test_the_best_policy_is_kept(tmp_path: Path) -> None:

@@ -81,9 +81,6 @@ def recorded(home: Path) -> dict[str, Any]:
     return json.loads((home / "run" / "config.json").read_text(encoding="utf-8"))
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_model_and_a_data_set_train_by_their_names(hub: Hub, tmp_path: Path) -> None:
     data_commit = hub.commit(DATA, {"train.jsonl": rows(*QUESTIONS)})
     train(config(tmp_path, data={"path": "org/sums"}))
@@ -141,9 +138,6 @@ def test_names_are_resolved_once(hub: Hub, tmp_path: Path) -> None:
     asked = len(hub.requests)
     assert from_hub(found) == found
     assert len(hub.requests) == asked
-
-
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_download_continues(hub: Hub, weights: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +208,6 @@ def test_a_repository_without_safetensors(hub: Hub, weights: Files) -> None:
         local_model("org/old")
     assert "pytorch_model.bin" not in hub.downloaded()
 
-
-# -- data sets ---------------------------------------------------------------------------------------------------------
-
 NAMED = {f"{part}/{split}-0.jsonl": rows(f"{part} {split}") for part in ("main", "hard") for split in ("train", "test")}
 CARD = """---
 configs:
@@ -274,9 +265,6 @@ def test_held_out_prompts_have_a_name_too(hub: Hub, tmp_path: Path) -> None:
     assert found.eval.hub == f"org/sums:main/test@{commit}"
     held_out = found.data.model_copy(update={"path": found.eval.path})
     assert [prompt.text for prompt in load_prompts(held_out, lambda text: [1])] == ["main test"]
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_export_is_pushed(

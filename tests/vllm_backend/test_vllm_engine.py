@@ -230,9 +230,6 @@ def weights_of(config: Config) -> dict[str, torch.Tensor]:
     return dict(read_safetensors(config.model.path))
 
 
-# -- the learned drafter -----------------------------------------------------------------------------------------------
-
-
 def learned(home: Path, kind: Any = "eagle1") -> Path:
     """Return the folder of a drafter."""
     tiny_config(home)
