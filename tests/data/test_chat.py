@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ USER = {"role": "user", "content": "u"}
 
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
+
+
+FIVE, CALLED = turn("tool", "5"), "<user>u<assistant><call>add"
 
 
 def stream(table: pyarrow.Table, path: Path) -> None:
@@ -128,6 +132,7 @@ def test_parts_become_lines_if_the_template_ignores_or_refuses_them(shown: Any) 
         (turn("user", None), r"message 0 \(user\) has no text: its content is None"),
         (turn("user", []), r"has no text: its content is \[\]"),
         (turn("user", 4), r"has no text: its content is 4"),
+        (turn("user", "a\ud800"), r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"),
         ({"role": "user", "text": "a"}, r"neither text nor messages under 'question'"),
     ],
 )
@@ -135,11 +140,6 @@ def test_content_that_is_not_text_is_refused_with_its_type(shown: Any, message: 
     with pytest.raises(DataError, match=fault) as error:
         shown(EVERY, [message])
     assert "\n" not in str(error.value)
-
-
-def test_a_lone_surrogate_in_messages_is_refused(shown: Any) -> None:
-    with pytest.raises(DataError, match=r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"):
-        shown(EVERY, [turn("user", "a\ud800")])
 
 
 @pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
@@ -189,20 +189,10 @@ def test_messages_that_a_template_drops_are_refused(
         (QWEN2, "u", "<system>helpful<user>u<bot>"),
         (QWEN2, [turn("system", ""), USER], "<system><user>u<bot>"),  # and not the template's own
         (QWEN3, [USER, turn("assistant", "<think>x</think>y"), USER], "<user>u<assistant>y<user>u<bot>"),
-        (
-            QWEN3,
-            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, turn("tool", "5")],
-            "<user>u<assistant><call>add<tool>5<bot>",
-        ),
-        (
-            CALLS,
-            [USER, {"role": "assistant", "tool_calls": [CALL]}, turn("tool", "5"), turn("assistant", "b"), USER],
-            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
-        ),
-        (
-            CALLS,
-            [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5"), turn("assistant", "b"), USER],
-            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
+        (QWEN3, [USER, turn("assistant", None, tool_calls=[CALL]), FIVE], "<user>u<assistant><call>add<tool>5<bot>"),
+        *(
+            (CALLS, [USER, call, FIVE, turn("assistant", "b"), USER], f"{CALLED}<tool>5<assistant>b<user>u<bot>")
+            for call in ({"role": "assistant", "tool_calls": [CALL]}, turn("assistant", "", tool_calls=[CALL]))
         ),
         (EVERY + "{# human #}", [turn("human", "u")], "<human>u<bot>"),
         (EVERY, [turn("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
@@ -291,9 +281,8 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
     )
     given = {"enable_thinking": False, "style": "terse"}
     assert shown(template, "u", chat_arguments=given) == "brief terse<user>u<bot>"
-    with pytest.raises(
-        DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
-    ):
+    said = r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
+    with pytest.raises(DataError, match=said):
         shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
     with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments: remove it$"):
         shown(template, "u", chat_arguments={"zzz": []})
@@ -315,9 +304,8 @@ def test_a_malformed_time_is_refused() -> None:
         DataConfig(path="-", now="2001-02-03")
 
 
-class Quiet(Display):
-    def __init__(self) -> None:
-        super().__init__(Console(quiet=True))
+def train(config: Config, resume: bool = False, force: Sequence[str] = ()) -> None:
+    run_module.train(config, resume, Display(Console(quiet=True)), force=force)
 
 
 def dated(home: Path, steps: int, **data: Any) -> Config:
@@ -329,29 +317,24 @@ def dated(home: Path, steps: int, **data: Any) -> Config:
     return tiny_config(home, **sections)
 
 
-def test_a_run_keeps_the_time_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_module.train(dated(tmp_path, 1, now="2001-02-03"), display=Quiet())
-    run_module.train(dated(tmp_path, 2), resume=True, display=Quiet())
+def test_a_run_keeps_the_time_of_its_start(tmp_path: Path) -> None:
+    train(dated(tmp_path, 1, now="2001-02-03"))
+    train(dated(tmp_path, 2), resume=True)
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert (found.state["step"], found.state["config"]["data"]["now"]) == (2, "2001-02-03")
     tokenizer = load_tokenizer(found.folder / "policy")
     (prompt,) = _prompts(Asked(["u"], None, None, "auto", ""), tokenizer, _data_of_the_run(found.folder / "policy"))
     assert tokenizer.decode(prompt.token_ids).startswith("Today Date: 03 Feb 2001")
     with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03\""):
-        run_module.train(dated(tmp_path, 3, now="2001-02-04"), resume=True, display=Quiet())
-    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: _with(load_tokenizer(path), EVERY))
+        train(dated(tmp_path, 3, now="2001-02-04"), resume=True)
+    (tmp_path / "model" / "chat_template.jinja").write_text(EVERY, encoding="utf-8")
     with pytest.raises(DataError, match=r"other tokens, because the tokenizer, its chat template"):
-        run_module.train(dated(tmp_path, 3), resume=True, display=Quiet())
-
-
-def _with(tokenizer: Any, template: str) -> Any:
-    tokenizer.chat_template = template
-    return tokenizer
+        train(dated(tmp_path, 3), resume=True, force=["model.path"])
 
 
 def test_the_time_of_the_start_is_recorded(tmp_path: Path) -> None:
     before = datetime.now().replace(microsecond=0)
-    run_module.train(dated(tmp_path, 1), display=Quiet())
+    train(dated(tmp_path, 1))
     recorded = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["now"]
     assert before <= datetime.fromisoformat(recorded) <= datetime.now()
 

@@ -92,12 +92,7 @@ def test_an_episode_has_its_own_instance_which_can_be_created_again(isolated: Is
 def test_an_instance_lasts_as_long_as_its_rollout() -> None:
     """A rollout that repeats a step has the same seeds."""
     made: list[tiny_environments.Echo] = []
-
-    def make() -> tiny_environments.Echo:
-        made.append(tiny_environments.Echo())
-        return made[-1]
-
-    environments = Environments(make, 20.0)
+    environments = Environments(lambda: made.append(tiny_environments.Echo()) or made[-1], 20.0)
     for rollout, said, count in [(1, ("a",), 1), (1, ("a", "b"), 1), (2, ("a", "b", "c"), 2)]:
         environments.answer_all([(PROMPT, Turn(rollout, 1, said))])
         assert len(made) == count

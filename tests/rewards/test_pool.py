@@ -28,8 +28,8 @@ PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})
 
 
 def config(name: str, **reward: Any) -> Config:
-    section = {"name": f"tiny_rewards:{name}", "timeout_seconds": 20.0} | reward
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
+    name = name if ":" in name else f"tiny_rewards:{name}"
+    return configured(**{"name": name, "timeout_seconds": 20.0} | reward)
 
 
 def responses(*texts: str) -> list[Response]:
@@ -125,11 +125,17 @@ def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
         made.append(stand())
         return made[-1]
 
-    pool = ScorePool(start, computing)
-    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(waiting)]
-    assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
-    pool.close()
+    assert rewards_of(ScorePool(start, computing), waiting) == [1.0] * waiting
     return len(made)
+
+
+def rewards_of(pool: ScorePool, waiting: int) -> list[float | None]:
+    """Return the rewards of responses that wait together, and close the pool."""
+    with pool._changed:  # so that its process sees all of them
+        verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(waiting)]
+    rewards = [pool.result(verdict).reward for verdict in verdicts]
+    pool.close()
+    return rewards
 
 
 def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,19 +180,13 @@ def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
             raise RewardError("reward x cannot start")
 
     made: list[Stand] = []
-    started = threading.Event()
 
     def start() -> Any:
-        made.append(First(0.5) if not made else Stand(0.2))
-        if len(made) > 1:
-            started.set()
+        made.append(Stand(0.2) if made else First(0.5))
         return made[-1]
 
-    pool = ScorePool(start, 1)
-    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(6)]
-    assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
-    assert started.is_set()
-    pool.close()
+    assert rewards_of(ScorePool(start, 1), 6) == [1.0] * 6
+    assert len(made) > 1
 
 
 def test_keys_whose_process_ended_may_go_to_any_process() -> None:
@@ -227,12 +227,8 @@ def test_calls_lost_together_are_repeated_one_by_one() -> None:
                 raise RewardError("asked together again")
             return [Verdict(1.0)] if len(asked) == 1 else []
 
-    pool = ScorePool(lambda: Lost(0.0), 1)  # type: ignore[arg-type, return-value]
-    with pool._changed:  # so that its process sees all three
-        verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(3)]
-    assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 3
+    assert rewards_of(ScorePool(lambda: Lost(0.0), 1), 3) == [1.0] * 3  # type: ignore[arg-type, return-value]
     assert sizes == [3, 1, 1, 1]
-    pool.close()
 
 
 def test_async_functions_are_awaited_together() -> None:
@@ -272,9 +268,12 @@ def test_a_function_may_have_all_parameters() -> None:
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
 
 
+def configured(**reward: Any) -> Config:
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
+
+
 def terms_of(*terms: dict[str, Any]) -> Any:
-    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"terms": list(terms)}}
-    return make_terms(parse_config(tree))
+    return make_terms(configured(terms=list(terms)))
 
 
 @pytest.mark.parametrize(
@@ -313,36 +312,25 @@ def test_an_error_names_the_users_line_and_its_traceback_is_in_the_log(
 ) -> None:
     """The user's function is in the same file as its caller, and the standard library raises. The traceback is written
     once."""
-    source = (
-        "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
-    )
+    source = "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
     (tmp_path / "strict.py").write_text(source, encoding="utf-8")
-    reward = {"name": "strict:f", "folder": str(tmp_path)}
-    log = tmp_path / "reward.log"
-    made = make_reward(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), [PROMPT], log)
-    try:
-        with caplog.at_level(logging.WARNING):
-            made(responses("{", "7", "{"))
-    finally:
-        made.close()
+    with judges("strict:f", tmp_path / "reward.log", folder=str(tmp_path)) as made:
+        made(responses("{", "7", "{"))
     assert f"(error: {tmp_path / 'strict.py'}:4: JSONDecodeError: Expecting" in caplog.text
-    said = log.read_text(encoding="utf-8")
+    said = (tmp_path / "reward.log").read_text(encoding="utf-8")
     assert said.count("Traceback") == 1
     assert f'File "{tmp_path / "strict.py"}", line 6, in f' in said
 
 
-def noisy(folder: Path, then: str = "") -> Config:
+def noisy(folder: Path, then: str = "") -> None:
     (folder / "noisy.py").write_text(f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
-    reward = {"name": "noisy:f", "folder": str(folder)}
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
 
 
 def test_the_log_file_is_bounded(tmp_path: Path) -> None:
     source = "def f(prompt, answer):\n    print(answer, 'x' * 9 * 2**20)\n    return 1.0\n"
     (tmp_path / "endless.py").write_text(source, encoding="utf-8")
-    reward = {"name": "endless:f", "folder": str(tmp_path)}
     log = tmp_path / "reward.log"
-    scorer = IsolatedScore(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), log)
+    scorer = IsolatedScore(configured(name="endless:f", folder=str(tmp_path)), log)
     for text in "abc":
         assert scorer.score_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
     scorer.close()
@@ -353,13 +341,11 @@ def test_the_log_file_is_bounded(tmp_path: Path) -> None:
 def test_text_printed_at_the_start_is_in_the_log_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is written when the run has begun. Before that, a file with this name may belong to another run."""
     log = tmp_path / "reward.log"
-    made = make_reward(noisy(tmp_path), [PROMPT], log)
-    try:
+    noisy(tmp_path)
+    with judges("noisy:f", log, folder=str(tmp_path)) as made:
         assert not log.exists()
         made(responses("a"))
         assert log.read_text(encoding="utf-8") == "imported\n"
-    finally:
-        made.close()
     assert "imported" not in capfd.readouterr().out
 
 
@@ -367,8 +353,9 @@ def test_text_printed_at_the_start_is_in_the_log_file_too(tmp_path: Path, capfd:
 def test_a_process_that_cannot_start_shows_its_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str
 ) -> None:
+    noisy(tmp_path, fault)
     with pytest.raises(RewardError):
-        make_reward(noisy(tmp_path, fault), [PROMPT], tmp_path / "reward.log")
+        make_reward(configured(name="noisy:f", folder=str(tmp_path)), [PROMPT], tmp_path / "reward.log")
     assert "imported" in capfd.readouterr().err
 
 

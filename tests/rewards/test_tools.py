@@ -41,15 +41,11 @@ def test_the_call_format_of_each_family_is_read(text: str) -> None:
 
 
 def test_parameters_in_tags_are_texts() -> None:
-    """The format of Qwen3-Coder."""
+    """The format of Qwen3-Coder. One line break after the open tag and one before the closing tag belong to it."""
     text = "<tool_call>\n<function=add>\n<parameter=first>\n2\n</parameter>\n<parameter=second>\n3\n</parameter>\n"
     text += "</function>\n</tool_call>"
     assert [parsed(call) for call in calls_in(text)] == [("add", {"first": "2", "second": "3"})]
     assert desk(text) == ("5", False, 0.0)
-
-
-def test_a_parameter_in_tags_keeps_its_own_empty_lines() -> None:
-    """One line break after the open tag and one before the closing tag belong to the format."""
     call = "<function=add><parameter=first>\n\n a\n\n\n</parameter>\n</function>"
     assert parsed(call) == ("add", {"first": "\n a\n\n"})
 
@@ -96,7 +92,6 @@ def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, erro
     environments = Environments(tiny_environments.Desk, 5.0)
     texts = (f"<tool_call>{call}</tool_call>", "it is 5")
     (found,) = environments.answer_all([(PROMPT, Turn(1, 1, texts[:1]))])
-    assert found.reply is not None
     assert found.reply.startswith("Error: ")
     assert error in found.reply
     assert found.scores == {"tool_calls": 1, "malformed_calls": 1, "failed_calls": 0}
@@ -106,10 +101,8 @@ def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, erro
 
 
 def test_a_bare_call_that_is_nested_too_deeply_is_malformed() -> None:
-    depth = 100_000
-    reply, done, _ = desk('[{"name": ' + "[" * depth + "]" * depth + "}]")
-    assert reply.startswith("Error: the call is not JSON")
-    assert not done
+    reply, done, _ = desk('[{"name": ' + "[" * 100_000 + "]" * 100_000 + "}]")
+    assert (reply.startswith("Error: the call is not JSON"), done) == (True, False)
 
 
 def test_an_unknown_name_is_not_repeated_at_length() -> None:
@@ -141,7 +134,6 @@ def test_a_result_or_an_error_that_is_no_valid_text_is_a_failed_call(
     call = json.dumps({"name": "echo", "arguments": {"text": text}})
     (found,) = Environments(tiny_environments.Desk, 5.0).answer_all([(PROMPT, Turn(1, 1, (call,)))])
     assert (found.outcome, found.scores["failed_calls"]) == ("", 1)
-    assert found.reply
     assert found.reply.startswith("Error: ValueError")
 
 

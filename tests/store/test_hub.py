@@ -32,13 +32,7 @@ MODEL, DATA = "models/org/tiny", "datasets/org/sums"
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Return the files of a model, and files that tlt must not download."""
     folder = tiny_model(tmp_path_factory.mktemp("weights"))
-    unwanted = (
-        "pytorch_model.bin",
-        "tiny.gguf",
-        "onnx/model.onnx",
-        "onnx/model.safetensors",
-        "consolidated.safetensors",
-    )
+    unwanted = ("pytorch_model.bin", "tiny.gguf", "onnx/model.onnx", "onnx/model.safetensors", "consolidated.safetensors")
     return files_in(folder) | dict.fromkeys(unwanted, b"unwanted") | {"tokenization_tiny.py": b"1/0"}
 
 
@@ -75,6 +69,12 @@ def config(home: Path, steps: int = 1, **sections: dict[str, Any]) -> Config:
 
 def train(config: Config, **options: Any) -> dict[str, Any]:
     return run_module.train(config, display=Display(Console(quiet=True)), **options)
+
+
+def exit_code(words: list[str]) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return ended.value.code
 
 
 def recorded(home: Path) -> dict[str, Any]:
@@ -164,17 +164,11 @@ def test_offline_a_complete_cache_is_enough(hub: Hub, tmp_path: Path, monkeypatc
     assert hub.requests == []
     with pytest.raises(HubError, match=r"run hf download org/sums --repo-type dataset --revision \w{40} on a machine"):
         local_data("org/sums:train")  # which was not downloaded
-
-
-def test_offline_without_the_cache_the_command_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set: unset it, or run hf download org/tiny --revision v1 o"):
         local_model("org/tiny@v1")
 
 
-def test_without_a_connection_the_cache_is_used_or_the_network_blamed(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_connection_the_cache_is_used_or_the_network_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     local_model("org/tiny")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     assert local_model("org/tiny")[1] == f"org/tiny@{hub.heads[MODEL]}"
@@ -182,31 +176,29 @@ def test_without_a_connection_the_cache_is_used_or_the_network_blamed(
         local_model("org/other")
 
 
-def test_wrong_names_and_gated_models(hub: Hub) -> None:
-    with pytest.raises(HubError, match=r"no org/tinny on this machine, and no model of this name on the Hugging"):
-        local_model("org/tinny")
-    with pytest.raises(HubError, match=r"no data set of this name on the Hugging Face hub: correct the name, or"):
-        local_data("org/none")
-    with pytest.raises(HubError, match=r"has no revision v9: give a branch, a tag or a commit that it has"):
-        local_model("org/tiny@v9")
-    with pytest.raises(HubError, match=r"the download of the model org/a--b .* failed \("):
-        local_model("org/a--b")
+@pytest.mark.parametrize(
+    ("find", "name", "said"),
+    [
+        (local_model, "org/tinny", r"no org/tinny on this machine, and no model of this name on the Hugging"),
+        (local_data, "org/none", r"no data set of this name on the Hugging Face hub: correct the name, or"),
+        (local_model, "org/tiny@v9", r"has no revision v9: give a branch, a tag or a commit that it has"),
+        (local_model, "org/a--b", r"the download of the model org/a--b .* failed \("),
+        (local_model, "org/old", r"org/old .* has no model\.safetensors, and tlt reads no other weights: give"),
+    ],
+)
+def test_names_that_lead_to_nothing(hub: Hub, weights: Files, find: Any, name: str, said: str) -> None:
+    hub.commit("models/org/old", {"config.json": weights["config.json"], "pytorch_model.bin": b"pickle"})
+    with pytest.raises(HubError, match=said):
+        find(name)
+    assert "pytorch_model.bin" not in hub.downloaded()
+
+
+def test_a_gated_model_needs_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated.add(MODEL)
     with pytest.raises(HubError, match=r"is gated: accept its licence on its page, and set HF_TOKEN"):
         local_model("org/tiny")
-
-
-def test_a_token_opens_a_gated_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.gated.add(MODEL)
     monkeypatch.setenv("HF_TOKEN", "good")
     assert (Path(local_model("org/tiny")[0]) / "config.json").is_file()
-
-
-def test_a_repository_without_safetensors(hub: Hub, weights: Files) -> None:
-    hub.commit("models/org/old", {"config.json": weights["config.json"], "pytorch_model.bin": b"pickle"})
-    with pytest.raises(HubError, match=r"org/old .* has no model\.safetensors, and tlt reads no other weights: give"):
-        local_model("org/old")
-    assert "pytorch_model.bin" not in hub.downloaded()
 
 NAMED = {f"{part}/{split}-0.jsonl": rows(f"{part} {split}") for part in ("main", "hard") for split in ("train", "test")}
 CARD = """---
@@ -219,10 +211,7 @@ configs:
   data_files: "x/**"
 ---
 """
-DESCRIBED = {
-    "README.md": CARD.encode(),
-    **{f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")},
-}
+DESCRIBED = {f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")} | {"README.md": CARD.encode()}
 PLAIN = {"data/train-1.jsonl": rows("two"), "data/train-0.jsonl": rows("one"), "data/test.jsonl": rows("three")}
 MANY = {f"data/train-{number:05}.jsonl": rows(f"part {number}") for number in range(12)}
 CHOICES = {
@@ -272,20 +261,14 @@ def test_an_export_is_pushed(
 ) -> None:
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", lambda out, facts: None)
     command = ["export", "org/tiny", "out", "--dtype", "float32", "--push", "me/mine"]
-    with pytest.raises(SystemExit) as ended:
-        main([*command[:-1], "mine"])
-    assert (ended.value.code, (tmp_path / "out").exists()) == (2, False)  # before any work
-    with pytest.raises(SystemExit) as ended:
-        main(command)
+    assert (exit_code([*command[:-1], "mine"]), (tmp_path / "out").exists()) == (2, False)  # before any work
+    assert exit_code(command) == 2
     message = capsys.readouterr().err
-    assert ended.value.code == 2
     assert "out is written, but cannot be uploaded to me/mine (" in message
     assert "run hf upload me/mine out . --private" in message
     monkeypatch.setenv("HF_TOKEN", "good")
     for out in ("first", "second"):  # into a new repository, and into one that is there
-        with pytest.raises(SystemExit) as ended:
-            main([word if word != "out" else out for word in command])
-        assert ended.value.code == 0
+        assert exit_code([word if word != "out" else out for word in command]) == 0
         assert hub.commits["models/me/mine"][hub.heads["models/me/mine"]] == files_in(tmp_path / out)
     assert hub.private == {"models/me/mine": True}
     assert f"uploaded {out} to {hub.address}/me/mine" in capsys.readouterr().out
@@ -294,15 +277,11 @@ def test_an_export_is_pushed(
 def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.commit(DATA, NAMED)
     configs: list[Config] = []
-    monkeypatch.setattr(
-        "tlt.run.train.train", lambda config, *others, **options: configs.append(from_hub(config)) or {}
-    )
+    monkeypatch.setattr("tlt.run.train.train", lambda config, *rest, **more: configs.append(from_hub(config)) or {})
     monkeypatch.setattr("tlt.run.display.closing", lambda summary, folder: [])
     names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]
     for words in (names, [*names, "--train.steps", "3"], ["--train.steps", "3", *names]):
-        with pytest.raises(SystemExit) as ended:
-            main(["train", *words])
-        assert ended.value.code == 0
+        assert exit_code(["train", *words]) == 0
     assert [config.train.steps for config in configs] == [100, 3, 3]
     assert configs[0].model.hub == f"org/tiny@{hub.heads[MODEL]}"
     assert configs[0].data.hub == f"org/sums:hard@{hub.heads[DATA]}"
@@ -311,14 +290,10 @@ def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pyte
 
 def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--train.steps", "3", "none.toml"], ["none.toml", "--train.steps", "3"], ["--force=x", "none.toml"]):
-        with pytest.raises(SystemExit):
-            main(["train", *words])
-    message = capsys.readouterr().err.splitlines()
-    assert message[:2] == 2 * [
-        "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
-    ]
-    with pytest.raises(SystemExit):
-        main(["train", "--model", "org/tiny"])
+        exit_code(["train", *words])
+    said = "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
+    assert capsys.readouterr().err.splitlines()[:2] == [said] * 2
+    exit_code(["train", "--model", "org/tiny"])
     assert capsys.readouterr().err == "tlt: give a recipe, or --model NAME --data NAME --reward NAME\n"
 
 
