@@ -31,7 +31,7 @@ from tlt.run.views import JsonLines, OneLine
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Response, SamplingParams
 
-HEAVY = ("torch", "transformers", "reasoning_gym", "tensorboard", "rich")
+HEAVY = ("torch", "transformers", "numpy", "reasoning_gym", "tensorboard", "rich")
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +95,6 @@ def test_help_and_errors_of_the_recipe_need_no_heavy_imports(recipe: str, argv: 
     assert f"HEAVY [] {code}" in done.stdout, done.stderr
 
 
-def test_help_takes_under_a_second() -> None:
-    done = python(
-        "import sys, time; from tlt.cli import main\n"
-        "try: main(['--help'])\n"
-        "finally: print(time.process_time(), file=sys.stderr)"
-    )
-    assert "train" in done.stdout
-    assert "verify" in done.stdout
-    assert float(done.stderr.splitlines()[-1]) < 1.0
-
-
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield parser
     for action in parser._actions:
@@ -165,16 +154,6 @@ def test_a_bad_option_gets_one_sentence(
     assert says in refusal(capsys, *(places.get(word, word) for word in command.split(" ")))
 
 
-def test_train_ends_with_its_results_and_its_folder(
-    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
-) -> None:
-    assert exit_code("train", recipe, "--train.steps", "1") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "step 1/1" in said
-    assert "1 step: mean reward" in said
-    assert (tmp_path / "run" / "summary.json").is_file()
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_prints_how_to_continue_and_sets_the_exit_code(
     capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
@@ -217,9 +196,8 @@ def test_progress_is_not_shown_to_scripts(
 ) -> None:
     seen: list[bool] = []
     monkeypatch.setattr("tlt.run.train.train", lambda *others, **named: seen.append(progress._is_shown) or {})
-    monkeypatch.setattr(Display, "end", lambda self, summary, folder: None)
-    monkeypatch.setattr(OneLine, "end", lambda self, summary, folder: None)
-    monkeypatch.setattr(JsonLines, "end", lambda self, summary, folder: None)
+    for view in (Display, OneLine, JsonLines):
+        monkeypatch.setattr(view, "end", lambda self, summary, folder: None)
     assert exit_code("train", recipe, *options) == 0
     assert seen == [is_shown]
 
@@ -257,6 +235,8 @@ def test_generate_depends_on_its_seed_and_not_on_the_drafter(capsys: pytest.Capt
     one = responses_of(generated(capsys, home, "--samples", "2"))
     assert responses_of(generated(capsys, home, "--samples", "2", "--drafter", "off")) == one
     assert responses_of(generated(capsys, home, "--samples", "2", "--seed", "1")) != one
+    first, second = responses_of(generated(capsys, home, "--samples", "2", "--temperature", "0")).values()
+    assert first == second
 
 
 def test_generate_accepts_the_folder_of_a_run_or_a_checkpoint(
@@ -291,12 +271,6 @@ def test_generate_reads_the_prompt_column_of_the_run(
     assert "under 'question': set --prompt-column to one of its columns, ask, id" in said
     said = refusal(capsys, "generate", str(run), *options, "--prompt-column", "id")
     assert "under 'id': set --prompt-column to one of its columns, ask, id" in said
-
-
-def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    greedy = ["--temperature", "0", "--samples", "2"]
-    first, second = responses_of(generated(capsys, home, *greedy)).values()
-    assert first == second
 
 
 @pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
@@ -389,7 +363,6 @@ def test_generate_writes_in_the_order_of_the_prompts(tmp_path: Path) -> None:
 def test_a_lack_of_memory_is_an_error_of_one_sentence(
     capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
 ) -> None:
-
     def train(*arguments: Any, **options: Any) -> None:
         try:
             allocate()
@@ -400,9 +373,8 @@ def test_a_lack_of_memory_is_an_error_of_one_sentence(
     monkeypatch.setattr("tlt.run.train.train", train)
     assert exit_code("train", recipe) == 75
     (said,) = capsys.readouterr().err.splitlines()
-    assert re.match(
-        r"tlt: out of memory.*: lower engine\.kv_memory_mb, .*; saved after step 3: continue with --resume", said
-    )
+    expected = r"tlt: out of memory.*: lower engine\.kv_memory_mb, .*; saved after step 3: continue with --resume"
+    assert re.match(expected, said)
 
 
 def test_texts_of_models_and_users_are_printed_unchanged(
@@ -412,7 +384,9 @@ def test_texts_of_models_and_users_are_printed_unchanged(
     folder.mkdir(parents=True)  # the slash makes two of it
     recipe = write_recipe(home, folder)
     assert exit_code("train", recipe, "--train.steps", "1", "--run.folder", str(folder / "run")) == 0
-    assert f"all files are in {folder / 'run'}:" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"all files are in {folder / 'run'}:" in printed
+    assert all(words in " ".join(printed.split()) for words in ("step 1/1", "1 step: mean reward"))
     said = "[/i] :warning: " + "word " * 40 + "end"
     monkeypatch.setattr("tlt.build.Detokenizer", lambda tokenizer: lambda ids: said)
     assert said in generated(capsys, home)
@@ -441,10 +415,8 @@ def test_generate_refuses_rows_whose_columns_it_would_overwrite(
 
 def test_waiting_threads_sleep_early_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    with suppress(SystemExit):
-        main(["config"])
+    exit_code("config")
     assert os.environ["GOMP_SPINCOUNT"] == "7"
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    with suppress(SystemExit):
-        main(["config"])
+    exit_code("config")
     assert os.environ["GOMP_SPINCOUNT"] == "50000"

@@ -53,21 +53,10 @@ def test_consecutive_spans_of_one_name_are_joined_and_their_counts_summed() -> N
     assert tracer.drain() == []
 
 
-def test_a_hundred_thousand_rounds_are_one_span() -> None:
-    tracer = Tracer()
-    for i in range(100_000):
-        tracer.add("plain", i * 1e-3, (i + 1) * 1e-3)
-    assert len(tracer.drain()) == 1
-
-
-def test_a_clock_set_back_leaves_no_negative_span() -> None:
+def test_a_clock_set_back_and_a_block_that_raises_leave_whole_spans() -> None:
     tracer = Tracer()
     tracer.add("plain", 5.0, 4.0)
     assert tracer.drain() == [Span("plain", 5.0, 5.0, {})]
-
-
-def test_a_block_that_raises_leaves_its_span() -> None:
-    tracer = Tracer()
     with pytest.raises(KeyError), tracer.span("update"):
         raise KeyError
     assert [(s.name, s.facts) for s in tracer.drain()] == [("update", {})]
