@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tiny import QUESTIONS, tiny_config
 
 from tlt.commands import drafting
 from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
+from tlt.config import Config
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.strategy import PLAIN
 from tlt.engine.engine import Engine
@@ -127,13 +129,20 @@ def test_what_would_make_the_drafter_better(
     assert [word for word in ("--tokens", "--seconds") if f"raise {word}" in advice] == ([advised] if advised else [])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_are_held_out() -> Iterator[None]:
+    with patch.object(drafting, "_HELD_OUT", 2):
+        yield
+
+
+def config_of(home: Path, **rollout: Any) -> Config:
+    return tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24} | rollout)
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     home = tmp_path_factory.mktemp("home")
-    config = tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24, "stop_strings": ["qz"]})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "_HELD_OUT", 2)
-        return Workbench.of(config)
+    return Workbench.of(config_of(home, stop_strings=["qz"]))
 
 
 def test_prompts_are_held_out_and_all_are_answered_once_before_any_is_answered_twice(bench: Workbench) -> None:
@@ -179,17 +188,14 @@ def test_validation_prompts_are_not_trained_on(tmp_path: Path, monkeypatch: pyte
         parts.extend({item.prompt_id for item in part} for part in (taught, held_back))
         return fit(trainer, taught, held_back, *rest)
 
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     monkeypatch.setattr(drafting, "fit", recorded)
     train_drafter(tiny_config(tmp_path), tmp_path / "drafter", 400, seconds=1.0)
     taught, held_back = parts
-    assert taught
-    assert held_back
-    assert not taught & held_back
+    assert (bool(taught), bool(held_back), taught & held_back) == (True, True, set())
 
 
 def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
+    config = config_of(tmp_path)
     epoch, signals = DrafterTrainer.epoch, iter([signal.SIGTERM])
 
     def interrupted(self: DrafterTrainer, items: Any) -> Iterator[Any]:
@@ -199,7 +205,6 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkey
             yield step
 
     monkeypatch.setattr(DrafterTrainer, "epoch", interrupted)
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped, match="SIGTERM ended the training early") as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
@@ -216,7 +221,6 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkey
 def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
     one_round, rounds = Engine.round, list[int]()
 
     def interrupted(self: Engine) -> Any:
@@ -226,9 +230,8 @@ def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
         return one_round(self)
 
     monkeypatch.setattr(Engine, "round", interrupted)
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     with pytest.raises(Stopped, match=r"SIGINT ended the collection of training data: .* nothing was kept") as stopped:
-        train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
+        train_drafter(config_of(tmp_path), tmp_path / "drafter", 400, seconds=90.0)
     assert stopped.value.exit_code == 130
     assert len(rounds) == 3
     assert not (tmp_path / "drafter").exists()
@@ -240,8 +243,7 @@ def test_an_interrupted_final_evaluation_leaves_a_whole_drafter(
     def interrupted(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
+    config = config_of(tmp_path)
     monkeypatch.setattr(drafting, "judge", interrupted)
     with pytest.raises(KeyboardInterrupt) as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -66,12 +67,7 @@ class Fake:
         self.shuffle = random.Random(shuffle)
         self.requests: list[Request] = []
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-    ) -> tuple[list[Response], RolloutStats]:
+    def generate(self, requests: Sequence[Request], *rest: Any) -> tuple[list[Response], RolloutStats]:
         self.requests += requests
         responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in requests]
         self.shuffle.shuffle(responses)
@@ -95,15 +91,8 @@ class Fake:
 
 
 def run(shuffle: int) -> tuple[dict[str, float], Fake]:
-    config = parse_config(
-        {
-            "model": {"path": "-"},
-            "data": {"path": "-"},
-            "reward": {"name": "exact"},
-            "eval": {"every": 1, "samples": 2, "path": "-"},
-            "run": {"seed": 9},
-        }
-    )
+    sections = {"reward": {"name": "exact"}, "eval": {"every": 1, "samples": 2, "path": "-"}, "run": {"seed": 9}}
+    config = parse_config({"model": {"path": "-"}, "data": {"path": "-"}} | sections)
     fake = Fake(shuffle)
     return evaluate(config, PROMPTS, fake, fake, SamplingParams(), fake, 7), fake
 

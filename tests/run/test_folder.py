@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import stat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tlt.metrics import read_metrics
 from tlt.models.families import ModelError
 from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
+from tlt.rl.update import Update
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
@@ -120,10 +122,8 @@ def test_a_folder_made_for_a_run_that_never_began_is_removed(home: Path, tmp_pat
 @pytest.mark.parametrize(
     "broken",
     [
-        {"reward": {"name": "tiny_rewards:none"}},
-        {"data": {"path": "nowhere.jsonl"}},
-        {"data": {"max_prompt_tokens": 1}},
-        {"model": {"path": "nowhere"}},
+        *[{"reward": {"name": "tiny_rewards:none"}}, {"model": {"path": "nowhere"}}],
+        *[{"data": {"path": "nowhere.jsonl"}}, {"data": {"max_prompt_tokens": 1}}],
     ],
     ids=str,
 )
@@ -150,19 +150,8 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
         train(afresh(home), Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
-    left = {
-        "notes.txt",
-        ".lock",
-        "latest",
-        "report.html",
-        "config.json",
-        "reward.log",
-        "metrics.jsonl",
-        "completions.jsonl",
-        "summary.json",
-        "trace.json",
-    }
-    assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
+    left = "notes.txt .lock latest report.html config.json reward.log metrics.jsonl completions.jsonl summary.json trace.json"
+    assert {path.name for path in (home / "run").iterdir()} == {*left.split(), "checkpoints", "tensorboard"}
 
 
 def test_previous_runs_are_numbered_and_listed_oldest_first(home: Path) -> None:
@@ -187,12 +176,8 @@ def test_other_files_next_to_the_previous_run_are_kept(home: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "checkpoints/best",
-        "checkpoints/step_2",
-        "checkpoints/step_00000002_copy",
-        "tensorboard/plugins",
-        "drafter/eagle",
-        "drafter/drafter_final",
+        *("checkpoints/best", "checkpoints/step_2", "checkpoints/step_00000002_copy", "tensorboard/plugins"),
+        *("drafter/eagle", "drafter/drafter_final"),
         *("metrics.jsonl", "config.json", "summary.json", "trace.json", "trackers.json", "completions.jsonl"),
     ],
 )
@@ -213,10 +198,13 @@ def test_a_model_in_the_folder_is_kept(home: Path) -> None:
     assert files(home / "model") == before
 
 
-def test_an_existing_log_is_kept_and_continued(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "reward.log").write_text("somebody's\n", encoding="utf-8")
-    train(short(home, run={"folder": str(tmp_path)}))
-    assert (tmp_path / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
+def test_an_existing_log_and_another_file_named_latest_are_kept(home: Path) -> None:
+    shutil.rmtree(home / "run")
+    (home / "run" / "latest").mkdir(parents=True)
+    (home / "run" / "reward.log").write_text("somebody's\n", encoding="utf-8")
+    train(short(home))
+    assert (home / "run" / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
+    assert ((home / "run" / "latest").is_dir(), (home / "run" / "latest").is_symlink()) == (True, False)
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"ste'])
@@ -248,13 +236,10 @@ def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home
 
 def test_an_error_during_an_update_keeps_the_previous_checkpoint(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights then belong to no step."""
-    from tlt.rl.update import Update
-
-    real, calls = Update._optimizer_step, [0]
+    real, calls = Update._optimizer_step, count(1)
 
     def fails(self: Update, *arguments: Any) -> dict[str, Any]:
-        calls[0] += 1
-        if calls[0] == 8:  # the second of the fourth step
+        if next(calls) == 8:  # the second of the fourth step
             raise ValueError("what went wrong")
         return real(self, *arguments)
 
@@ -325,13 +310,14 @@ def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
 def test_files_have_the_permissions_of_the_umask(tmp_path: Path, home: Path, umask: int, mode: int) -> None:
+    (home / "run" / ".lock").unlink()
     before = os.umask(umask)
     try:
         train(afresh(home))
     finally:
         os.umask(before)
-    (checkpoint_folder,) = (home / "run" / "checkpoints").iterdir()
-    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in checkpoint_folder.rglob("*") if path.is_file()}
+    paths = [path for path in (home / "run" / "checkpoints").rglob("*") if path.is_file()]
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*paths, home / "run" / ".lock")}
     assert set(found.values()) == {mode}
     assert {"model.safetensors", "optimizer.safetensors"} <= found.keys()
 
@@ -345,14 +331,6 @@ def test_latest_links_to_the_newest_checkpoint(home: Path) -> None:
     assert (home / "elsewhere" / "latest").resolve() == home / "elsewhere" / "checkpoints" / "step_00000003"
 
 
-def test_another_file_named_latest_is_kept(home: Path) -> None:
-    shutil.rmtree(home / "run")
-    (home / "run" / "latest").mkdir(parents=True)
-    train(short(home))
-    assert (home / "run" / "latest").is_dir()
-    assert not (home / "run" / "latest").is_symlink()
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_cache: bool) -> None:
     config = home / "model" / "config.json"
@@ -363,22 +341,9 @@ def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_
     assert (saved["use_cache"], saved["dtype"]) == (use_cache, "float32")  # the masters
     card = (policy / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\n")
-    for said in (
-        "# model, after 2 steps",
-        "tiny_rewards:share_of_low_bytes",
-        "float32, trained under bfloat16 autocast",
-    ):
-        assert said in card
+    said = ("# model, after 2 steps", "tiny_rewards:share_of_low_bytes", "float32, trained under bfloat16 autocast")
+    assert all(words in card for words in said)
 
 
 def test_checkpoints_are_saved_by_default() -> None:
     assert 0 < RunConfig().save_every <= 50
-
-
-def test_a_lock_file_can_be_taken_by_others_of_the_group(tmp_path: Path) -> None:
-    before = os.umask(0o002)
-    try:
-        RunFolder(RunConfig(folder=str(tmp_path)), resume=False).close()
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o664
