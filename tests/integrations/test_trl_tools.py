@@ -60,8 +60,7 @@ def test_a_turn_does_not_depend_on_which_rows_continue() -> None:
 
 
 def test_each_turn_has_noise_of_its_own() -> None:
-    generation = Generation()
-    seeds = {100}
+    generation, seeds = Generation(), {100}
     text = generation.texts[0]
     for _ in range(3):
         (tokens,) = generation.next_turn([text])
