@@ -38,9 +38,7 @@ def test_the_files_that_a_run_will_write(tmp_path: Path, run: dict[str, Any], sa
 
 
 @pytest.mark.parametrize(("size", "limit"), [("auto", "a quarter of that"), (2048, "2,048 MiB")])
-def test_memory_and_the_largest_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str
-) -> None:
+def test_memory_and_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str) -> None:
     monkeypatch.setattr("tlt.run.about.free_bytes", lambda device: 5 * 2**29)
     config = tiny_config(tmp_path, engine={"kv_memory_mb": size})
     expected = f"memory: 2.5 GiB free on this machine; key-value cache: at most {limit} (engine.kv_memory_mb)"
@@ -50,9 +48,7 @@ def test_memory_and_the_largest_cache(
 @pytest.mark.parametrize(
     ("template", "chat", "named"), [("{{ x }}", False, True), ("{{ x }}", True, False), (None, False, False)]
 )
-def test_a_chat_template_that_is_not_used_is_named(
-    tmp_path: Path, template: str | None, chat: bool, named: bool
-) -> None:
+def test_an_unused_chat_template_is_named(tmp_path: Path, template: str | None, chat: bool, named: bool) -> None:
     config = tiny_config(tmp_path, data={"chat": chat})
     said = about_prompts(config, [], SimpleNamespace(chat_template=template))
     assert ("without the model's chat template, which data.chat = true applies" in said) == named

@@ -156,9 +156,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bound", ["least", "most"])
 @pytest.mark.parametrize("place", range(len(OTHERS) + 1))
-def test_a_number_at_its_bound_runs_or_is_refused_by_name(
-    place: int, bound: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_run_or_are_refused_by_name(place: int, bound: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
 

@@ -256,9 +256,7 @@ def test_generate_accepts_the_folder_of_a_run_or_a_checkpoint(
     assert "no complete checkpoint" in refusal(capsys, "generate", str(run), *options)
 
 
-def test_generate_reads_the_prompt_column_of_the_run(
-    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
-) -> None:
+def test_generate_reads_the_prompt_column(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:
     """A model outside a run has no recipe, so its error names the option and the columns."""
     data, run = tmp_path / "rows.jsonl", tmp_path / "run" / "step_00000001"
     data.write_text(json.dumps({"ask": QUESTIONS[0], "id": 7}), encoding="utf-8")
@@ -404,7 +402,7 @@ def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str], 
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_generate_refuses_rows_whose_columns_it_would_overwrite(
+def test_generate_overwrites_no_column_of_a_row(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "rows.jsonl"

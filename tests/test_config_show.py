@@ -88,9 +88,7 @@ def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureF
         (["train", "--train.steps", "3"], "--train.steps is for a recipe"),
     ],
 )
-def test_wrong_arguments_are_an_error_of_one_sentence(
-    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_get_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = printed(capsys, *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert sentence in err

@@ -39,9 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_short_and_trains(
-    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_short_and_runs(recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recipe.read_text(encoding="utf-8").splitlines()) < 50
     monkeypatch.chdir(tmp_path)  # files that it names are in its folder
     overrides = {

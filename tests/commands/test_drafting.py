@@ -218,9 +218,7 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkey
     assert load_drafter(tmp_path / "drafter", target).acceptance_rate == best["held_back"][0]
 
 
-def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_the_collection_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_round, rounds = Engine.round, list[int]()
 
     def interrupted(self: Engine) -> Any:
@@ -237,9 +235,7 @@ def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
     assert not (tmp_path / "drafter").exists()
 
 
-def test_an_interrupted_final_evaluation_leaves_a_whole_drafter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_evaluation_leaves_a_whole_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 

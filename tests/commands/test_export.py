@@ -270,9 +270,7 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_different_distribution_is_another_model(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_distribution_is_another_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All recorded facts may be equal although the model computes something else."""
 
     def spoiled(out: Path, facts: Path) -> None:
@@ -364,9 +362,7 @@ def test_an_export_into_a_link_goes_to_its_target(model: Path, tmp_path: Path) -
     assert (tmp_path / "dangling" / "model.safetensors").is_file()
 
 
-def test_an_export_that_transformers_cannot_load_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unloadable_export_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoiled(out: Path, facts: Path) -> None:
         edit(out / "config.json", model_type="none such")
         check_in_new_process(out, facts)

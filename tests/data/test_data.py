@@ -481,9 +481,7 @@ SIZES = st.integers(1, 20)
 
 
 @given(SIZES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_each_row_comes_once_per_epoch_with_any_batch_sizes(
-    size: int, seed: int, shuffle: bool, batches: list[int]
-) -> None:
+def test_rows_come_once_per_epoch_with_any_batches(size: int, seed: int, shuffle: bool, batches: list[int]) -> None:
     cursor = Cursor(size, seed, shuffle)
     taken = [pair for count in batches for pair in cursor.take(count)]
     assert len(taken) == sum(batches)

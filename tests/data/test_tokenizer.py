@@ -100,9 +100,7 @@ def test_tokens_added_by_tokenizer_config_are_used(tmp_path: Path) -> None:
         assert load_tokenizer(place)("a<think>")["input_ids"][1:] == [size]
 
 
-def test_flags_changed_by_tokenizer_config_are_used_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flags_of_tokenizer_config_are_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Phi-3 has such flags, and all versions of transformers read them."""
     words = a_tokenizer()
     flags = FLAGS | {"content": "<eos>", "rstrip": True, "special": True}
@@ -122,9 +120,7 @@ def test_a_prompt_that_ends_with_the_end_token_is_refused(tmp_path: Path) -> Non
     assert len(encoder(found, DataConfig(path="p.jsonl", chat=True))("ab")) == 2, "a template has its own tokens"
 
 
-def test_fields_read_by_one_version_of_transformers_are_logged_and_corrected(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fields_that_one_transformers_reads_are_corrected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = a_tokenizer()
     begin = ("<bos>", words.token_to_id("<bos>"))
     words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[begin])

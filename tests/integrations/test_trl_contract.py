@@ -261,9 +261,7 @@ def test_a_rollout_of_another_trainer_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_resumed_run_continues_with_its_drafters_and_a_new_run_does_not(
-    folder: Path, tmp_path: Path, resumed: bool
-) -> None:
+def test_only_a_resumed_run_continues_with_its_drafters(folder: Path, tmp_path: Path, resumed: bool) -> None:
     published = tmp_path / "tlt" / "0" / "drafter"
     trainer = FakeTrainer(folder, output_dir=str(tmp_path))
     trainer.state.global_step = 8 * resumed

@@ -55,9 +55,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("allocate", "error", "MemoryError"),
     ],
 )
-def test_a_fault_is_named_and_the_next_episode_continues(
-    isolated: IsolatedScore, text: str, outcome: str, detail: str
-) -> None:
+def test_a_fault_is_named_and_the_next_continues(isolated: IsolatedScore, text: str, outcome: str, detail: str) -> None:
     found = asked(isolated, text)
     assert (found.reward, found.outcome, found.reply) == (None, outcome, None)
     assert detail in found.detail

@@ -61,9 +61,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("die", "crash", "its process ended"),
     ],
 )
-def test_a_fault_is_named_and_the_next_answer_is_scored(
-    isolated: IsolatedScore, text: str, outcome: str, detail: str
-) -> None:
+def test_a_fault_is_named_and_the_next_is_scored(isolated: IsolatedScore, text: str, outcome: str, detail: str) -> None:
     verdict = judged(isolated, text)
     assert (verdict.reward, verdict.outcome, detail in verdict.detail) == (None, outcome, True)
     assert judged(isolated, "four")[:3] == (4.0, "", "")

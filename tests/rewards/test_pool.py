@@ -350,9 +350,7 @@ def test_text_printed_at_the_start_is_in_the_log_file_too(tmp_path: Path, capfd:
 
 
 @pytest.mark.parametrize("fault", ["raise KeyError('x')", "sys.exit('no')"])
-def test_a_process_that_cannot_start_shows_its_output(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str
-) -> None:
+def test_a_failed_start_shows_its_output(tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str) -> None:
     noisy(tmp_path, fault)
     with pytest.raises(RewardError):
         make_reward(configured(name="noisy:f", folder=str(tmp_path)), [PROMPT], tmp_path / "reward.log")

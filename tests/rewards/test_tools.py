@@ -126,9 +126,7 @@ def echo(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", ['["\\ud800"]', '["raise", "\\ud800"]'])
-def test_a_result_or_an_error_that_is_no_valid_text_is_a_failed_call(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_or_error_that_is_no_valid_text_is_a_failed_call(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that reads escapes makes half a surrogate pair out of valid text."""
     monkeypatch.setattr(tiny_environments.Desk, "tools", (echo,))
     call = json.dumps({"name": "echo", "arguments": {"text": text}})

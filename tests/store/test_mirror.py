@@ -96,9 +96,7 @@ def test_the_mirror_keeps_the_number_of_the_run(tmp_path: Path, url: str) -> Non
 
 
 @pytest.mark.parametrize("fails_at", range(4))
-def test_an_incomplete_copy_is_not_a_checkpoint(
-    tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_copy_is_none(tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (save(tmp_path / "here", step) for step in (1, 2))
     copy(Mirror(url, 2), first)
     mirror, puts = Mirror(url, 2), iter(range(10))
@@ -165,7 +163,7 @@ def test_the_newest_checkpoint_is_copied_over_a_slow_connection(
 
 
 @needs_s3
-def test_a_server_that_is_lost_during_an_upload_and_returns(
+def test_a_server_that_is_lost_and_returns(
     tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"s3://{BUCKET}/{next(places)}"
@@ -191,9 +189,7 @@ def test_a_server_that_is_lost_during_an_upload_and_returns(
 
 
 @needs_s3
-def test_an_upload_that_is_interrupted_once_succeeds(
-    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_interrupted_upload_succeeds(tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture) -> None:
     url, cut = f"s3://{BUCKET}/{next(places)}", set[str]()
 
     def cuts(environ: Environ) -> None:
@@ -209,9 +205,7 @@ def test_an_upload_that_is_interrupted_once_succeeds(
 
 
 @needs_s3
-def test_a_store_without_access_is_an_error_of_one_sentence(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_access_gets_one_sentence(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(url: str) -> str:
         said = r"run\.mirror = .* cannot be written to \([^\n]*\): check that the"
         with pytest.raises(ConfigError, match=said) as refused:

@@ -168,9 +168,7 @@ def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     assert (found.drafted, found.drafts) == (3, 1), "tokens, in one pass"
 
 
-def test_a_preempted_request_of_runner_v1_keeps_its_slot_while_all_places_are_taken(
-    target: Any, tested_version: None
-) -> None:
+def test_a_preempted_request_of_runner_v1_keeps_its_slot(target: Any, tested_version: None) -> None:
     """It left the batch, but the runner still knows it."""
     asked = requests([SAMPLINGS["tempered"]])[:2]
     said, runner = ours(target, asked), RunnerV1(target, 1)
@@ -204,9 +202,7 @@ def test_draws_within_a_prompt_do_not_change_the_record() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_request_that_continues_a_long_response_has_room_for_the_rest(
-    version: int, target: Any, processor: type, tested_version: None
-) -> None:
+def test_a_continued_response_has_room(version: int, target: Any, processor: type, tested_version: None) -> None:
     """Its prompt includes that part."""
     asked = requests([replace(SAMPLINGS["temperature 1"], max_new_tokens=302)])[0]
     runner: Any = RunnerV1(target, 1) if version == 1 else RunnerV2(target, 1, processor)

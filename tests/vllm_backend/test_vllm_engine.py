@@ -117,9 +117,7 @@ def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_
         list(engine.generate(asked))
 
 
-def test_a_response_continues_after_an_end_token_that_is_not_among_its_stop_tokens(
-    started: Any, tmp_path: Path
-) -> None:
+def test_a_response_continues_after_an_end_token_that_is_no_stop_token(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
@@ -173,9 +171,7 @@ def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("fault", ["no noise", "noise of another position"])
-def test_a_vllm_that_draws_other_tokens_is_refused(
-    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_other_draws_are_refused(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     config = fake_vllm.by_vllm(tiny_config(tmp_path))
     target = open_target(config, config.model.path)
     policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
@@ -296,9 +292,7 @@ def loses_one(method: str, when: str, number: int) -> Callable[[int, str], str]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_ends_with_the_same_tokens_with_any_lost_worker(
-    when: str, started: Any, plain: Any, tmp_path: Path
-) -> None:
+def test_a_step_has_the_same_tokens_with_any_lost_worker(when: str, started: Any, plain: Any, tmp_path: Path) -> None:
     digest, learned_from, pool = train(run_of(tmp_path, "off"), loses=loses_one("decode", when, 7))
     assert (digest, learned_from) == plain
     assert len(started) == 3, "one for each worker, and one in the place of the lost one"
@@ -312,9 +306,7 @@ def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> No
     assert all(worker.spot.trainer is None for worker in pool.workers), "no learned drafter is in use"
 
 
-def test_idle_workers_train_the_drafter_and_all_use_the_published_one(
-    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_workers_train_the_drafter_of_all(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def longer(config: Config) -> Config:
         """Change the recipe so that the third rollout trains on responses of the first one."""
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
