@@ -13,27 +13,28 @@ from tlt.run.about import about_folder, about_memory, about_prompts
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "files", "checkpoints"),
     [
         (
-            {"save_every": 5, "keep": 3, "trackers": []},
-            "writes to R: metrics.jsonl, completions.jsonl, report.html, summary.json; a checkpoint every 5 steps and "
-            "at the end (the newest 3 are kept)",
+            {"save_every": 5, "keep": 3},
+            "completions.jsonl, report.html, ",
+            " every 5 steps and at the end (the newest 3 are kept)",
         ),
         (
             {"save_every": 0, "report": False, "completions_mb": 0, "mirror": "s3://b", "trackers": ["tensorboard"]},
-            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 are kept), copied to s3://b"
-            "; metrics go to tensorboard",
+            "",
+            " at the end (the newest 2 are kept), copied to s3://b; metrics go to tensorboard",
         ),
         (
-            {"completions_format": "parquet", "trackers": []},
-            "writes to R: metrics.jsonl, completions/, report.html, summary.json; a checkpoint every 20 steps and at "
-            "the end (the newest 2 are kept)",
+            {"completions_format": "parquet"},
+            "completions/, report.html, ",
+            " every 20 steps and at the end (the newest 2 are kept)",
         ),
     ],
 )
-def test_the_files_that_a_run_will_write(tmp_path: Path, run: dict[str, Any], said: str) -> None:
-    defaults = {"folder": "R", "save_every": 20, "keep": 2}
+def test_the_files_that_a_run_will_write(tmp_path: Path, run: dict[str, Any], files: str, checkpoints: str) -> None:
+    defaults = {"folder": "R", "save_every": 20, "keep": 2, "trackers": []}
+    said = f"writes to R: metrics.jsonl, {files}summary.json; a checkpoint{checkpoints}"
     assert about_folder(tiny_config(tmp_path, run=defaults | run)) == said
 
 

@@ -3,14 +3,12 @@ the forecast recipe is a proper score."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from scipy import integrate, stats
-from tiny import tiny_model
+from tiny import load_script, tiny_model
 
 from tlt.config import load_config
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
@@ -24,14 +22,6 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 
 
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"recipes_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,16 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_recipe_is_short_and_runs(recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recipe.read_text(encoding="utf-8").splitlines()) < 50
     monkeypatch.chdir(tmp_path)  # files that it names are in its folder
-    overrides = {
-        "model.path": model,
-        "train.steps": 2,
-        "rollout.prompts_per_step": 2,
-        "rollout.group_size": 2,
-        "rollout.max_new_tokens": 6,
-        "eval.size": 2,
-        "eval.samples": 2,
-        "run.folder": tmp_path / "run",
-    }
+    small = ("train.steps", "rollout.prompts_per_step", "rollout.group_size", "eval.size", "eval.samples")
+    overrides = {"model.path": model, "run.folder": tmp_path / "run", "rollout.max_new_tokens": 6} | dict.fromkeys(small, 2)
     if recipe.stem == "smollm2":  # the tiny model has no chat template
         overrides["data.chat"] = "false"
     if "-drafter" in recipe.read_text(encoding="utf-8"):  # made for another model
@@ -72,12 +54,12 @@ def test_there_is_a_recipe_of_each_kind() -> None:
 
 
 def test_the_data_are_the_output_of_their_scripts(tmp_path: Path) -> None:
-    load("make_data").write(tmp_path)
+    load_script(FOLDER / "make_data.py").write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
     assert len(list(tmp_path.iterdir())) == 6
 
-keywords = load("keywords")
+keywords, forecast = load_script(FOLDER / "keywords.py"), load_script(FOLDER / "forecast.py")
 
 
 @pytest.mark.parametrize(
@@ -86,8 +68,6 @@ keywords = load("keywords")
 )
 def test_the_share_of_words_counts_whole_words_once(text: str, share: float) -> None:
     assert keywords.share_of_words(Prompt(0, "", (1,), {"answer": "river, lantern"}), text) == share
-
-forecast = load("forecast")
 
 
 @pytest.mark.parametrize(("mean", "deviation", "came"), [(0, 1, 0), (3, 2, 5), (-1, 0.5, 4), (10, 6, 9.5)])

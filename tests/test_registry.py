@@ -15,12 +15,9 @@ from tlt.rewards.scores import RewardError, make_terms
 RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
 
 
-ENTRIES = [*BACKENDS.values(), *DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()]
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.make)
-def test_every_entry_leads_to_a_callable(entry: object) -> None:
-    assert callable(maker(entry))  # type: ignore[arg-type]
+def test_every_entry_leads_to_a_callable() -> None:
+    for entry in [*BACKENDS.values(), *DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()]:
+        assert callable(maker(entry)), entry.make
 
 
 def test_each_backend_of_a_recipe_has_an_entry() -> None:
@@ -30,15 +27,14 @@ def test_each_backend_of_a_recipe_has_an_entry() -> None:
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        ({"speculation": {"drafter": "eagle9"}}, "eagle9"),
-        ({"run": {"trackers": ["tensorboard", "neptune"]}}, "neptune"),
-        ({"reward": {"name": "lenght"}}, "lenght"),
+        ({"speculation": {"drafter": "eagle9"}}, "eagle9.*suffix|suffix.*eagle9"),
+        ({"run": {"trackers": ["tensorboard", "neptune"]}}, "neptune.*wandb|wandb.*neptune"),
+        ({"reward": {"name": "lenght"}}, "lenght.*length"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(section: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named) as refused:
+    with pytest.raises(ConfigError, match=named):
         parse_config({**RECIPE, **section})
-    assert any(known in str(refused.value) for known in ("suffix", "wandb", "length"))
 
 
 def test_an_unknown_reward_is_refused() -> None:

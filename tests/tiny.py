@@ -5,6 +5,7 @@ group."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,14 @@ def compare_here(out: Path, facts: Path) -> None:
     """Compare an export with the model in this process, which is faster than in a new one."""
     if found := difference(out, facts):
         raise ModelError(found)
+
+
+def load_script(path: Path) -> Any:
+    """Return a script outside the package as a module."""
+    spec: Any = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def add_node(tree: DraftTree, parent: int, token: int) -> int:
