@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_tree
+from tiny import tiny_config, tiny_tree, train
 from transformers import MistralConfig, MistralForCausalLM
 
 from tlt.cli import main
-from tlt.run.display import Display
-from tlt.run.train import train
 
 Change = None | dict[str, Any] | str | Callable[[Path], Any]
 """None removes the file, a dictionary replaces keys of its JSON object, a text is its content, a function gets its path"""
@@ -225,7 +222,7 @@ RESUMED: list[tuple[dict[str, Change], str]] = [
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return valid inputs, and a run of two steps with both its checkpoints."""
     home = tmp_path_factory.mktemp("sound")
-    train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}), False, Display(Console(quiet=True)))
+    train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}))
     return home
 
 

@@ -19,13 +19,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
-from tiny import tiny_tree
+from tiny import tiny_tree, train
 
 from tlt.cli import main
 from tlt.config import Config, ConfigError, load_config
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.store.checkpoint import CheckpointError, latest
 
 TIMES = int(os.environ.get("TLT_FUZZ", "1"))
@@ -88,7 +85,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
     (home / "recipe.toml").write_text("\n".join(lines), encoding="utf-8")
     with contextlib.chdir(home):
-        train(load_config("recipe.toml"), False, Display(Console(quiet=True)))
+        train(load_config("recipe.toml"))
     return home
 
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from scipy import integrate, stats
-from tiny import load_script, tiny_model
+from tiny import load_script, tiny_model, train
 
 from tlt.config import load_config
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.types import Prompt
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -41,7 +38,7 @@ def test_a_recipe_is_short_and_runs(recipe: Path, model: Path, tmp_path: Path, m
         save_drafter(EagleLayer(options), tmp_path / "drafter")
         overrides["speculation.path"] = tmp_path / "drafter"
     config = load_config(recipe, [f"--{key}={value}" for key, value in overrides.items()])
-    summary = train(config, False, Display(Console(quiet=True)))
+    summary = train(config)
     assert summary["steps"] == 2
     assert bool(summary["eval_last"]) == bool(config.eval.every)
     assert not summary["without_reward"]

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt.metrics import read_metrics, useful_share
-from tlt.run import train as run
-from tlt.run.display import Display
 from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, TraceError, TraceFile, Tracer, seconds_by_state
 
 
@@ -126,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for steps in (2, 3):
         run_section = {"folder": str(home / "run"), "save_every": 1, "report": False}  # a page takes time between steps
         config = tiny_config(home, train={"steps": steps}, run=run_section)
-        run.train(config, steps == 3, Display(Console(quiet=True)))
+        train(config, steps == 3)
     return home / "run"
 
 

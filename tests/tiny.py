@@ -133,6 +133,20 @@ def compare_here(out: Path, facts: Path) -> None:
         raise ModelError(found)
 
 
+class Crash(BaseException):
+    """End of the process."""
+
+
+def train(config: Config, resume: bool = False, display: Any = None, **options: Any) -> dict[str, Any]:
+    """Run a training without output, unless there is a display. Return its summary."""
+    from rich.console import Console
+
+    from tlt.run.display import Display
+    from tlt.run.train import train as run
+
+    return run(config, resume, display or Display(Console(quiet=True)), **options)
+
+
 def load_script(path: Path) -> Any:
     """Return a script outside the package as a module."""
     spec: Any = importlib.util.spec_from_file_location(f"script_{path.stem}", path)

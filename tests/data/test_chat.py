@@ -11,16 +11,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from rich.console import Console
-from tiny import save_tokenizer, save_weights, tiny_config, tiny_model
+from tiny import save_tokenizer, save_weights, tiny_config, tiny_model, train
 
 from tlt.build import load_tokenizer
 from tlt.commands.generate import Asked, _data_of_the_run, _prompts
 from tlt.config import Config, ConfigError, DataConfig
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
-from tlt.run import train as run_module
-from tlt.run.display import Display
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
@@ -302,10 +299,6 @@ def test_a_malformed_time_is_refused() -> None:
         DataConfig(path="-", chat=True, now="yesterday")
     with pytest.raises(ValueError, match=r"data\.now need data\.chat = true"):
         DataConfig(path="-", now="2001-02-03")
-
-
-def train(config: Config, resume: bool = False, force: Sequence[str] = ()) -> None:
-    run_module.train(config, resume, Display(Console(quiet=True)), force=force)
 
 
 def dated(home: Path, steps: int, **data: Any) -> Config:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from made_up_run import completion, line, make_run
-from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt import cli, report
 from tlt.report import Page, ReportError, write_report
@@ -19,8 +18,6 @@ from tlt.report import page as page_module
 from tlt.report.page import MOST_POINTS, thinned
 from tlt.report.read import FILES, RunData, read_run
 from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
-from tlt.run import train as run
-from tlt.run.display import Display
 from tlt.store.completions import read_completions, runs_of
 
 
@@ -189,7 +186,7 @@ def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:
 
 def test_parquet_completions_are_read(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    run.train(tiny_config(tmp_path, run={"completions_format": "parquet"}), display=Display(Console(quiet=True)))
+    train(tiny_config(tmp_path, run={"completions_format": "parquet"}))
     assert {type(row["scores"]) for row in read_run(tmp_path / "run").completions} == {dict}
 
 
@@ -218,7 +215,7 @@ def test_several_runs_show_the_fields_that_differ(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> None:
-    run.train(tiny_config(tmp_path, run={"compare_every": 1}), display=Display(Console(quiet=True)))
+    train(tiny_config(tmp_path, run={"compare_every": 1}))
     page = shown(tmp_path / "run" / "report.html")[0]
     parts = ("sentences", "ratios", "proof", "worker_seconds", "timelines", "columns", "ribbons", "groups", "energy")
     assert all(page[part] for part in parts)
@@ -231,7 +228,7 @@ def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> No
 
 
 def test_a_run_without_a_report_has_no_page(tmp_path: Path) -> None:
-    run.train(tiny_config(tmp_path, run={"report": False}), display=Display(Console(quiet=True)))
+    train(tiny_config(tmp_path, run={"report": False}))
     assert not (tmp_path / "run" / "report.html").exists()
 
 

@@ -16,8 +16,7 @@ import pytest
 pytest.importorskip("verifiers", reason="verifiers is not installed: make test-verifiers")
 
 import verifiers.v1 as vf
-from rich.console import Console
-from tiny import tiny_tree
+from tiny import tiny_tree, train
 
 from tlt.config import Config, parse_config
 from tlt.data.prompts import DataError, load_prompts
@@ -27,8 +26,6 @@ from tlt.rewards.environments import Environments, Turn
 from tlt.rewards.tools import with_tools
 from tlt.rewards.verdicts import Verdict
 from tlt.rewards.verifiers import Episode
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.store.completions import read_completions
 from tlt.types import Prompt
 
@@ -286,7 +283,7 @@ def test_a_run_trains_on_it(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path, rollout={"stop_strings": list("abcdefgh "), "max_new_tokens": 96})
     tree["data"] = {"environment": "tiny_verifiers", "environment_arguments": {"most": 4}}
     tree["reward"] = {"turns": 3}
-    train(parse_config(tree), display=Display(Console(quiet=True)))
+    train(parse_config(tree))
     lines = list(read_completions(tmp_path / "run"))
     assert any(reply.startswith("No, say ") for line in lines for reply in line["replies"])
     assert len(list(read_metrics(tmp_path / "run"))) == 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt.config import Config, ConfigError
 from tlt.config.run import RunConfig
@@ -26,7 +26,6 @@ from tlt.models.families import ModelError
 from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rl.update import Update
-from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
 from tlt.stopping import stop_request
@@ -48,10 +47,6 @@ def home(sound: Path, tmp_path: Path) -> Path:
 
 def short(home: Path, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, **{"rollout": {"max_new_tokens": 4}} | sections)
-
-
-def train(config: Config, display: Display | None = None, resume: bool = False) -> dict[str, Any]:
-    return run_module.train(config, resume, display or Display(Console(quiet=True)))
 
 
 def afresh(home: Path, **sections: dict[str, Any]) -> Config:
@@ -92,7 +87,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: P
                 self.said = str(refused.value)
 
     first = Second(Console(quiet=True))
-    train(afresh(home), first)
+    train(afresh(home), display=first)
     pid = os.getpid()
     assert re.search(rf"another run uses .*run \(process {pid} on .+\): wait .*--run\.folder", first.said)
     assert [line["step"] for line in read_metrics(home / "run")] == [0, 1]
@@ -139,7 +134,7 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     before = files(home / "run")
     sha256 = json.loads(before["summary.json"])["policy_sha256"]
     with pytest.raises(ValueError, match="what went wrong") as error:
-        train(afresh(home), Failing(0, "update"))
+        train(afresh(home), display=Failing(0, "update"))
     previous = home / "run" / "previous"
     assert note_of(error) == f"nothing is saved yet; the previous run is in {previous}"
     kept = files(previous)
@@ -147,7 +142,7 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     copy = shutil.copytree(previous, home / "copy")
     assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
     with pytest.raises(ValueError, match="what went wrong"):
-        train(afresh(home), Failing(0, "update"))
+        train(afresh(home), display=Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
     left = "notes.txt .lock latest report.html config.json reward.log metrics.jsonl completions.jsonl summary.json trace.json"
@@ -169,7 +164,7 @@ def test_other_files_next_to_the_previous_run_are_kept(home: Path) -> None:
         def phase(self, step: int, name: str, total: int) -> None:
             (home / "run" / "previous" / "mine.txt").write_text("mine", encoding="utf-8")
 
-    train(afresh(home), Visitor(Console(quiet=True)))
+    train(afresh(home), display=Visitor(Console(quiet=True)))
     assert list(files(home / "run" / "previous")) == ["mine.txt"]
 
 
@@ -228,7 +223,7 @@ def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home
     steps = {"train": {"steps": 3}}
     expected = train(afresh(home, **steps))["policy_sha256"]
     with pytest.raises(ValueError, match="what went wrong") as error:
-        train(afresh(home, **steps), Failing(2, phase))
+        train(afresh(home, **steps), display=Failing(2, phase))
     assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
     summary = train(short(home, **steps), resume=True)
     assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
@@ -269,7 +264,7 @@ def test_a_reward_process_that_cannot_be_restarted_loses_nothing(home: Path, mon
 
     monkeypatch.setattr(IsolatedScore, "_start", starts_once)
     with pytest.raises(RewardError, match="it cannot start") as error:
-        train(afresh(home), Ending(Console(quiet=True)))
+        train(afresh(home), display=Ending(Console(quiet=True)))
     assert note_of(error) == f"saved after step 1 in {home / 'run'}: continue with --resume"
 
 
@@ -304,7 +299,7 @@ def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
     config = afresh(home, train={"steps": 3}, run={"save_every": save_every})
     failing = Failing(1, "save") if save_every else Failing(2, "rollout")
     with pytest.raises(ValueError, match="what went wrong") as error:
-        train(config, failing)
+        train(config, display=failing)
     assert note_of(error).startswith(f"the steps since then cannot be saved (the disk is full); {left}")
 
 

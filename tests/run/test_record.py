@@ -15,15 +15,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from rich.console import Console
-from tiny import tiny_config
+import tiny
+from tiny import Crash, tiny_config
 
 from tlt.config import Config, ConfigError
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
-from tlt.run import train as run_module
-from tlt.run.display import Display
 from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
 from tlt.store.completions import CompletionsWriter, read_completions
 from tlt.store.completions_parquet import ParquetCompletions
@@ -41,7 +39,7 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
 
 
 def train(config: Config, resume: bool = False) -> Path:
-    run_module.train(config, resume, Display(Console(quiet=True)))
+    tiny.train(config, resume)
     return Path(config.run.folder)
 
 
@@ -177,10 +175,6 @@ def test_every_response_is_written_once_with_its_advantage(everything: Path) -> 
     assert groups
     assert all(sum(advantages) == pytest.approx(0, abs=1e-9) for advantages in groups.values())
     assert sum(line["length"] for line in found) <= sum(line["tokens"] for line in lines)
-
-
-class Crash(BaseException):
-    """End of the process."""
 
 
 def test_a_killed_and_resumed_run_has_every_completion_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from rich.console import Console
-from tiny import QUESTIONS, tiny_config
+from tiny import QUESTIONS, Crash, tiny_config, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.config import Config
@@ -34,10 +34,6 @@ from tlt.types import Response
 STEPS = 4
 TIMES = ("seconds", "seconds_left", "energy", "useful_share", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
-
-
-def train(config: Config, resume: bool = False) -> dict[str, Any]:
-    return run_module.train(config, resume, Display(Console(quiet=True)))
 
 
 def lessons(folder: Path) -> list[dict[str, Any]]:
@@ -176,7 +172,7 @@ def test_a_finished_run_reports_it(home: Path) -> None:
 
     copy = copy_of_the_run(home, "finished", STEPS)
     display = Listening(Console(quiet=True))
-    run_module.train(whole(home, copy.name), True, display)
+    train(whole(home, copy.name), True, display)
     assert f"this run has ended after {STEPS} steps: raise train.steps to continue" in display.notes
     assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in display.notes)
     assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
@@ -189,10 +185,6 @@ def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
     metrics.write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2], encoding="utf-8")
     train(whole(home, copy.name), resume=True)
     assert lessons(copy) == lessons(home / "whole")
-
-
-class Crash(BaseException):
-    """End of the process."""
 
 
 def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +240,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: nothing was changed$") as stopped:
-        run_module.train(config, words == "resuming", Slow(words, -1))
+        train(config, words == "resuming", Slow(words, -1))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert {path: path.read_bytes() for path in before} == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -279,7 +271,7 @@ def test_a_signal_saves_and_the_run_resumes_to_the_same_end(home: Path, phase: s
     config = whole(home, f"{phase} {number}", run={"save_every": save_every})
     before = signal.getsignal(number)
     with pytest.raises(Stopped, match=rf"saved after step {step + 1} of {STEPS}.*--resume") as stopped:
-        run_module.train(config, False, Asking(phase, step, number))
+        train(config, False, Asking(phase, step, number))
     assert stopped.value.exit_code == 128 + number
     assert signal.getsignal(number) is before
     assert len(read_metrics(Path(config.run.folder))) == step + 1
@@ -305,7 +297,7 @@ class Slow(Asking):
 def test_a_step_that_does_not_end_is_abandoned_and_the_state_before_it_saved(home: Path, phase: str) -> None:
     config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
     with pytest.raises(Stopped, match=r"within 0.1 s .*abandoned; saved after step 2 in .*--resume") as stopped:
-        run_module.train(config, False, Slow(phase, 2))
+        train(config, False, Slow(phase, 2))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
@@ -331,7 +323,7 @@ def test_a_step_in_its_update_gets_more_time(home: Path, monkeypatch: pytest.Mon
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:
-    summary = run_module.train(whole(home, "last step"), False, Asking("update", STEPS - 1, signal.SIGTERM))
+    summary = train(whole(home, "last step"), False, Asking("update", STEPS - 1, signal.SIGTERM))
     assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
@@ -343,7 +335,7 @@ def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
 
     config = whole(home, "impatient")
     with pytest.raises(KeyboardInterrupt) as stopped:
-        run_module.train(config, False, Impatient("update", 2, signal.SIGINT))
+        train(config, False, Impatient("update", 2, signal.SIGINT))
     assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
@@ -455,7 +447,7 @@ def test_evaluations_have_their_own_sampling_parameters(home: Path) -> None:
         return rollout
 
     own = held_out(home, "unseen", "other", temperature=0.0, top_k=3, top_p=0.9, max_new_tokens=7)
-    summary = run_module.train(whole(home, "own sampling", eval=own), False, Display(Console(quiet=True)), listening)
+    summary = train(whole(home, "own sampling", eval=own), wrap=listening)
     assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
     evaluations = [responses for responses in asked if len(responses) == 4]
     assert len(evaluations) == 3

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import Crash
 
 from tlt.store.checkpoint import Best, CheckpointError, latest, save
 
@@ -132,10 +133,6 @@ def test_a_save_never_removes_itself_or_the_last_complete_checkpoint(tmp_path: P
     (save_step(tmp_path, 8) / "state.json").unlink()
     save_step(tmp_path, 3, keep=1)
     assert good_step(tmp_path) == 3
-
-
-class Crash(BaseException):
-    """End of the process."""
 
 
 def crash_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, before: bool) -> list[int]:

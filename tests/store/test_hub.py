@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 from hub_server import Files, Hub, files_in
 from huggingface_hub import constants, file_download
-from rich.console import Console
-from tiny import QUESTIONS, tiny_config, tiny_model
+from tiny import QUESTIONS, tiny_config, tiny_model, train
 
 from tlt.cli import main
 from tlt.config import Config
 from tlt.data.prompts import load_prompts
 from tlt.data.tables import read_rows
-from tlt.run import train as run_module
-from tlt.run.display import Display
 from tlt.run.resume import ConfigError
 from tlt.store.hub import HubError, from_hub, local_data, local_model
 
@@ -65,10 +62,6 @@ def rows(*questions: str) -> bytes:
 def config(home: Path, steps: int = 1, **sections: dict[str, Any]) -> Config:
     short = {"rollout": {"max_new_tokens": 2}, "train": {"steps": steps}, "model": {"path": "org/tiny"}}
     return tiny_config(home, **short | sections)
-
-
-def train(config: Config, **options: Any) -> dict[str, Any]:
-    return run_module.train(config, display=Display(Console(quiet=True)), **options)
 
 
 def exit_code(words: list[str]) -> Any:

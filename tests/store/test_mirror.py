@@ -12,15 +12,12 @@ from unittest.mock import patch
 
 import pytest
 from object_store import BUCKET, Cut, Environ, Forbidden, ObjectStore, object_store
-from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt import cli
 from tlt.config import Config, ConfigError
 from tlt.config.show import resolved
 from tlt.metrics import read_metrics
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.store import checkpoint
 from tlt.store.mirror import Mirror
 
@@ -239,7 +236,7 @@ def config_of(home: Path, folder: str, steps: int, **run: Any) -> Config:
 
 
 def run(config: Config, resume: bool = False) -> str:
-    return train(config, resume, Display(Console(quiet=True)))["policy_sha256"]
+    return train(config, resume)["policy_sha256"]
 
 
 def test_a_run_resumes_on_a_machine_without_its_folder(tmp_path: Path, url: str) -> None:
