@@ -31,6 +31,7 @@ from tlt.run.views import JsonLines, OneLine
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Response, SamplingParams
 
+PID = os.getpid()
 HEAVY = ("torch", "transformers", "numpy", "reasoning_gym", "tensorboard", "rich")
 
 
@@ -102,7 +103,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
             yield from parsers(inner)
 
 
-def test_the_help_of_every_command_explains_its_options_and_shows_their_defaults() -> None:
+def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     options, shown = 0, {}
     for parser in parsers(_parser()):
         text = shown[parser.prog] = " ".join(parser.format_help().split())
@@ -115,9 +116,6 @@ def test_the_help_of_every_command_explains_its_options_and_shows_their_defaults
     assert "--seed SEED seed of the sampling (default: 0)" in shown["tlt generate"]
     assert "suffix: copies earlier text" in shown["tlt generate"]
     assert not [text for text in shown.values() if re.search(r"\(default: (None|False|\[\])?\)", text)]
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"tlt {__version__}\n"
 
@@ -145,6 +143,11 @@ GENERATE = "generate MODEL --dtype float64"
         (f"{GENERATE} --prompt a --engine.backend=vllm", "unknown option --engine.backend: did you mean --backend?"),
         (f"{GENERATE} --prompt a\udcff", "is not UTF-8 text: 'a\\udcff'"),
         (f"{GENERATE} --prompt=", "is empty"),
+        ("train RECIPE --workers 0", "--workers"),
+        ("config trian", "there is no section trian: did you mean train?"),
+        ("config zzz", "there is no section zzz: give one of model, data,"),
+        ("config missing.toml", "there is no recipe at missing.toml"),
+        ("config train --train.steps 3", "--train.steps is for a recipe"),
     ],
 )
 def test_a_bad_option_gets_one_sentence(
@@ -158,9 +161,7 @@ def test_a_bad_option_gets_one_sentence(
 def test_a_signal_saves_prints_how_to_continue_and_sets_the_exit_code(
     capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    monkeypatch.setattr(
-        Display, "phase", lambda self, step, name, total: os.kill(os.getpid(), number) if name == "update" else None
-    )
+    monkeypatch.setattr(Display, "phase", lambda self, step, name, total: name == "update" and os.kill(PID, number))
     assert exit_code("train", recipe, "--train.steps", "2") == code
     acknowledged, line = (line for line in capfd.readouterr().err.splitlines() if line.startswith("tlt: "))
     assert re.search(r"tlt: SIG\w+: this step has 20 s to end .* A second signal stops it at once", acknowledged)
@@ -172,9 +173,8 @@ def test_two_signals_end_a_run_at_once_and_the_saved_step_is_printed(
     capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop_twice(self: Display, step: int, name: str, total: int) -> None:
-        if name == "update":
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2 * (name == "update")):
+            os.kill(PID, signal.SIGINT)
 
     monkeypatch.setattr(Display, "phase", stop_twice)
     assert exit_code("train", recipe) == 130
@@ -190,16 +190,23 @@ def test_train_for_scripts_prints_nothing_else(recipe: str, option: str, first: 
     assert len(done.stdout.splitlines()) == lines
 
 
-@pytest.mark.parametrize(("options", "is_shown"), [([], True), (["--quiet"], False), (["--json"], False)])
-def test_progress_is_not_shown_to_scripts(
-    recipe: str, monkeypatch: pytest.MonkeyPatch, options: list[str], is_shown: bool
-) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr("tlt.run.train.train", lambda *others, **named: seen.append(progress._is_shown) or {})
+def test_train_starts_a_run_with_its_options(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is not shown to scripts."""
+    runs: list[Any] = []
+
+    def train(config: Any, resume: bool, view: Any, force: Any) -> dict[str, Any]:
+        runs.append((config.cluster.workers, resume, force, progress._is_shown))
+        return {}
+
+    monkeypatch.setattr("tlt.run.train.train", train)
     for view in (Display, OneLine, JsonLines):
         monkeypatch.setattr(view, "end", lambda self, summary, folder: None)
-    assert exit_code("train", recipe, *options) == 0
-    assert seen == [is_shown]
+    forced = ("--resume", "--force", "train.learning_rate", "--force", "run.seed")
+    for options in (("--workers", "3"), forced, ("--quiet",), ("--json",)):
+        assert exit_code("train", recipe, *options) == 0
+    assert runs[0] == (3, False, [], True)
+    assert runs[1] == (1, True, ["train.learning_rate", "run.seed"], True)
+    assert [shown for *_, shown in runs[2:]] == [False, False]
 
 
 def test_train_is_quiet_or_prints_json(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
@@ -225,13 +232,10 @@ def responses_of(printed: str) -> dict[str, str]:
     return {title: "\n".join(lines) for title, lines in parts.items() if title}
 
 
-def test_generate_prints_every_response(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+def test_generate_depends_on_its_seed_and_not_on_the_drafter(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     found = responses_of(generated(capsys, home, "--prompt", "another", "--samples", "2"))
     assert set(found) == {f"prompt {p}, response {i}" for p in (0, 1) for i in (0, 1)}
     assert len(set(found.values())) == 4
-
-
-def test_generate_depends_on_its_seed_and_not_on_the_drafter(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     one = responses_of(generated(capsys, home, "--samples", "2"))
     assert responses_of(generated(capsys, home, "--samples", "2", "--drafter", "off")) == one
     assert responses_of(generated(capsys, home, "--samples", "2", "--seed", "1")) != one
@@ -298,9 +302,8 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
     files = ("--data", str(tmp_path / "in.jsonl"), "--prompt-column", "q", "--out", str(tmp_path / "out.jsonl"))
     assert exit_code("generate", str(home / "model"), *files, "--samples", "2", "--max-new-tokens", "6") == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [(line["row"], line["index"], line["q"]) for line in lines] == [
-        (row, index, QUESTIONS[row]) for row in range(2) for index in range(2)
-    ]
+    expected = [(row, index, QUESTIONS[row]) for row in range(2) for index in range(2)]
+    assert [(line["row"], line["index"], line["q"]) for line in lines] == expected
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
 
 

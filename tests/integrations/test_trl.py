@@ -22,8 +22,7 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
 
 import peft
 from integrations.real_trl import PROMPTS, Result, make, run
-from tiny import EOS, save_tokenizer
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tlt.cluster.local import LocalRollout
 from tlt.config import EngineConfig
@@ -170,18 +169,6 @@ def test_prompts_are_tokenized_as_trl_does(home: Path, messages: bool) -> None:
     trainer.train()
 
 
-def test_an_evaluation_is_the_draft_of_the_next(home: Path) -> None:
-    """The seeds of evaluations are the same. With a learning rate of 0 the responses are too."""
-    mine = Rollout(speculation={"drafter": "adaptive"})
-    trainer = make(home, mine, learning_rate=0.0)
-    trainer.train()
-    trainer.evaluate()
-    trainer.state.global_step += 1
-    tuner = mine._process.rollout.engine.tuner
-    tuner.choose = lambda *arguments: max(tuner.strategies, key=lambda strategy: strategy.ahead)
-    assert trainer.evaluate()["eval_tlt/seen_ahead"] > 0.8
-
-
 def test_lora_adapters_are_merged_and_the_base_stays_as_it_is(home: Path) -> None:
     shape = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     found = [run(home, Rollout(speculation=modes(home)[mode]), peft=shape, **HARD) for mode in ("off", "suffix")]
@@ -196,16 +183,6 @@ def test_lora_adapters_are_merged_and_the_base_stays_as_it_is(home: Path) -> Non
     assert merged.keys() == whole.keys()
     assert all(torch.allclose(merged[key], whole[key], rtol=0, atol=1e-12) for key in whole)
     assert not torch.equal(whole[f"{name}.weight"], base[f"{name}.weight"])
-
-
-def test_a_model_that_the_decoder_does_not_know_is_refused(tmp_path: Path) -> None:
-    """Its attention has soft caps, which transformers computes itself."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Gemma2Config(**sizes, vocab_size=EOS + 1, num_key_value_heads=2, head_dim=8, eos_token_id=EOS)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"gemma2.*scaled_dot_product_attention"):
-        make(tmp_path, Rollout()).train()
 
 
 @pytest.mark.parametrize("with_tlt", [True, False])

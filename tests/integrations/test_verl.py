@@ -140,9 +140,8 @@ def test_a_server_serves_verls_own_client(folder: Path, tmp_path: Path) -> None:
 
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "tlt"}}})
         client = LLMServerClient(config, balancer)
-        outputs = await asyncio.gather(
-            *(client.generate(f"{i}", prompt_ids=list(p), sampling_params=dict(ASKED)) for i, p in enumerate(PROMPTS))
-        )
+        calls = (client.generate(str(p), prompt_ids=list(p), sampling_params=dict(ASKED)) for p in PROMPTS)
+        outputs = await asyncio.gather(*calls)
         assert pairs(PROMPTS, outputs) == expected(read_safetensors(folder), folder, replica.replica_rank, 0, PROMPTS)
 
     asyncio.run(run())
@@ -214,11 +213,9 @@ def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_toke
 
 
 def test_unsupported_options_are_refused_before_the_launch(folder: Path, tmp_path: Path) -> None:
-    config = rollout_config(tmp_path, tensor_model_parallel_size=2)
+    config, model = rollout_config(tmp_path, tensor_model_parallel_size=2), HFModelConfig(path=str(folder))
     with pytest.raises(UnsupportedError, match="tensor_model_parallel_size"):
-        get_rollout_replica_class("tlt")(
-            replica_rank=0, config=config, model_config=HFModelConfig(path=str(folder)), gpus_per_node=2
-        )
+        get_rollout_replica_class("tlt")(replica_rank=0, config=config, model_config=model, gpus_per_node=2)
 
 
 def test_adapters_and_deltas_are_refused_by_name(folder: Path, tmp_path: Path) -> None:

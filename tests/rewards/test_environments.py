@@ -70,13 +70,6 @@ def test_a_fault_at_the_start_is_named(isolated: IsolatedScore) -> None:
         assert re.fullmatch(r"\S+tiny_environments\.py:\d+: KeyError: 'bonus'", found.detail)
 
 
-def test_an_environment_that_hangs_is_killed() -> None:
-    isolated = IsolatedScore(config(timeout_seconds=0.5), opens=open_environments)
-    assert asked(isolated, "hang").outcome == "timeout"
-    assert asked(isolated, "hello").reply == "turn 1"
-    isolated.close()
-
-
 def test_an_episode_has_its_own_instance_which_can_be_created_again(isolated: IsolatedScore) -> None:
     assert asked(isolated, seed=1) == asked(isolated, seed=2) == Verdict(0.0, reply="")
     assert asked(isolated, "a", seed=1).reply == "turn 1"

@@ -105,9 +105,8 @@ def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], 
         reply(opening)
         begin = len(tokens)
     while True:
-        distribution = plain_distribution(
-            target.logits([request.prompt.token_ids + tuple(tokens)])[0], request.sampling
-        )
+        context = request.prompt.token_ids + tuple(tokens)
+        distribution = plain_distribution(target.logits([context])[0], request.sampling)
         scores = [small._log(p) + g for p, g in zip(distribution, noise[len(tokens)], strict=True)]
         token = max(range(VOCAB), key=scores.__getitem__)
         tokens.append(token)

@@ -56,9 +56,7 @@ def tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def requests(samplings: Sequence[SamplingParams]) -> list[Request]:
     prompts = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
     seeds = random.Random(7)
-    return [
-        Request(prompts[i % 2], i, 0, seeds.getrandbits(64), sampling) for i, sampling in enumerate([*samplings] * 4)
-    ]
+    return [Request(prompts[i % 2], i, 0, seeds.getrandbits(64), s) for i, s in enumerate([*samplings] * 4)]
 
 
 def ours(target: Any, asked: Sequence[Request]) -> dict[int, Response]:

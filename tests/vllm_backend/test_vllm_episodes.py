@@ -60,9 +60,8 @@ def test_episodes_are_those_of_our_engine(drafter: str, started: Any, tmp_path: 
 def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path: Path) -> None:
     config = fake_vllm.by_vllm(config_of(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), list[Transcript]()
-    responses = played(
-        open_engine(config, open_target(config, config.model.path), on_harvest=given.append), place, config
-    )
+    engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
+    responses = played(engine, place, config)
     expected = set[tuple[int, int]]()  # first entry and length of each turn
     for response in responses:
         before = len(response.request.prompt.token_ids)

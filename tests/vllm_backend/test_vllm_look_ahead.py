@@ -53,10 +53,8 @@ class TestWhatTravelsWithARequest:
 class TestTheProposer:
     @pytest.fixture
     def proposer(self) -> LookAheadProposer:
-        options = SimpleNamespace(num_speculative_tokens=4)
-        found = LookAheadProposer(
-            SimpleNamespace(speculative_config=options, model_config=SimpleNamespace(max_model_len=64))
-        )
+        options, model = SimpleNamespace(num_speculative_tokens=4), SimpleNamespace(max_model_len=64)
+        found = LookAheadProposer(SimpleNamespace(speculative_config=options, model_config=model))
         found.runner = SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[]))
         return found
 
