@@ -175,10 +175,6 @@ def test_an_impossible_combination_is_refused(sections: dict[str, Any], says: st
     assert says in refusal_of(sections)
 
 
-def test_a_file_of_prompts_with_another_reward_is_possible() -> None:
-    assert parse_config(tree(data={"path": "b.jsonl"}, reward={"name": "exact"})).data.path == "b.jsonl"
-
-
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [

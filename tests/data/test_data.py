@@ -103,12 +103,6 @@ def test_a_task_is_a_function_of_its_seed() -> None:
     assert texts[0] == texts[1]
 
 
-def test_task_parameters_reach_the_task() -> None:
-    params = {"min_terms": 7, "max_terms": 7}
-    for prompt in load_prompts(tasks({"name": "chain_sum", "params": params}), encode):
-        assert prompt.data["entry"]["metadata"]["num_terms"] == 7
-
-
 def test_a_mixture_follows_its_weights() -> None:
     mixture = tasks({"name": "chain_sum", "weight": 9.0}, {"name": "gcd"}, size=200)
     names = [p.data["entry"]["metadata"]["source_dataset"] for p in load_prompts(mixture, encode)]

@@ -81,10 +81,8 @@ class AtOnce:
     def close(self) -> None: ...
 
 
-def episodes(pool: AtOnce, record: ReplyRecord | None = None, turns: int | None = TURNS) -> Episodes:
-    made = Episodes(pool, encode, decode, turns)  # type: ignore[arg-type]
-    made.record = record or made.record
-    return made
+def episodes(pool: AtOnce, turns: int | None = TURNS) -> Episodes:
+    return Episodes(pool, encode, decode, turns)  # type: ignore[arg-type]
 
 
 def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], float]:
@@ -230,14 +228,6 @@ def test_a_look_ahead_draft_is_valid_across_turns_while_replies_agree() -> None:
     assert engine.stats.row_passes < 1.5 * turns, "most turns are one pass"
 
 
-def test_recorded_replies_are_not_requested_again() -> None:
-    record, pools = ReplyRecord(), [AtOnce(Game), AtOnce(Game)]
-    for pool in pools:
-        check(rollout(build(TARGET), episodes(pool, record)))
-    assert pools[0].asked > 2 * len(REQUESTS)
-    assert pools[1].asked == 0
-
-
 def test_a_comparison_with_plain_decoding_calls_the_environment_once() -> None:
     pool = AtOnce(Game)
     turns = episodes(pool)
@@ -297,23 +287,19 @@ def saying(*verdicts: Verdict) -> AtOnce:
     return pool
 
 
-def ended(*verdicts: Verdict, turns: int | None = TURNS, reason: str = "stop") -> Response:
+def ended(*verdicts: Verdict, turns: int | None = TURNS) -> Response:
     """Return the finished episode, in which each turn of the model is one token and an end token."""
     found = episodes(saying(Verdict(0.0, reply=""), *verdicts), turns=turns)
     (row,) = found.begin(REQUESTS[:1])
     finished: list[Response] = []
     while not finished:
         tokens = [*row.tokens, 1, STOP]
-        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), reason)
+        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
         response.replies = row.replies
         finished, rows = found.take([response])
         row = rows[0] if rows else row
     assert not found.awaits
     return finished[0]
-
-
-def test_the_reward_is_the_sum_over_turns() -> None:
-    assert ended(Verdict(0.5, reply="a"), Verdict(0.25)).reward == 0.75
 
 
 def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() -> None:
@@ -326,7 +312,7 @@ def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() 
 @pytest.mark.parametrize(
     ("verdicts", "reason", "reward"),
     [
-        ([Verdict(0.5, reply="a")] * TURNS, "turns", 0.5 * TURNS),
+
         ([Verdict(0.5, reply="x" * 2**20)], "reply", 0.5),
         ([Verdict(0.5, reply="a" * (MOST - 2))], "reply", 0.5),
         ([Verdict(0.5, reply="a" * (MOST - 5)), Verdict(0.0)], "stop", 0.5),
@@ -351,11 +337,6 @@ def test_an_environment_that_begins_the_conversation_is_known() -> None:
     assert not found.opens
     found.begin(REQUESTS)
     assert found.opens
-
-
-def test_an_unfinished_turn_is_not_sent_to_the_environment() -> None:
-    found = ended(reason="length")
-    assert (found.finish_reason, found.reward) == ("length", 0.0)
 
 
 def test_a_failed_environment_leaves_no_reward_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -163,16 +163,6 @@ def test_rewards_that_hang_cost_about_one_timeout() -> None:
     assert time.monotonic() - began < 20
 
 
-def test_a_process_that_cannot_be_restarted_ends_the_run() -> None:
-    class Broken(Stand):
-        def score_all(self, asked: Any) -> list[Verdict]:
-            raise RewardError("reward x cannot start: its module has gone")
-
-    pool = ScorePool(lambda: Broken(0.0), 1)  # type: ignore[arg-type, return-value]
-    with pytest.raises(RewardError, match="its module has gone"):
-        pool.result(pool.submit(PROMPT, Answer("", "", 1)))
-
-
 def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
     class First(Stand):
         def score_all(self, asked: Any) -> list[Verdict]:

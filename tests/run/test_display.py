@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,35 +70,25 @@ class Watched(Display):
 
     def __init__(self) -> None:
         super().__init__(Console(file=io.StringIO(), width=80))
-        self.pictures: list[str] = []
-        self.faults: list[BaseException] = []
         self.over = threading.Event()
 
-    def draw(self) -> None:
+    def draw(self) -> list[str]:
+        pictures = []
         while not self.over.is_set():
-            try:
-                if hasattr(self, "workers_now"):
-                    self.pictures.append(shown(self, 80))
-            except BaseException as error:
-                self.faults.append(error)
-                raise
-
-    def step(self, result: StepResult) -> None:
-        self.last: StepMetrics = result.metrics
-        super().step(result)
+            if hasattr(self, "workers_now"):
+                pictures.append(shown(self, 80))
+        return pictures
 
 
 def test_a_run_can_be_drawn_from_another_thread(tmp_path: Path) -> None:
     display = Watched()
-    thread = threading.Thread(target=display.draw)
-    thread.start()
-    try:
-        run.train(tiny_config(tmp_path), False, display)
-    finally:
-        display.over.set()
-        thread.join()
-    assert not display.faults
-    assert any(ROLLOUT in picture for picture in display.pictures)
+    with ThreadPoolExecutor() as pool:
+        pictures = pool.submit(display.draw)
+        try:
+            run.train(tiny_config(tmp_path), False, display)
+        finally:
+            display.over.set()
+    assert any(ROLLOUT in picture for picture in pictures.result())
     assert all(word in shown(display, 80) for word in ("mismatch", "workers"))
     assert len(read_metrics(tmp_path / "run")) == 2
 

@@ -129,13 +129,6 @@ def test_transformers_loads_the_last_checkpoint(home: Path) -> None:
     assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
 
 
-@pytest.mark.parametrize(("every", "left"), [(0, [5]), (2, [4, 5])])
-def test_checkpoints_are_saved_regularly_and_at_the_end(home: Path, tmp_path: Path, every: int, left: Any) -> None:
-    run = {"folder": str(tmp_path), "save_every": every, "keep": 2}
-    train(whole(home, train={"steps": 5}, rollout={"max_new_tokens": 2}, run=run))
-    assert sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir()) == left
-
-
 @pytest.mark.parametrize(
     "sections",
     [
@@ -384,8 +377,12 @@ def test_a_reward_that_fails_sometimes_is_counted_and_the_run_continues(home: Pa
 
 @pytest.fixture(scope="module")
 def waves(home: Path) -> Path:
-    """Return an uninterrupted run with dynamic sampling, of which every step is saved."""
+    """Return an uninterrupted run that draws several waves, and leaves groups over, and saves every step."""
     train(in_waves(home, "waves"))
+    fates = [line["batch"] for line in read_metrics(home / "waves")]
+    assert max(fate["waves"] for fate in fates) > 1
+    assert max(fate["carried"] for fate in fates[:-1]) > 0
+    assert sum(fate["without_spread"] for fate in fates) > 0
     return home / "waves"
 
 
@@ -393,13 +390,6 @@ def in_waves(home: Path, folder: str) -> Config:
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4, "max_new_tokens": 6, "overlong_tokens": 2}
     settings = {"loss": "dapo", "advantage": "rloo", "kl_weight": 0.01, "schedule": "linear"}
     return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny_rewards:every_third"})
-
-
-def test_dynamic_sampling_draws_several_waves_and_leaves_groups_over(waves: Path) -> None:
-    fates = [line["batch"] for line in read_metrics(waves)]
-    assert max(fate["waves"] for fate in fates) > 1
-    assert max(fate["carried"] for fate in fates[:-1]) > 0
-    assert sum(fate["without_spread"] for fate in fates) > 0
 
 
 @pytest.mark.parametrize("at", [1, STEPS - 1])

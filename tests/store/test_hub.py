@@ -109,13 +109,6 @@ def test_a_resumed_run_keeps_its_commits_when_the_branches_move(hub: Hub, tmp_pa
     assert local_model("org/tiny@main")[1] == f"org/tiny@main@{newer}"  # a new run has the new one
 
 
-def test_another_revision_is_refused_on_resume(hub: Hub, tmp_path: Path, weights: Files) -> None:
-    train(config(tmp_path))
-    newer = hub.commit(MODEL, weights | files_in(tiny_model(tmp_path / "other", seed=1)))
-    with pytest.raises(ConfigError, match=r"the files in model\.path differ from those of the run"):
-        train(config(tmp_path, steps=2, model={"path": f"org/tiny@{newer}"}), resume=True)
-
-
 def test_a_local_folder_is_preferred_without_a_request(hub: Hub, tmp_path: Path) -> None:
     tiny_model(tmp_path / "org" / "tiny")
     (tmp_path / "org" / "sums").write_bytes(rows("a"))

@@ -82,16 +82,6 @@ def test_a_fetched_checkpoint_is_the_saved_one(tmp_path: Path, url: str) -> None
     assert fetched(url, tmp_path / "other", newer_than=10) == []
 
 
-def test_the_mirror_keeps_the_number_of_the_run(tmp_path: Path, url: str) -> None:
-    mirror = Mirror(url, 2)
-    for step in (1, 2, 3, 4):
-        mirror.copy(save(tmp_path, step))
-        wait_for(mirror)
-    mirror.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
-    assert sorted(Mirror(url, 2)._found()) == ["step_00000003", "step_00000004"]
-
-
 @pytest.mark.parametrize("fails_at", range(4))
 def test_an_incomplete_copy_is_none(tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (save(tmp_path / "here", step) for step in (1, 2))

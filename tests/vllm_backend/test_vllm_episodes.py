@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 
 from test_episodes import AtOnce
-from test_turns import Stops, config_of, train, two
+from test_turns import config_of, train, two
 from tiny_environments import Echo
 
 
@@ -77,11 +77,3 @@ def test_a_run_ends_with_the_same_sha256_with_any_lost_worker(started: Any, tmp_
     config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "adaptive"}))
     assert train(config, lambda i, m: "after" if i and m == "decode" and next(calls) == 2 else "") == ours
     assert next(calls) > 2
-
-
-def test_a_killed_and_resumed_run_ends_the_same(started: Any, tmp_path: Path) -> None:
-    ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
-    config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "off"}, run={"save_every": 1}))
-    with pytest.raises(KeyboardInterrupt):
-        train(config, display=Stops(1, response=2))
-    assert train(config, resume=True) == ours
