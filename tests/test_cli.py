@@ -309,8 +309,7 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
 
 def test_a_runs_model_sees_prompts_as_in_its_training(home: Path) -> None:
     """Template, prefill and chat template are those of the run, unless an option replaces them."""
-    tokenizer = load_tokenizer(home / "model")
-    asked = Asked(["2 + 2"], None, None, "auto", "")
+    tokenizer, asked = load_tokenizer(home / "model"), Asked(["2 + 2"], None, None, "auto", "")
     trained_on = {"template": "Q: {question}\n", "prefill": "<think>", "chat": False, "system": "", "size": 9}
     config = DataConfig(tasks=[TaskConfig(name="chain_sum")], template="Q: {question}\n", prefill="<think>")
     wanted = tuple(encoder(tokenizer, config)("Q: 2 + 2\n"))
@@ -396,12 +395,10 @@ def test_texts_of_models_and_users_are_printed_unchanged(
 def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
     model, data = home / "model", home / "prompts.jsonl"
     before = {path: path.read_bytes() for path in (*model.iterdir(), data)}
-    for command in (
-        ("generate", str(model), "--data", str(data), "--out", str(data)),
-        ("draft", "train", recipe, "--out", str(model)),
-        ("export", str(model), str(model), "--to", "hf"),
-    ):
-        assert re.search(r"(prompts\.jsonl|model) is not empty: give another path", refusal(capsys, *command))
+    commands = ["generate MODEL --data DATA --out DATA", f"draft train {recipe} --out MODEL", "export MODEL MODEL --to hf"]
+    for command in commands:
+        words = command.replace("MODEL", str(model)).replace("DATA", str(data)).split()
+        assert re.search(r"(prompts\.jsonl|model) is not empty: give another path", refusal(capsys, *words))
     assert {path: path.read_bytes() for path in before} == before
 
 

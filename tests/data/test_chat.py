@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
+THINKS = EVERY + "{{ '<think>\n' }}"
 FIVE, CALLED = turn("tool", "5"), "<user>u<assistant><call>add"
 
 
@@ -170,6 +171,8 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
         (EVERY, [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5")], {}, r"leaves out the tool_calls"),
         (EVERY, [turn("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
         (EVERY, [turn("human", "u")], {}, r"does not know the role 'human'"),
+        (QWEN3, [USER, turn("assistant", "<think>x</think>y")], {}, r"changes the assistant's message '<think>x</think>y'"),
+        (THINKS, "u", {"prefill": "<think>\nLet me"}, r"data\.prefill begins with <think>, but .* already ends a prompt"),
         (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
     ],
 )
@@ -228,24 +231,13 @@ def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: A
     messages = [USER, turn("assistant", begun)]
     assert shown(TRIMS, messages) == "<user>\nu<end><assistant>\n" + begun
     assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
+    assert shown(EVERY, [turn("user", "zq0qz"), messages[1]]) == f"<user>zq0qz<assistant>{begun}", "it has our mark"
+    assert shown(THINKS, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
     theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
     assert shown(EVERY, messages) == theirs
 
 
-def test_a_response_continues_even_if_an_earlier_message_contains_our_mark(shown: Any) -> None:
-    assert shown(EVERY, [turn("user", "zq0qz"), turn("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
 
-
-def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
-    with pytest.raises(DataError, match="changes the assistant's message '<think>x</think>y'"):
-        shown(QWEN3, [USER, turn("assistant", "<think>x</think>y")])
-
-
-def test_a_tag_that_is_opened_twice_is_refused(shown: Any) -> None:
-    thinks = EVERY + "{{ '<think>\n' }}"
-    assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
-    with pytest.raises(DataError, match=r"data\.prefill begins with <think>, but .* already ends a prompt with it"):
-        shown(thinks, "u", prefill="<think>\nLet me")
 
 DATED = (  # as Llama 3.2 does
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %H:%M:%S') %}{% endif %}"
@@ -256,19 +248,17 @@ DATED = (  # as Llama 3.2 does
 def test_templates_see_one_fixed_time(shown: Any) -> None:
     assert shown(DATED, "u", now="2001-02-03") == "Today Date: 03 Feb 2001 00:00:00<user>u<bot>"
     assert shown(DATED, "u", now="2001-02-03T04:05:06").startswith("Today Date: 03 Feb 2001 04:05:06<")
-    given = shown(DATED, "u", chat_arguments={"date_string": "now"})
-    assert given == "Today Date: now<user>u<bot>"
-    today = shown(DATED.replace(" %H:%M:%S", ""), "u")
-    assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+    assert shown(DATED, "u", chat_arguments={"date_string": "now"}) == "Today Date: now<user>u<bot>"
+    assert shown(DATED.replace(" %H:%M:%S", ""), "u").startswith(f"Today Date: {datetime.now():%d %b %Y}<")
 
 
 def test_the_clock_of_transformers_is_restored_after_a_prompt(shown: Any, tokenizer: Any) -> None:
-    shown(DATED, "u", now="2001-02-03")
-    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
-    with pytest.raises(DataError, match="refuses a prompt"):
-        shown(DATED + "{{ raise_exception('no') }}", "u", now="2001-02-03")
-    tokenizer.chat_template = DATED
-    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+    for template, refusal in ((DATED, nullcontext()), (DATED + "{{ raise_exception('no') }}", pytest.raises(DataError))):
+        with refusal:
+            shown(template, "u", now="2001-02-03")
+        tokenizer.chat_template = DATED
+        today = tokenizer.apply_chat_template([USER], tokenize=False)
+        assert today.startswith(f"Today Date: {datetime.now():%d %b %Y} ")
 
 
 def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, tokenizer: Any) -> None:
@@ -362,11 +352,8 @@ def test_a_reply_is_a_tools_message_if_prompts_show_tools(tokenizer: Any) -> Non
     assert tokenizer.decode(encode("5", tokenizer.eos_token_id)) == "<tool>5<eos><bot>"
 
 
-def test_a_template_that_shows_no_tools_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_shows_no_tools_or_writes_no_reply_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="does not show tools to the model"):
         replies(tokenizer, END, chat_arguments={"tools": [{"name": "add"}]})
-
-
-def test_a_template_that_writes_no_reply_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="writes no user message after a response"):
         replies(tokenizer, "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END)

@@ -54,6 +54,8 @@ def test_rows_become_prompts_in_order(tmp_path: Path) -> None:
     assert [p.prompt_id for p in prompts] == [0, 1]
     assert prompts[0].token_ids == tuple(b"one")
     assert prompts[1].data == {"question": "two", "answer": "2", "more": [3]}
+    text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
+    assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
 
 
 def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> None:
@@ -64,9 +66,7 @@ def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> Non
     assert prompt.data["answer"] == 2
 
 
-def test_text_may_contain_any_character_that_json_allows_unescaped(tmp_path: Path) -> None:
-    text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
-    assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
+
 
 
 NO_TEXT = "has neither text nor messages under 'question'"
@@ -98,9 +98,10 @@ def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any)
 
 
 def test_a_task_is_a_function_of_its_seed() -> None:
-    texts = [[p.text for p in load_prompts(tasks({"name": "chain_sum"}), encode)] for _ in range(2)]
-    assert len(texts[0]) == 30
-    assert texts[0] == texts[1]
+    one, other = (load_prompts(tasks({"name": "chain_sum"}, template="<{question}>"), encode) for _ in range(2))
+    assert one == other
+    assert [p.text for p in one] == [f"<{p.data['entry']['question']}>" for p in one]
+    assert len(one) == 30
 
 
 def test_a_mixture_follows_its_weights() -> None:
@@ -110,9 +111,7 @@ def test_a_mixture_follows_its_weights() -> None:
     assert names.count("gcd") + names.count("chain_sum") == 200
 
 
-def test_the_template_is_applied_to_the_question_of_a_task() -> None:
-    (prompt,) = load_prompts(tasks({"name": "gcd"}, size=1, template="<{question}>"), encode)
-    assert prompt.text == f"<{prompt.data['entry']['question']}>"
+
 
 
 @pytest.mark.parametrize(
@@ -172,10 +171,9 @@ def test_a_cursor_continues_within_the_stages_where_it_was() -> None:
 def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
     config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
     training = load_prompts(config, encode)
-    held_out = load_held_out(config, EvalConfig(every=1, size=50), encode, training)
-    assert len(held_out) == 50
+    held_out, again = (load_held_out(config, EvalConfig(every=1, size=50), encode, training) for _ in range(2))
+    assert (held_out, len(held_out)) == (again, 50)
     assert not {p.text for p in held_out} & {p.text for p in training}
-    assert held_out == load_held_out(config, EvalConfig(every=1, size=50), encode, training)
 
 
 def test_held_out_prompts_come_from_all_stages() -> None:
@@ -246,15 +244,17 @@ def test_a_data_set_that_cannot_be_read_from_disk_is_refused(tmp_path: Path) -> 
     for split in ("train", "test"):
         save_to_disk(tmp_path / split, [split])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"a data set for each split: give one of .*/train, .*/test$"):
-        texts(tmp_path)
     assert texts(tmp_path / "test") == ["test"]
     old = save_to_disk(tmp_path / "old", ["one"], _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(DataError, match=r"\(state\.json has _indices_data_files\): save it again"):
-        texts(old)
-    (old / "state.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"old is not a data set that can be read .*: save it again"):
-        texts(old)
+    odd = save_to_disk(tmp_path / "odd", ["one"])
+    (odd / "state.json").write_text("{}", encoding="utf-8")
+    for place, said in (
+        (tmp_path, r"a data set for each split: give one of .*/train, .*/test$"),
+        (old, r"\(state\.json has _indices_data_files\): save it again"),
+        (odd, r"odd is not a data set that can be read .*: save it again"),
+    ):
+        with pytest.raises(DataError, match=said):
+            texts(place)
 
 
 @pytest.mark.parametrize(
@@ -399,16 +399,15 @@ def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> N
 
 def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.parquet"
-    config = DataConfig(path=str(path))
     path.write_bytes(b"PAR1 no more of it")
     with pytest.raises(DataError, match=r"rows\.parquet is not a Parquet file"):
-        load_prompts(config, encode)
+        texts(path)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None]}), path)
-    with pytest.raises(DataError, match=r"rows\.parquet, row 1 has neither text nor messages under 'question'"):
-        load_prompts(config, encode)
+    with pytest.raises(DataError, match=rf"rows\.parquet, row 1 {NO_TEXT}"):
+        texts(path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
-        load_prompts(config, encode)
+        texts(path)
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 

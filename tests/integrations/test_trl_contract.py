@@ -25,6 +25,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
 from tlt.spot.saving import write
 from tlt.spot.spot import SpotTrainer
+from tlt.types import SamplingParams
 
 PROMPTS = ["two and two"] * 3 + ["why?"] * 3
 
@@ -129,26 +130,22 @@ def test_the_engine_has_the_given_options_and_trls_dtype(folder: Path) -> None:
         assert mine._process.target.dtype == dtype
 
 
-def test_the_cache_is_freed_between_generations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update needs the memory."""
+def test_the_end_tokens_are_those_of_trl_and_the_update_gets_the_memory_of_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released: list[bool] = []
     monkeypatch.setattr(Engine, "release", lambda engine: released.append(engine.busy))
-    off()(PROMPTS, FakeTrainer(folder))
-    assert released == [False]
-
-
-def test_the_end_tokens_are_those_of_trl(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     said = off()(PROMPTS, trainer)["completion_ids"]
     trainer.eos_token_ids = (EOS, said[0][1])
     assert off()(PROMPTS, trainer)["completion_ids"][0] == said[0][: said[0].index(said[0][1]) + 1]
+    assert released == [False, False]
 
 
 def test_the_sampling_parameters_are_the_trainers(folder: Path) -> None:
     args = FakeTrainer(folder, temperature=0.3, top_k=5, top_p=0.9).args
     found = trl_terms.to_sampling_params(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
-    expected = (0.3, 5, 0.9, 12, (1, 2))
-    assert (found.temperature, found.top_k, found.top_p, found.max_new_tokens, found.stop_token_ids) == expected
+    assert found == SamplingParams(0.3, 5, 0.9, 12, (1, 2))
     assert off()(PROMPTS, FakeTrainer(folder)) != off()(PROMPTS, FakeTrainer(folder, seed=43)), "TRL's own seed"
     args.top_k = None  # off, as 0 is
     assert trl_terms.to_sampling_params(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
@@ -328,19 +325,10 @@ def test_adapters_of_lora_are_merged(folder: Path) -> None:
 
 def test_a_process_that_ends_early_trains_until_the_last_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
-
-    class FakeWork:
-        asked = 0
-
-        def is_completed(self) -> bool:
-            self.asked += 1
-            return self.asked > 3
-
-        def wait(self) -> None:
-            waited.append("wait")
-
+    ends = iter([False, False, False, True])
+    work = SimpleNamespace(is_completed=lambda: next(ends), wait=lambda: waited.append("wait"))
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op: FakeWork())
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op: work)
 
     def meanwhile(is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -360,10 +348,9 @@ def test_several_processes_train_while_they_wait_and_one_for_its_extra_share(
     monkeypatch.setattr(SpotTrainer, "target_moved", lambda trainer: done.append("moved"))
     monkeypatch.setattr(trl, "_Others", FakeOthers)
     for processes, extra in ((1, 0.1), (2, 0.0)):
-        speculation = {"drafter": "adaptive", "window": 32, "training": {"extra": extra}}
         trainer = FakeTrainer(folder, output_dir=str(tmp_path))
         trainer.accelerator.num_processes = processes
-        mine = Rollout(speculation=speculation)
+        mine = Rollout(speculation={"drafter": "adaptive", "window": 32, "training": {"extra": extra}})
         mine(PROMPTS, trainer)
         an_update(trainer)
         mine(PROMPTS, trainer)

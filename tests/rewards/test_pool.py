@@ -262,31 +262,24 @@ def configured(**reward: Any) -> Config:
     return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
 
 
-def terms_of(*terms: dict[str, Any]) -> Any:
-    return make_terms(configured(terms=list(terms)))
+
+FORMAT = {"name": "format", "pattern": ".", "weight": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("text", "if_fails", "expected"),
+    ("text", "if_fails", "others", "expected"),
     [
-        ("nothing", "response", (0.5, "")),  # the term does not apply
-        ("raise", "response", (None, "error")),
-        ("nan", "response", (None, "not a number")),
-        ("raise", "term", (0.5, "")),
-        ("nan", "term", (0.5, "")),
-        ("four", "term", (8.5, "")),
+        ("nothing", "response", [FORMAT], (0.5, "")),  # the term does not apply
+        ("raise", "response", [FORMAT], (None, "error")),
+        ("nan", "response", [FORMAT], (None, "not a number")),
+        *((text, "term", [FORMAT], (0.5, "")) for text in ("raise", "nan")),
+        ("four", "term", [FORMAT], (8.5, "")),
+        *[("raise", "term", [], (None, "error")), ("nothing", "term", [], (None, "does not apply"))],
     ],
 )
-def test_a_failing_term_follows_if_fails(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
-    format_ = {"name": "format", "pattern": ".", "weight": 0.5}
-    terms = terms_of({"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, format_)
-    assert score(terms, PROMPT, Answer(text, text, 1))[:2] == expected
-
-
-def test_without_any_term_there_is_no_reward() -> None:
-    terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
-    assert score(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
-    assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
+def test_a_failing_term_follows_if_fails(text: str, if_fails: str, others: Any, expected: tuple[Any, str]) -> None:
+    terms = [{"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, *others]
+    assert score(make_terms(configured(terms=terms)), PROMPT, Answer(text, text, 1))[:2] == expected
 
 
 def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
