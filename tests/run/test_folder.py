@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -71,25 +73,25 @@ class Failing(Display):
             raise ValueError("what went wrong")
 
 
-def note_of(error: pytest.ExceptionInfo[Any]) -> str:
-    (note,) = error.value.__notes__
-    return note
+@contextmanager
+def failing(note: str = "", kind: type[Exception] = ValueError, what: str = "what went wrong") -> Iterator[None]:
+    """Expect an error with one note."""
+    with pytest.raises(kind, match=what) as error:
+        yield
+    (found,) = error.value.__notes__
+    assert re.match(note, found)
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: Path) -> None:
-    class Second(Display):
-        said = ""
+    said = rf"another run uses .*run \(process {os.getpid()} on .+\): wait .*--run\.folder"
 
+    class Second(Display):
         def step(self, result: StepResult) -> None:
             for resume in (False, True):
-                with pytest.raises(ConfigError) as refused:
+                with pytest.raises(ConfigError, match=said):
                     train(afresh(home), resume=resume)
-                self.said = str(refused.value)
 
-    first = Second(Console(quiet=True))
-    train(afresh(home), display=first)
-    pid = os.getpid()
-    assert re.search(rf"another run uses .*run \(process {pid} on .+\): wait .*--run\.folder", first.said)
+    train(afresh(home), display=Second(Console(quiet=True)))
     assert [line["step"] for line in read_metrics(home / "run")] == [0, 1]
     train(afresh(home))
 
@@ -103,15 +105,11 @@ def test_a_run_that_failed_to_start_leaves_the_folder_free(home: Path) -> None:
 
 
 def test_a_folder_made_for_a_run_that_never_began_is_removed(home: Path, tmp_path: Path) -> None:
-    nowhere = short(home, model={"path": "nowhere"})
-    new = nowhere.model_copy(update={"run": nowhere.run.model_copy(update={"folder": str(tmp_path / "new")})})
-    with pytest.raises(ModelError):
-        train(new)
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "new").mkdir()
-    with pytest.raises(ModelError):
-        train(new)
-    assert (tmp_path / "new").is_dir(), "it was there before"
+    for was_there in (False, True):
+        with pytest.raises(ModelError):
+            train(short(home, model={"path": "nowhere"}, run={"folder": str(tmp_path / "new")}))
+        assert (tmp_path / "new").exists() == was_there
+        (tmp_path / "new").mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +131,14 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     (home / "run" / "notes.txt").write_text("mine", encoding="utf-8")
     before = files(home / "run")
     sha256 = json.loads(before["summary.json"])["policy_sha256"]
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(afresh(home), display=Failing(0, "update"))
     previous = home / "run" / "previous"
-    assert note_of(error) == f"nothing is saved yet; the previous run is in {previous}"
+    with failing(f"nothing is saved yet; the previous run is in {previous}$"):
+        train(afresh(home), display=Failing(0, "update"))
     kept = files(previous)
     assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
     copy = shutil.copytree(previous, home / "copy")
     assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
-    with pytest.raises(ValueError, match="what went wrong"):
+    with failing():
         train(afresh(home), display=Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
@@ -222,9 +219,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home: Path, phase: str) -> None:
     steps = {"train": {"steps": 3}}
     expected = train(afresh(home, **steps))["policy_sha256"]
-    with pytest.raises(ValueError, match="what went wrong") as error:
+    with failing(f"saved after step 2 in {home / 'run'}: continue with --resume$"):
         train(afresh(home, **steps), display=Failing(2, phase))
-    assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
     summary = train(short(home, **steps), resume=True)
     assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
 
@@ -239,10 +235,8 @@ def test_an_error_during_an_update_keeps_the_previous_checkpoint(home: Path, mon
         return real(self, *arguments)
 
     monkeypatch.setattr(Update, "_optimizer_step", fails)
-    config = afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2})
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(config)
-    assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
+    with failing(f"saved after step 2 in {home / 'run'}: continue with --resume$"):
+        train(afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2}))
     found = checkpoint.latest(home / "run" / "checkpoints")
     assert found.state["step"] == 2
     assert [path.name for path in found.folder.parent.iterdir()] == ["step_00000002"]
@@ -263,9 +257,8 @@ def test_a_reward_process_that_cannot_be_restarted_loses_nothing(home: Path, mon
                 started[0].close()
 
     monkeypatch.setattr(IsolatedScore, "_start", starts_once)
-    with pytest.raises(RewardError, match="it cannot start") as error:
+    with failing(f"saved after step 1 in {home / 'run'}: continue with --resume$", RewardError, "it cannot start"):
         train(afresh(home), display=Ending(Console(quiet=True)))
-    assert note_of(error) == f"saved after step 1 in {home / 'run'}: continue with --resume"
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
@@ -296,11 +289,9 @@ def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
         return saved[-1]
 
     monkeypatch.setattr(checkpoint, "save", save)
-    config = afresh(home, train={"steps": 3}, run={"save_every": save_every})
-    failing = Failing(1, "save") if save_every else Failing(2, "rollout")
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(config, display=failing)
-    assert note_of(error).startswith(f"the steps since then cannot be saved (the disk is full); {left}")
+    display = Failing(1, "save") if save_every else Failing(2, "rollout")
+    with failing(rf"the steps since then cannot be saved \(the disk is full\); {left}"):
+        train(afresh(home, train={"steps": 3}, run={"save_every": save_every}), display=display)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.config import Config
 from tlt.data.prompts import DataError
-from tlt.loop import Rollout
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
@@ -157,18 +156,13 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(home: Path, at: int) -> No
 
 
 def test_a_finished_run_reports_it(home: Path) -> None:
-    class Listening(Display):
-        notes: ClassVar[list[str]] = []
-
-        def note(self, text: str) -> None:
-            self.notes.append(text)
-
     copy = copy_of_the_run(home, "finished", STEPS)
-    display = Listening(Console(quiet=True))
+    display, notes = Display(Console(quiet=True)), list[str]()
+    display.note = notes.append
     train(whole(home, copy.name), True, display)
-    assert f"this run has ended after {STEPS} steps: raise train.steps to continue" in display.notes
-    assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in display.notes)
-    assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
+    assert f"this run has ended after {STEPS} steps: raise train.steps to continue" in notes
+    assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in notes)
+    assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in notes)
 
 
 def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
@@ -212,18 +206,20 @@ def test_a_run_killed_during_its_resume_loses_no_line(home: Path, monkeypatch: p
 
 
 class Asking(Display):
-    """Display that sends a signal to this process when a phase of a step begins."""
+    """Display that sends signals to this process when a phase of a step begins. The phase then takes `seconds`."""
 
-    def __init__(self, phase: str, step: int, number: int) -> None:
+    def __init__(self, phase: str, step: int, *numbers: int, seconds: float = 0.0) -> None:
         super().__init__(Console(quiet=True))
-        self.when, self.number = (step, phase), number
+        self.when, self.numbers, self.seconds = (step, phase), numbers, seconds
 
     def note(self, text: str) -> None:
         self.phase(-1, text.split()[0], 0)
 
     def phase(self, step: int, name: str, total: int) -> None:
         if (step, name) == self.when:
-            os.kill(os.getpid(), self.number)
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+            time.sleep(self.seconds)
 
 
 @pytest.mark.parametrize("words", ["loading", "model:", "resuming"])
@@ -233,7 +229,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: nothing was changed$") as stopped:
-        train(config, words == "resuming", Slow(words, -1))
+        train(config, words == "resuming", Asking(words, -1, signal.SIGTERM, seconds=60.0))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert {path: path.read_bytes() for path in before} == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -273,24 +269,12 @@ def test_a_signal_saves_and_the_run_resumes_to_the_same_end(home: Path, phase: s
     assert lessons(Path(config.run.folder)) == lessons(home / "whole")
 
 
-class Slow(Asking):
-    """Display that sends a signal, and whose phase takes long."""
-
-    def __init__(self, phase: str, step: int, seconds: float = 60.0) -> None:
-        super().__init__(phase, step, signal.SIGTERM)
-        self.seconds = seconds
-
-    def phase(self, step: int, name: str, total: int) -> None:
-        super().phase(step, name, total)
-        if (step, name) == self.when:
-            time.sleep(self.seconds)
-
 
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_a_step_that_does_not_end_is_abandoned_and_the_state_before_it_saved(home: Path, phase: str) -> None:
     config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
     with pytest.raises(Stopped, match=r"within 0.1 s .*abandoned; saved after step 2 in .*--resume") as stopped:
-        train(config, False, Slow(phase, 2))
+        train(config, False, Asking(phase, 2, signal.SIGTERM, seconds=60.0))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
@@ -321,14 +305,9 @@ def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:
 
 
 def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
-    class Impatient(Asking):
-        def phase(self, step: int, name: str, total: int) -> None:
-            super().phase(step, name, total)
-            super().phase(step, name, total)
-
     config = whole(home, "impatient")
     with pytest.raises(KeyboardInterrupt) as stopped:
-        train(config, False, Impatient("update", 2, signal.SIGINT))
+        train(config, False, Asking("update", 2, signal.SIGINT, signal.SIGINT))
     assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
@@ -425,15 +404,15 @@ def test_evaluations_have_their_own_sampling_parameters(home: Path) -> None:
     parameters."""
     asked: list[list[Response]] = []
 
-    def listening(rollout: Rollout) -> Rollout:
+    def listening(rollout: Any) -> Any:
         generate = rollout.generate
 
-        def heard(requests: Any, on_response: Any, *more: Any) -> Any:
-            responses, stats = generate(requests, on_response, *more)
+        def heard(*given: Any) -> Any:
+            responses, stats = generate(*given)
             asked.append(sorted(responses, key=lambda r: (r.request.prompt.prompt_id, r.request.index)))
             return responses, stats
 
-        rollout.generate = heard  # pyright: ignore[reportAttributeAccessIssue]
+        rollout.generate = heard
         return rollout
 
     own = held_out(home, "unseen", "other", temperature=0.0, top_k=3, top_p=0.9, max_new_tokens=7)
@@ -442,12 +421,11 @@ def test_evaluations_have_their_own_sampling_parameters(home: Path) -> None:
     evaluations = [responses for responses in asked if len(responses) == 4]
     assert len(evaluations) == 3
     for responses in evaluations:
-        for response in responses:
-            params = response.request.sampling
+        for params in (response.request.sampling for response in responses):
             assert (params.temperature, params.top_k, params.top_p, params.max_new_tokens) == (0.0, 3, 0.9, 7)
-            assert len(response.token_ids) <= 7
         texts = [response.token_ids for response in responses]
         assert texts[0] == texts[1] != texts[2] == texts[3]
+        assert max(map(len, texts)) <= 7
 
 
 def test_the_best_policy_of_a_run_is_that_of_the_best_evaluation(home: Path) -> None:

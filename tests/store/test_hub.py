@@ -38,16 +38,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Files) -> Iter
     """Return a hub with the model `org/tiny`. Its cache is in tmp_path."""
     server = Hub()
     server.commit(MODEL, weights)
-    here = {
-        "ENDPOINT": server.address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.address + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_ASSETS_CACHE": str(tmp_path / "assets"),
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-        "HF_HUB_OFFLINE": False,
-    }
-    for name, value in here.items():
-        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_TOKEN_PATH"):
+        monkeypatch.setattr(constants, name, str(tmp_path / name))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
