@@ -67,6 +67,8 @@ def test_the_error_names_the_command_line_or_the_recipe(recipe: Path, override: 
     if "RECIPE" in said:
         recipe.write_text(RECIPE.replace("group_size", "groupsize"))
     assert refusal(recipe, override).startswith(said.replace("RECIPE", str(recipe)))
+    recipe.write_text(RECIPE.replace("group_size = 4", "group_size = 0"))
+    assert str(recipe) in refusal(recipe)
 
 
 def test_an_unknown_key_without_a_similar_one_is_refused_with_all_known_keys(recipe: Path) -> None:
@@ -229,15 +231,12 @@ def test_arguments_for_vllm_are_refused_with_another_backend(recipe: Path) -> No
     assert not load_config(recipe, [*given, "--engine.vllm", "{}"]).engine.vllm
 
 
-def test_an_empty_override_removes_an_optional_field(recipe: Path) -> None:
+def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recipe: Path) -> None:
+    config = load_config(recipe, ["--train.steps", "3", "--rollout.group_size=8", "--train.steps=5"])
+    assert (config.train.steps, config.rollout.group_size) == (5, 8)
     named = ["--speculation.drafter", "adaptive", "--speculation.path", "drafter"]
     assert load_config(recipe, named).speculation.path == "drafter"
     assert load_config(recipe, [*named, "--speculation.path", ""]).speculation.path is None
-
-
-def test_the_last_override_wins_and_a_recipe_may_lack_the_section(recipe: Path) -> None:
-    config = load_config(recipe, ["--train.steps", "3", "--rollout.group_size=8", "--train.steps=5"])
-    assert (config.train.steps, config.rollout.group_size) == (5, 8)
 
 
 @pytest.mark.parametrize(
@@ -254,20 +253,12 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
     assert says in refusal(recipe, *overrides)
 
 
-def test_an_invalid_recipe_is_named(recipe: Path) -> None:
-    recipe.write_text(RECIPE.replace("group_size = 4", "group_size = 0"))
-    assert str(recipe) in refusal(recipe)
 
-
-def test_a_configuration_cannot_be_changed_afterwards(recipe: Path) -> None:
-    config = load_config(recipe)
-    with pytest.raises(ValueError, match="frozen"):
-        config.rollout.group_size = 2
-
-
-def test_the_configuration_is_restored_from_json(recipe: Path) -> None:
+def test_a_configuration_is_restored_from_json_and_cannot_be_changed(recipe: Path) -> None:
     config = load_config(recipe)
     assert parse_config(config.model_dump(mode="json")) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.rollout.group_size = 2
 
 
 @pytest.mark.parametrize(

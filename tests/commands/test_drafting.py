@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -75,8 +75,8 @@ def item(version: int) -> Harvest:
 
 
 def fitted(clock: Clock, seconds: float, held_back: list[float], taught: list[float]) -> tuple[Trainer, Curve]:
-    trainer = Trainer(clock, held_back, taught)
-    return trainer, fit(trainer, [item(1)], [item(0)], seconds)  # pyright: ignore[reportArgumentType]
+    trainer: Any = Trainer(clock, held_back, taught)
+    return trainer, fit(trainer, [item(1)], [item(0)], seconds)
 
 
 @pytest.mark.parametrize("seconds", [60, 300, 1000])
@@ -103,8 +103,8 @@ def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -
 
 
 def test_a_request_to_stop_ends_the_training_with_an_evaluation_and_the_best_weights(clock: Clock) -> None:
-    trainer = Trainer(clock, [0.3, 0.6, *[0.4] * 99], [0.5] * 99)
-    curve = fit(trainer, [item(1)], [item(0)], 400, lambda: clock.now >= 200)  # pyright: ignore[reportArgumentType]
+    trainer: Any = Trainer(clock, [0.3, 0.6, *[0.4] * 99], [0.5] * 99)
+    curve = fit(trainer, [item(1)], [item(0)], 400, lambda: clock.now >= 200)
     assert 200 <= clock.now <= 200 + 2 + 5, "a step and an evaluation later"
     assert curve.points[-1]["seconds"] >= 200, "the last weights are evaluated"
     best = max(curve.points, key=lambda point: point["accept_length"])
@@ -236,11 +236,8 @@ def test_a_signal_during_the_collection_keeps_nothing(tmp_path: Path, monkeypatc
 
 
 def test_an_interrupted_evaluation_leaves_a_whole_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
     config = config_of(tmp_path)
-    monkeypatch.setattr(drafting, "judge", interrupted)
+    monkeypatch.setattr(drafting, "judge", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)
     assert f"the drafter is in {tmp_path / 'drafter'}, without a final evaluation" in stopped.value.__notes__[0]

@@ -162,10 +162,7 @@ def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> No
     assert set(later[:10]) != set(range(10))
 
 
-def test_a_cursor_continues_within_the_stages_where_it_was() -> None:
-    cursor = make_cursor(tasks(*HARDER, size=40), 40, seed=1)
-    cursor.take(17)
-    assert Cursor(**json.loads(json.dumps(asdict(cursor)))).take(60) == cursor.take(60)
+
 
 
 def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
@@ -443,14 +440,14 @@ def test_messages_system_arguments_and_prefill(
     assert tokenizer.decode(encoder(tokenizer, chat(**options))(question)) == text
 
 
-def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
+def test_messages_and_a_system_message_need_the_chat_template(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
         encoder(tokenizer, DataConfig(path="-"))(MESSAGES)
-
-
-def test_the_system_message_needs_the_chat_template() -> None:
     with pytest.raises(ValueError, match=r"need data\.chat = true"):
         DataConfig(path="-", system="be brief")
+
+
+
 
 
 class BeginsWithOne:
@@ -485,26 +482,23 @@ def test_rows_come_once_per_epoch_with_any_batches(size: int, seed: int, shuffle
         assert {row for row, _ in rows} <= set(range(size))
 
 
-@given(SIZES, st.booleans(), st.integers(0, 50), st.integers(1, 30))
-def test_a_restored_cursor_continues_where_it_was(size: int, shuffle: bool, before: int, after: int) -> None:
-    cursor = Cursor(size, 3, shuffle)
-    cursor.take(before)
+STAGED = tasks(*HARDER, size=40)
+
+
+@given(SIZES, st.booleans(), st.booleans(), st.integers(0, 50), st.integers(1, 60))
+def test_a_restored_cursor_continues_where_it_was(size: int, shuffle: bool, stages: bool, had: int, more: int) -> None:
+    cursor = make_cursor(STAGED, 40, seed=1) if stages else Cursor(size, 3, shuffle)
+    cursor.take(had)
     restored = Cursor(**json.loads(json.dumps(asdict(cursor))))
-    assert restored.take(after) == cursor.take(after)
+    assert restored.take(more) == cursor.take(more)
 
 
-def test_batches_do_not_change_the_order() -> None:
+def test_the_order_depends_on_seed_and_epoch_and_not_on_batches() -> None:
     one, other = Cursor(10, 0, True), Cursor(10, 0, True)
     assert one.take(25) == other.take(7) + other.take(1) + other.take(17)
 
-
-def test_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [row for row, e in Cursor(50, seed, True).take(100) if e == epoch]
 
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    assert order(0, 1) == order(0, 1)
-
-
-def test_without_shuffling_rows_keep_the_order_of_the_source() -> None:
     assert Cursor(3, 7, False).take(5) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]

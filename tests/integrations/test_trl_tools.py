@@ -104,15 +104,11 @@ def test_a_row_may_use_the_rest_of_max_completion_length() -> None:
     assert generation.next_turn([[*generation.texts[0], *tokens]]) == [[]], "nothing is left"
 
 
-def test_a_turn_whose_tokens_have_changed_is_refused() -> None:
+def test_a_turn_whose_tokens_have_changed_and_images_are_refused() -> None:
     """Some chat templates leave out the reasoning of earlier turns."""
     generation = Generation()
     with pytest.raises(UnsupportedError, match=r"tokens have changed: use a chat template"):
         generation.next_turn([generation.texts[0][:2] + generation.texts[0][3:]])
-
-
-def test_images_are_refused() -> None:
-    generation = Generation()
     with pytest.raises(UnsupportedError, match="images"):
         generation.trainer._generate_single_turn(generation.texts, ["picture"], {}, 1)
 

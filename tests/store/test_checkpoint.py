@@ -39,17 +39,15 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def test_a_saved_checkpoint_is_found(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
     state = {"step": 3, "cursor": {"epoch": 1, "position": 7, "shuffle": True}, "share": 0.1}
     folder = save(tmp_path / "deep" / "er", 3, state, write_step(3), keep=1)
     assert latest(tmp_path / "deep" / "er") == (folder, state, ())
-
-
-def test_the_newest_is_found_by_number_not_by_time(tmp_path: Path) -> None:
     for step in (10, 9, 100):
-        save_step(tmp_path, step)
-    os.utime(tmp_path / "step_00000009")
-    assert good_step(tmp_path) == 100
+        save_step(tmp_path / "several", step)
+    os.utime(tmp_path / "several" / "step_00000009")
+    assert good_step(tmp_path / "several") == 100
+
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -112,15 +110,12 @@ def test_a_users_copy_next_to_the_checkpoints_is_ignored_and_kept(tmp_path: Path
     assert all((copy / "state.json").is_file() for copy in copies)
 
 
-def test_skipped_checkpoints_are_listed(tmp_path: Path) -> None:
-    save_step(tmp_path, 1)
-    (save_step(tmp_path, 2) / "state.json").write_text("{}", encoding="utf-8")
+
+def test_damaged_checkpoints_are_listed_and_named_if_there_is_no_complete_one(tmp_path: Path) -> None:
+    folders = [save_step(tmp_path, step) for step in (1, 2)]
+    (folders[1] / "state.json").write_text("{}", encoding="utf-8")
     assert latest(tmp_path).passed_over == ("step_00000002 (state.json is damaged)",)
-
-
-def test_without_a_complete_checkpoint_the_error_names_the_damaged_ones(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (save_step(tmp_path, step) / "state.json").write_text("{}", encoding="utf-8")
+    (folders[0] / "state.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"no complete checkpoint.*step_00000002 \(state\.json.*step_00000001"):
         latest(tmp_path)
 

@@ -215,15 +215,16 @@ def test_a_request_that_is_too_long_is_refused(opened: Any, place: Any) -> None:
         opened("off").start([Request(place.prompts[0], 0, 0, 1, sampling)])
 
 
-def test_too_little_memory_is_an_error_of_one_sentence() -> None:
-    config = recipe("--engine.kv_memory_mb", "1")
-    with pytest.raises(VllmError, match=r"vLLM cannot run .*: .*KV cache"):
-        open_target(config, config.model.path)
-
-
-def test_arguments_that_tlt_sets_are_refused() -> None:
-    config = recipe("--engine.vllm.max_num_seqs", "3")
-    with pytest.raises(VllmError, match=r"remove engine\.vllm\.max_num_seqs: tlt sets it"):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--engine.kv_memory_mb=1", r"vLLM cannot run .*: .*KV cache"),
+        ("--engine.vllm.max_num_seqs=3", r"remove engine\.vllm\.max_num_seqs: tlt sets it"),
+    ],
+)
+def test_too_little_memory_and_arguments_that_tlt_sets_are_refused(option: str, said: str) -> None:
+    config = recipe(option)
+    with pytest.raises(VllmError, match=said):
         open_target(config, config.model.path)
 
 
