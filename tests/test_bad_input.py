@@ -22,7 +22,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from tlt.cli import main
 
 Change = None | dict[str, Any] | str | Callable[[Path], Any]
-"""None removes the file, a dictionary replaces keys of its JSON object, a text is its content, a function gets its path"""
+"""None removes a file, a dictionary replaces keys of its JSON object, a text is its content, a function gets a path"""
 
 
 def change_file(path: Path, change: Change) -> None:

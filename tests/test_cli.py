@@ -143,7 +143,7 @@ GENERATE = "generate MODEL --dtype float64"
         (f"{GENERATE} --prompt a --engine.backend=vllm", "unknown option --engine.backend: did you mean --backend?"),
         (f"{GENERATE} --prompt a\udcff", "is not UTF-8 text: 'a\\udcff'"),
         (f"{GENERATE} --prompt=", "is empty"),
-        ("train RECIPE --workers 0", "--workers"),
+        ("train RECIPE --workers 0", "cluster.workers"),
         ("config trian", "there is no section trian: did you mean train?"),
         ("config zzz", "there is no section zzz: give one of model, data,"),
         ("config missing.toml", "there is no recipe at missing.toml"),
@@ -395,8 +395,7 @@ def test_texts_of_models_and_users_are_printed_unchanged(
 def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
     model, data = home / "model", home / "prompts.jsonl"
     before = {path: path.read_bytes() for path in (*model.iterdir(), data)}
-    commands = ["generate MODEL --data DATA --out DATA", f"draft train {recipe} --out MODEL", "export MODEL MODEL --to hf"]
-    for command in commands:
+    for command in ("generate MODEL --data DATA --out DATA", f"draft train {recipe} --out MODEL", "export MODEL MODEL"):
         words = command.replace("MODEL", str(model)).replace("DATA", str(data)).split()
         assert re.search(r"(prompts\.jsonl|model) is not empty: give another path", refusal(capsys, *words))
     assert {path: path.read_bytes() for path in before} == before

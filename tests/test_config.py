@@ -55,7 +55,7 @@ def test_a_recipe_is_read_and_other_fields_have_defaults(recipe: Path) -> None:
     [
         ("--train.learning_rat=1", "the command line: unknown key train.learning_rat: did you mean learning_rate?"),
         ("--trian.steps=1", "the command line: unknown key trian: did you mean train?"),
-        ("--speculation.training.lerning_rate=1", "the command line: unknown key speculation.training.lerning_rate: did"),
+        ("--speculation.training.unrol=1", "the command line: unknown key speculation.training.unrol: did you mean u"),
         ("--rollout.group_size=many", "the command line: rollout.group_size: input should be a valid integer"),
         ("--rollout.temperature=nan", "the command line: rollout.temperature: must be a finite number"),
         ("--drafter.kind=eagle3", "the command line: drafter.kind is now speculation.kind"),
@@ -98,12 +98,12 @@ def test_the_responses_of_a_step_are_bounded(recipe: Path) -> None:
         *(("rollout.group_size", value) for value in ("many", "2.5", "1000.0", "true", "1")),
         *(("rollout.temperature", value) for value in ("-1", "nan", "inf", "true")),
         *(("train.learning_rate", value) for value in ("nan", "inf")),
-        *[("rollout.top_p", "0"), ("rollout.top_p", "1.5"), ("rollout.stop_strings", "one"), ("rollout.max_waves", "-1")],
+        *[("rollout.top_p", "0"), ("rollout.top_p", "1.5"), ("rollout.stop_strings", "one")],
         *[("model.dtype", "float16"), ("speculation.drafter", "eagel"), ("speculation.depth", "0")],
         *[("engine.kv_memory_mb", "-1"), ("reward.weight", "-inf"), ("cluster.patience", "inf"), ("engine", "3")],
         *[("train.weight_decay", "inf"), ("train.advantage", "gae"), ("train.loss", "reinforce")],
         *[("train.schedule", "step"), ("train.clip_low", "1.5"), ("train.kl_weight", "-0.1"), ("train.logits_mb", "0")],
-        *[("run.seed", "-1"), ("run.overwrite", "1")],
+        *[("run.seed", "-1"), ("run.overwrite", "1"), ("rollout.max_waves", "-1")],
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key_and_the_value(recipe: Path, key: str, value: str) -> None:

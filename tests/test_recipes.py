@@ -4,6 +4,7 @@ the forecast recipe is a proper score."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scipy import integrate, stats
@@ -30,7 +31,8 @@ def test_a_recipe_is_short_and_runs(recipe: Path, model: Path, tmp_path: Path, m
     assert len(recipe.read_text(encoding="utf-8").splitlines()) < 50
     monkeypatch.chdir(tmp_path)  # files that it names are in its folder
     small = ("train.steps", "rollout.prompts_per_step", "rollout.group_size", "eval.size", "eval.samples")
-    overrides = {"model.path": model, "run.folder": tmp_path / "run", "rollout.max_new_tokens": 6} | dict.fromkeys(small, 2)
+    overrides: dict[str, Any] = dict.fromkeys(small, 2) | {"rollout.max_new_tokens": 6}
+    overrides |= {"model.path": model, "run.folder": tmp_path / "run"}
     if recipe.stem == "smollm2":  # the tiny model has no chat template
         overrides["data.chat"] = "false"
     if "-drafter" in recipe.read_text(encoding="utf-8"):  # made for another model

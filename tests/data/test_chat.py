@@ -171,8 +171,8 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
         (EVERY, [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5")], {}, r"leaves out the tool_calls"),
         (EVERY, [turn("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
         (EVERY, [turn("human", "u")], {}, r"does not know the role 'human'"),
-        (QWEN3, [USER, turn("assistant", "<think>x</think>y")], {}, r"changes the assistant's message '<think>x</think>y'"),
-        (THINKS, "u", {"prefill": "<think>\nLet me"}, r"data\.prefill begins with <think>, but .* already ends a prompt"),
+        (QWEN3, [USER, turn("assistant", "<think>x</think>y")], {}, r"changes the assistant's message '<think>x</thi"),
+        (THINKS, "u", {"prefill": "<think>\nLet me"}, r"data\.prefill begins with <think>, but .* already ends a pro"),
         (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
     ],
 )
@@ -253,8 +253,8 @@ def test_templates_see_one_fixed_time(shown: Any) -> None:
 
 
 def test_the_clock_of_transformers_is_restored_after_a_prompt(shown: Any, tokenizer: Any) -> None:
-    for template, refusal in ((DATED, nullcontext()), (DATED + "{{ raise_exception('no') }}", pytest.raises(DataError))):
-        with refusal:
+    for template, outcome in ((DATED, nullcontext()), (DATED + "{{ raise_exception('') }}", pytest.raises(DataError))):
+        with outcome:
             shown(template, "u", now="2001-02-03")
         tokenizer.chat_template = DATED
         today = tokenizer.apply_chat_template([USER], tokenize=False)

@@ -310,7 +310,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path, name: str, content: by
         ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
-        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed with zstd, but .*: unpack it with zstd -d rows"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed with zstd, but .*: unpack it with zstd -d"),
         ("rows.jsonl.xz", lzma.compress(LINES), r"is packed with xz, but .*: unpack it with xz -d rows\.jsonl\.xz$"),
         ("rows.jsonl", bz2.compress(LINES), r"is packed with bzip2, but"),
         ("rows.json", b"PK\x03\x04", r"is packed with zip, but"),
@@ -406,7 +406,8 @@ def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: p
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
         texts(path)
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}<bot>{% endif %}"
 
 
 @pytest.fixture(scope="module")

@@ -153,11 +153,11 @@ def test_the_sampling_parameters_are_the_trainers(folder: Path) -> None:
 
 def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:
     trainer = FakeTrainer(folder)
-    trainer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"  # type: ignore[assignment]
+    trainer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"
     trainer.chat_template_kwargs = {"mark": "!"}
     go = [[{"role": "user", "content": "go"}]]
     assert off()(go, trainer)["prompt_ids"] == [trainer.processing_class("go!")["input_ids"]]
-    trainer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"  # type: ignore[assignment]
+    trainer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"
     assert off()(go, trainer)["prompt_ids"] == [trainer.processing_class("go>")["input_ids"]]
     picture = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "go"}]}]]
     with pytest.raises(ValueError, match="does not support images"):

@@ -295,7 +295,7 @@ def test_an_error_names_the_users_line_and_its_traceback_is_in_the_log(
 ) -> None:
     """The user's function is in the same file as its caller, and the standard library raises. The traceback is written
     once."""
-    source = "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
+    source = "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)"
     (tmp_path / "strict.py").write_text(source, encoding="utf-8")
     with judges("strict:f", tmp_path / "reward.log", folder=str(tmp_path)) as made:
         made(responses("{", "7", "{"))

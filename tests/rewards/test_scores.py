@@ -57,7 +57,7 @@ def test_an_answer_may_have_an_end_marker() -> None:
     [
         *[(" 42 \n", "", "42"), ("so Answer: 42 ", "Answer:", "42"), ("Answer: 1, no. Answer: 2", "Answer:", "2")],
         *[("no marker", "Answer:", ""), ("Answer:", "Answer:", ""), ("answer: 42", "Answer:", "")],
-        *[("Answer:\n42", "Answer: ", "42"), ("first\n\n42", "\n\n", "42"), ("it is (a+b) 42, (a+b) 43", "(a+b)", "43")],
+        *[("Answer:\n42", "Answer: ", "42"), ("first\n\n42", "\n\n", "42"), ("it is (a+b) 1, (a+b) 43", "(a+b)", "43")],
     ],
 )
 def test_the_answer_follows_the_last_marker(text: str, marker: str, found: str) -> None:

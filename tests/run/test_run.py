@@ -128,11 +128,14 @@ def test_transformers_loads_the_last_checkpoint(home: Path) -> None:
     assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
 
 
+TWO_ROWS = {"max_rows": 2}
+
+
 @pytest.mark.parametrize(
     "sections",
     [
         {"speculation": {"drafter": "off"}, "engine": {"max_rows": 64, "prefill_tokens": 3}},
-        {"speculation": {"depth": 2, "branching": 4, "verify_tokens": 9, "history_tokens": 60}, "engine": {"max_rows": 2}},
+        {"speculation": {"depth": 2, "branching": 4, "verify_tokens": 9, "history_tokens": 60}, "engine": TWO_ROWS},
     ],
     ids=["plain decoding", "small trees"],
 )

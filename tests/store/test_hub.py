@@ -29,7 +29,7 @@ MODEL, DATA = "models/org/tiny", "datasets/org/sums"
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Return the files of a model, and files that tlt must not download."""
     folder = tiny_model(tmp_path_factory.mktemp("weights"))
-    unwanted = ("pytorch_model.bin", "tiny.gguf", "onnx/model.onnx", "onnx/model.safetensors", "consolidated.safetensors")
+    unwanted = ("pytorch_model.bin", "tiny.gguf", "onnx/model.safetensors", "consolidated.safetensors")
     return files_in(folder) | dict.fromkeys(unwanted, b"unwanted") | {"tokenization_tiny.py": b"1/0"}
 
 

@@ -108,7 +108,7 @@ def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[
 @pytest.mark.parametrize(
     "samplings", [[sampling] for sampling in SAMPLINGS.values()] + [list(SAMPLINGS.values())], ids=[*SAMPLINGS, "mixed"]
 )
-def test_tokens_are_ours_by_runner_v1_and_v2(samplings: Any, target: Any, processor: type, tested_version: None) -> None:
+def test_tokens_of_both_runners_are_ours(samplings: Any, target: Any, processor: type, tested_version: None) -> None:
     """V2 takes a logits processor, and V1 a wrapper of its sampling."""
     asked = requests(samplings)
     expected = ours(target, asked)
