@@ -131,7 +131,7 @@ FILES: list[tuple[dict[str, Change], str]] = [
         r"either reward\.name or \[\[reward\.terms\]\]",
     ),
     (
-        {"recipe.toml": rewrite(lambda text: re.sub(rb'"tiny_rewards.*"', b'""\nterms = [{wieght = 1.0}]', text))},
+        {"recipe.toml": rewrite(lambda text: re.sub(b'name = "tiny.*"', b'terms = [{name="math", wieght=1}]', text))},
         r"reward\.terms\.0\.wieght: did you mean weight\?",
     ),
     ({"model/config.json": None}, r"config\.json"),
