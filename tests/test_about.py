@@ -12,30 +12,16 @@ from tiny import tiny_config
 from tlt.run.about import about_folder, about_memory, about_prompts
 
 
-@pytest.mark.parametrize(
-    ("run", "files", "checkpoints"),
-    [
-        (
-            {"save_every": 5, "keep": 3},
-            "completions.jsonl, report.html, ",
-            " every 5 steps and at the end (the newest 3 are kept)",
-        ),
-        (
-            {"save_every": 0, "report": False, "completions_mb": 0, "mirror": "s3://b", "trackers": ["tensorboard"]},
-            "",
-            " at the end (the newest 2 are kept), copied to s3://b; metrics go to tensorboard",
-        ),
-        (
-            {"completions_format": "parquet"},
-            "completions/, report.html, ",
-            " every 20 steps and at the end (the newest 2 are kept)",
-        ),
-    ],
-)
-def test_the_files_that_a_run_will_write(tmp_path: Path, run: dict[str, Any], files: str, checkpoints: str) -> None:
-    defaults = {"folder": "R", "save_every": 20, "keep": 2, "trackers": []}
-    said = f"writes to R: metrics.jsonl, {files}summary.json; a checkpoint{checkpoints}"
-    assert about_folder(tiny_config(tmp_path, run=defaults | run)) == said
+def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
+    def said(**run: Any) -> str:
+        return about_folder(tiny_config(tmp_path, run={"folder": "R", "keep": 2, "trackers": []} | run))
+
+    files, kept = "writes to R: metrics.jsonl", "at the end (the newest 2 are kept)"
+    page = "report.html, summary.json; a checkpoint"
+    assert said(save_every=5) == f"{files}, completions.jsonl, {page} every 5 steps and {kept}"
+    assert said(save_every=1, completions_format="parquet") == f"{files}, completions/, {page} every 1 step and {kept}"
+    fewer = said(save_every=0, report=False, completions_mb=0, mirror="s3://b", trackers=["tensorboard"])
+    assert fewer == f"{files}, summary.json; a checkpoint {kept}, copied to s3://b; metrics go to tensorboard"
 
 
 @pytest.mark.parametrize(("size", "limit"), [("auto", "a quarter of that"), (2048, "2,048 MiB")])

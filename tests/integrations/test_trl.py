@@ -205,16 +205,10 @@ def two_processes(folder: Path, what: str) -> list[dict[str, Any]]:
         port = free.getsockname()[1]
     script = Path(__file__).parent / "two_trl.py"
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), what, str(folder)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    command = [sys.executable, str(script), what, str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [{**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    started = [subprocess.Popen(command, env=environment, text=True, **pipes) for environment in ranks]
     outputs = [process.communicate(timeout=200) for process in started]
     assert all(process.returncode == 0 for process in started), outputs[0][1][-3000:] + outputs[1][1][-3000:]
     return [json.loads(said.splitlines()[-1]) for said, _ in outputs]
