@@ -77,6 +77,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
+
 MAIN = "import sys; from tlt.cli import main; sys.argv = {argv}\ntry: main()\nexcept SystemExit as e: code = e.code\n"
 REPORT = "print('HEAVY', [m for m in {heavy} if m in sys.modules], code)"
 
@@ -401,9 +402,7 @@ def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str], 
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_generate_overwrites_no_column_of_a_row(
-    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
-) -> None:
+def test_generate_overwrites_no_column_of_a_row(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "a"}\n{"question": "b", "response": "mine", "index": 7}\n', encoding="utf-8")
     command = ("generate", str(home / "model"), "--data", str(data), "--out", str(tmp_path / "out.jsonl"))

@@ -253,7 +253,6 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
     assert says in refusal(recipe, *overrides)
 
 
-
 def test_a_configuration_is_restored_from_json_and_cannot_be_changed(recipe: Path) -> None:
     config = load_config(recipe)
     assert parse_config(config.model_dump(mode="json")) == config

@@ -38,7 +38,6 @@ def test_packages_are_added_their_parts_are_not_and_a_counter_may_wrap(tmp_path:
     assert rapl.read() == pytest.approx(8)
 
 
-
 def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
     """Return a pynvml with one card for each number of millijoules."""
 

@@ -97,6 +97,7 @@ def copy_of(sound: Path) -> Iterator[Path]:
         with contextlib.chdir(home):
             yield home
 
+
 deep = st.sampled_from(["[" * 100_000, '{"a":' * 100_000, "[" * 3000 + "]" * 3000])
 texts = st.text(max_size=12) | st.sampled_from(["\ud800", "\0", "", "nan", "é" * 300, "{question}", "/"])
 numbers = st.sampled_from([-1, 0, 1, 3, 7, 1000, -(2**31), 2**63, 10**30, 0.5, -0.5, 1e308, -1e-300])

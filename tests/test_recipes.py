@@ -20,7 +20,6 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 
 
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
@@ -57,6 +56,7 @@ def test_the_data_are_the_output_of_their_scripts(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
     assert len(list(tmp_path.iterdir())) == 6
+
 
 keywords, forecast = load_script(FOLDER / "keywords.py"), load_script(FOLDER / "forecast.py")
 

@@ -21,7 +21,6 @@ from tlt.run.display import Display
 from tlt.run.folder import RunFolder
 from tlt.store.checkpoint import CheckpointError, latest
 
-
 recovery = load_script(Path(__file__).parent.parent / "bench" / "recovery.py")
 
 

@@ -73,6 +73,7 @@ def test_states_cover_the_whole_time_across_drains() -> None:
     assert [s.name for s in spans] == [IDLE, ROLLOUT, SPOT, SPOT, UPDATE, IDLE]
     assert seconds_by_state(spans)[ROLLOUT] >= 0.004
 
+
 SPANS = [Span("plain", 1.0, 2.0, {"tokens": 5}), Span(ROLLOUT, 1.0, 2.5, {})]
 
 

@@ -177,9 +177,6 @@ def test_the_command(
     assert done.value.code == 2
 
 
-
-
-
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_the_serving_command_is_quoted_for_a_shell(model: Path, tmp_path: Path, to: str) -> None:
     mine, out = tmp_path / "my drafter", tmp_path / "what's out"

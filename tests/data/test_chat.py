@@ -237,8 +237,6 @@ def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: A
     assert shown(EVERY, messages) == theirs
 
 
-
-
 DATED = (  # as Llama 3.2 does
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %H:%M:%S') %}{% endif %}"
     "Today Date: {{ date_string }}" + EVERY

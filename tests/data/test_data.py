@@ -66,9 +66,6 @@ def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> Non
     assert prompt.data["answer"] == 2
 
 
-
-
-
 NO_TEXT = "has neither text nor messages under 'question'"
 
 
@@ -111,9 +108,6 @@ def test_a_mixture_follows_its_weights() -> None:
     assert names.count("gcd") + names.count("chain_sum") == 200
 
 
-
-
-
 @pytest.mark.parametrize(
     ("specs", "named"),
     [
@@ -136,6 +130,7 @@ def test_a_task_without_reasoning_gym_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(DataError, match=r"pip install 'tlt-rl\[tasks\]'"):
         task_dataset(tasks({"name": "gcd"}), stage=0)
+
 
 HARDER = [
     {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}},
@@ -160,9 +155,6 @@ def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> No
     later = [row for row, _ in cursor.take(40)]
     assert sorted(later) == list(range(40))
     assert set(later[:10]) != set(range(10))
-
-
-
 
 
 def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
@@ -406,6 +398,7 @@ def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: p
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
         texts(path)
 
+
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<bot>{% endif %}"
 
@@ -446,9 +439,6 @@ def test_messages_and_a_system_message_need_the_chat_template(tokenizer: Any) ->
         encoder(tokenizer, DataConfig(path="-"))(MESSAGES)
     with pytest.raises(ValueError, match=r"need data\.chat = true"):
         DataConfig(path="-", system="be brief")
-
-
-
 
 
 class BeginsWithOne:

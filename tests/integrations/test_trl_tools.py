@@ -123,6 +123,7 @@ def test_an_unsupported_trl_is_refused_with_the_missing_method() -> None:
     with pytest.raises(UnsupportedError, match="no _tool_call_loop: install"):
         refuse_other_methods(trainer)
 
+
 CHAT = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>"

@@ -73,7 +73,7 @@ function use() {
 def seen_in(path: Path, width: int = 1200, use: str = "<script>function use() {}</script>") -> dict[str, Any]:
     """Open a page in a window of this width, use its controls, and return the texts."""
     path.write_text(path.read_text(encoding="utf-8").replace("<head>", "<head>" + SCRIPT + use, 1), encoding="utf-8")
-    options = "--headless --no-sandbox --disable-gpu --virtual-time-budget=3000 --dump-dom".split()
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     command = [BROWSER, *options, f"--window-size={width},900", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     found = re.search(r"SEEN(\{.*)NEES", unescape(dom), re.DOTALL)

@@ -312,7 +312,6 @@ def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() 
 @pytest.mark.parametrize(
     ("verdicts", "reason", "reward"),
     [
-
         ([Verdict(0.5, reply="x" * 2**20)], "reply", 0.5),
         ([Verdict(0.5, reply="a" * (MOST - 2))], "reply", 0.5),
         ([Verdict(0.5, reply="a" * (MOST - 5)), Verdict(0.0)], "stop", 0.5),
@@ -369,7 +368,6 @@ def test_the_first_turn_begins_with_the_prefill() -> None:
     assert told[-1].texts == ("so bce", "bce")
 
 
-
 def kept(path: Path, resume: bool = False) -> ReplyRecord:
     record = ReplyRecord()
     record.keep(path, resume=resume)
@@ -395,7 +393,6 @@ def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> N
     again.saved(4)
     later = kept(path, resume=True)
     assert [later.find(3, 2**64 - 1, ()), later.find(4, 7, ())] == [None, Verdict(0.0, reply="")], "step 4 has begun"
-
 
 
 def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) -> None:

@@ -262,7 +262,6 @@ def configured(**reward: Any) -> Config:
     return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
 
 
-
 FORMAT = {"name": "format", "pattern": ".", "weight": 0.5}
 
 

@@ -109,7 +109,6 @@ def test_a_bare_call_may_be_malformed_and_a_long_name_takes_little_room() -> Non
         assert (reply[: len(said)], done) == (said, False)
 
 
-
 def test_a_tool_that_raises_is_counted_separately() -> None:
     made = tiny_environments.Desk()
     made.reset(PROMPT)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tlt.run.closing import closing
 
 SUMMARY: dict[str, Any] = {

@@ -42,7 +42,6 @@ def short(home: Path, steps: int = 3, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, **{"rollout": {"max_new_tokens": 4}, "train": train_section} | sections)
 
 
-
 def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str = "float32") -> list[dict[str, Any]]:
     """Return the changes that are found if a run without these sections is resumed with them."""
     model = {"path": "m", "dtype": dtype}

@@ -7,10 +7,10 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -177,7 +177,7 @@ def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
     assert lessons(copy) == lessons(home / "whole")
 
 
-def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path) -> None:
     write = MetricsWriter.write
 
     def dying(self: MetricsWriter, metrics: Any) -> None:
@@ -185,14 +185,13 @@ def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path, m
             raise Crash
         write(self, metrics)
 
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(MetricsWriter, "write", dying)
+    with patch.object(MetricsWriter, "write", dying), pytest.raises(Crash):
         train(whole(home, "killed"))
     assert train(whole(home, "killed"), resume=True)["steps"] == STEPS
     assert lessons(home / "killed") == lessons(home / "whole")
 
 
-def test_a_run_killed_during_its_resume_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_during_its_resume_loses_no_line(home: Path) -> None:
     """The process ends when metrics.jsonl, or a file that will replace it, is open and empty."""
     copy, write_text = copy_of_the_run(home, "killed twice", 2), Path.write_text
 
@@ -201,8 +200,7 @@ def test_a_run_killed_during_its_resume_loses_no_line(home: Path, monkeypatch: p
         if "metrics" in self.name:
             raise Crash
 
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(Path, "write_text", dying)
+    with patch.object(Path, "write_text", dying), pytest.raises(Crash):
         train(whole(home, copy.name), resume=True)
     train(whole(home, copy.name), resume=True)
     assert lessons(copy) == lessons(home / "whole")
@@ -272,7 +270,6 @@ def test_a_signal_saves_and_the_run_resumes_to_the_same_end(home: Path, phase: s
     assert lessons(Path(config.run.folder)) == lessons(home / "whole")
 
 
-
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_a_step_that_does_not_end_is_abandoned_and_the_state_before_it_saved(home: Path, phase: str) -> None:
     config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
@@ -317,7 +314,6 @@ def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
 
 def summary_of(home: Path) -> dict[str, Any]:
     return json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
-
 
 
 def test_every_prompt_is_used_once_per_epoch(home: Path) -> None:
@@ -380,7 +376,6 @@ def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> 
     summary = train(in_waves(home, copy.name), resume=True)
     assert summary["policy_sha256"] == json.loads((waves / "summary.json").read_text())["policy_sha256"]
     assert lessons(copy) == lessons(waves)
-
 
 
 def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tokens(home: Path) -> None:

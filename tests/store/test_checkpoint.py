@@ -49,7 +49,6 @@ def test_a_saved_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
     assert good_step(tmp_path / "several") == 100
 
 
-
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 6):
@@ -61,7 +60,6 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     save(tmp_path, 1, {"step": 1, "again": True}, write_step(1), 10)
     assert latest(tmp_path).state["again"] is True
-
 
 
 def test_a_damaged_or_missing_file_falls_back_to_the_previous_checkpoint(tmp_path: Path) -> None:
@@ -108,7 +106,6 @@ def test_a_users_copy_next_to_the_checkpoints_is_ignored_and_kept(tmp_path: Path
         save_step(tmp_path, step, keep=1)
     assert good_step(tmp_path) == 3
     assert all((copy / "state.json").is_file() for copy in copies)
-
 
 
 def test_damaged_checkpoints_are_listed_and_named_if_there_is_no_complete_one(tmp_path: Path) -> None:

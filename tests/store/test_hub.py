@@ -19,7 +19,6 @@ from tlt.cli import main
 from tlt.config import Config
 from tlt.data.prompts import load_prompts
 from tlt.data.tables import read_rows
-from tlt.run.resume import ConfigError
 from tlt.store.hub import HubError, from_hub, local_data, local_model
 
 MODEL, DATA = "models/org/tiny", "datasets/org/sums"
@@ -181,6 +180,7 @@ def test_a_gated_model_needs_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) 
         local_model("org/tiny")
     monkeypatch.setenv("HF_TOKEN", "good")
     assert (Path(local_model("org/tiny")[0]) / "config.json").is_file()
+
 
 NAMED = {f"{part}/{split}-0.jsonl": rows(f"{part} {split}") for part in ("main", "hard") for split in ("train", "test")}
 CARD = """---

@@ -21,7 +21,6 @@ from tlt.vllm import target
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment
 from tlt.vllm.versions import VllmError
 
-
 OWN = ["their:Own"]
 
 
