@@ -189,5 +189,6 @@ def test_a_users_function_is_in_the_folder_of_the_recipe_or_the_working_director
 ) -> None:
     if not of_the_recipe:
         monkeypatch.chdir(user_folder)
-    score = make_score(config(name="my_rewards:length", folder=str(user_folder) if of_the_recipe else None))
+    folder = {"folder": str(user_folder)} if of_the_recipe else {}
+    score = make_score(config(name="my_rewards:length", **folder))
     assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5
