@@ -367,6 +367,12 @@ def test_responses_go_to_the_tables_of_trackers(tmp_path: Path, service: Service
         assert all(known[row["prompt"], row["response"]] == row["reward"] for row in rows)
 
 
+def test_only_a_resumed_run_continues_its_tracker_run(tmp_path: Path) -> None:
+    remember_id(TrackedRun(tmp_path, 0, {}), "wandb", "the-first")
+    assert known_id(TrackedRun(tmp_path, 3, {}), "wandb") == "the-first"
+    assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None
+
+
 def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
     place = TrackedRun(tmp_path, 3, {})
     remember_id(place, "wandb", "the-first")
