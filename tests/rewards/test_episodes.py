@@ -389,10 +389,15 @@ def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> N
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
     again.forget_before(4)
     assert again.find(3, 2**64 - 1, ("a",)) is None
-    again.add(4, 7, (), Verdict(0.0, reply=""))
-    again.saved(4)
-    later = kept(path, resume=True)
-    assert [later.find(3, 2**64 - 1, ()), later.find(4, 7, ())] == [None, Verdict(0.0, reply="")], "step 4 has begun"
+
+
+def test_a_checkpoint_leaves_the_replies_of_a_step_that_has_begun(tmp_path: Path) -> None:
+    record = kept(tmp_path / "replies.jsonl")
+    for step in (3, 4):
+        record.add(step, 7, (), Verdict(0.0, reply=""))
+    record.saved(4)
+    again = kept(tmp_path / "replies.jsonl", resume=True)
+    assert [again.find(step, 7, ()) for step in (3, 4)] == [None, Verdict(0.0, reply="")]
 
 
 def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) -> None:
