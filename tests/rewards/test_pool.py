@@ -28,8 +28,8 @@ PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})
 
 
 def config(name: str, **reward: Any) -> Config:
-    name = name if ":" in name else f"tiny_rewards:{name}"
-    return configured(**{"name": name, "timeout_seconds": 20.0} | reward)
+    section = {"name": f"tiny_rewards:{name}", "timeout_seconds": 20.0} | reward
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
 
 
 def responses(*texts: str) -> list[Response]:
@@ -51,6 +51,9 @@ def outcome_of(name: str, *texts: str, **reward: Any) -> list[tuple[float | None
         given = responses(*texts)
         made(given)
         return [(response.reward, response.outcome) for response in given]
+
+
+# -- while others decode -----------------------------------------------------------------------------------------------
 
 
 def test_submitted_responses_are_scored_in_the_background() -> None:
@@ -96,6 +99,9 @@ def test_a_call_whose_process_was_killed_is_repeated_once() -> None:
         assert (given[0].reward, given[0].outcome) == (1.0, "")
 
 
+# -- how many processes ------------------------------------------------------------------------------------------------
+
+
 class Stand:
     """Stand-in for a process. It answers after `seconds`, and computes for a share of them."""
 
@@ -125,17 +131,11 @@ def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
         made.append(stand())
         return made[-1]
 
-    assert rewards_of(ScorePool(start, computing), waiting) == [1.0] * waiting
-    return len(made)
-
-
-def rewards_of(pool: ScorePool, waiting: int) -> list[float | None]:
-    """Return the rewards of responses that wait together, and close the pool."""
-    with pool._changed:  # so that its process sees all of them
-        verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(waiting)]
-    rewards = [pool.result(verdict).reward for verdict in verdicts]
+    pool = ScorePool(start, computing)
+    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(waiting)]
+    assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
     pool.close()
-    return rewards
+    return len(made)
 
 
 def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +163,16 @@ def test_rewards_that_hang_cost_about_one_timeout() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_process_that_cannot_be_restarted_ends_the_run() -> None:
+    class Broken(Stand):
+        def score_all(self, asked: Any) -> list[Verdict]:
+            raise RewardError("reward x cannot start: its module has gone")
+
+    pool = ScorePool(lambda: Broken(0.0), 1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RewardError, match="its module has gone"):
+        pool.result(pool.submit(PROMPT, Answer("", "", 1)))
+
+
 def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
     class First(Stand):
         def score_all(self, asked: Any) -> list[Verdict]:
@@ -170,13 +180,19 @@ def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
             raise RewardError("reward x cannot start")
 
     made: list[Stand] = []
+    started = threading.Event()
 
     def start() -> Any:
-        made.append(Stand(0.2) if made else First(0.5))
+        made.append(First(0.5) if not made else Stand(0.2))
+        if len(made) > 1:
+            started.set()
         return made[-1]
 
-    assert rewards_of(ScorePool(start, 1), 6) == [1.0] * 6
-    assert len(made) > 1
+    pool = ScorePool(start, 1)
+    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(6)]
+    assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
+    assert started.is_set()
+    pool.close()
 
 
 def test_keys_whose_process_ended_may_go_to_any_process() -> None:
@@ -203,6 +219,9 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
     pool.close()
 
 
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
 def test_calls_lost_together_are_repeated_one_by_one() -> None:
     """If a process does not answer several calls, each is repeated alone. Without this rule later tests would never
     end, so this test comes first."""
@@ -217,8 +236,12 @@ def test_calls_lost_together_are_repeated_one_by_one() -> None:
                 raise RewardError("asked together again")
             return [Verdict(1.0)] if len(asked) == 1 else []
 
-    assert rewards_of(ScorePool(lambda: Lost(0.0), 1), 3) == [1.0] * 3  # type: ignore[arg-type, return-value]
+    pool = ScorePool(lambda: Lost(0.0), 1)  # type: ignore[arg-type, return-value]
+    with pool._changed:  # so that its process sees all three
+        verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(3)]
+    assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 3
     assert sizes == [3, 1, 1, 1]
+    pool.close()
 
 
 def test_async_functions_are_awaited_together() -> None:
@@ -238,7 +261,7 @@ def test_a_function_of_lists_is_called_once() -> None:
     assert [(v.reward, v.outcome) for v in score_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
     for word, said in (("raise", "KeyError: 'bonus'"), ("few", "returned 0 numbers for 2 responses")):
         verdicts = score_all(terms, [(PROMPT, Answer(text, text, 1)) for text in (word, "b")])
-        assert all(v.outcome == "error" and said in v.detail for v in verdicts)
+        assert [(v.outcome, said in v.detail) for v in verdicts] == [("error", True)] * 2
 
 
 @pytest.mark.parametrize("word", ["dict", "set", "str", "bytes"])
@@ -253,32 +276,43 @@ def test_calls_of_a_batch_with_one_that_hangs_are_repeated() -> None:
     assert [outcome for _, outcome in found] == ["", "timeout", ""]
 
 
+# -- what a function is given, and what it may give --------------------------------------------------------------------
+
+
 def test_a_function_may_have_all_parameters() -> None:
     answer = Answer("it is 7", "7", 2, (1, 2), "length")
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
 
 
-def configured(**reward: Any) -> Config:
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
-
-
-FORMAT = {"name": "format", "pattern": ".", "weight": 0.5}
+def terms_of(*terms: dict[str, Any]) -> Any:
+    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"terms": list(terms)}}
+    return make_terms(parse_config(tree))
 
 
 @pytest.mark.parametrize(
-    ("text", "if_fails", "others", "expected"),
+    ("text", "if_fails", "expected"),
     [
-        ("nothing", "response", [FORMAT], (0.5, "")),  # the term does not apply
-        ("raise", "response", [FORMAT], (None, "error")),
-        ("nan", "response", [FORMAT], (None, "not a number")),
-        *((text, "term", [FORMAT], (0.5, "")) for text in ("raise", "nan")),
-        ("four", "term", [FORMAT], (8.5, "")),
-        *[("raise", "term", [], (None, "error")), ("nothing", "term", [], (None, "does not apply"))],
+        ("nothing", "response", (0.5, "")),  # the term does not apply
+        ("raise", "response", (None, "error")),
+        ("nan", "response", (None, "not a number")),
+        ("raise", "term", (0.5, "")),
+        ("nan", "term", (0.5, "")),
+        ("four", "term", (8.5, "")),
     ],
 )
-def test_a_failing_term_follows_if_fails(text: str, if_fails: str, others: Any, expected: tuple[Any, str]) -> None:
-    terms = [{"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, *others]
-    assert score(make_terms(configured(terms=terms)), PROMPT, Answer(text, text, 1))[:2] == expected
+def test_a_failing_term_follows_if_fails(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
+    format_ = {"name": "format", "pattern": ".", "weight": 0.5}
+    terms = terms_of({"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, format_)
+    assert score(terms, PROMPT, Answer(text, text, 1))[:2] == expected
+
+
+def test_without_any_term_there_is_no_reward() -> None:
+    terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
+    assert score(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
+    assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
 
 
 def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -294,25 +328,36 @@ def test_an_error_names_the_users_line_and_its_traceback_is_in_the_log(
 ) -> None:
     """The user's function is in the same file as its caller, and the standard library raises. The traceback is written
     once."""
-    source = "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)"
+    source = (
+        "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
+    )
     (tmp_path / "strict.py").write_text(source, encoding="utf-8")
-    with judges("strict:f", tmp_path / "reward.log", folder=str(tmp_path)) as made:
-        made(responses("{", "7", "{"))
+    reward = {"name": "strict:f", "folder": str(tmp_path)}
+    log = tmp_path / "reward.log"
+    made = make_reward(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), [PROMPT], log)
+    try:
+        with caplog.at_level(logging.WARNING):
+            made(responses("{", "7", "{"))
+    finally:
+        made.close()
     assert f"(error: {tmp_path / 'strict.py'}:4: JSONDecodeError: Expecting" in caplog.text
-    said = (tmp_path / "reward.log").read_text(encoding="utf-8")
+    said = log.read_text(encoding="utf-8")
     assert said.count("Traceback") == 1
     assert f'File "{tmp_path / "strict.py"}", line 6, in f' in said
 
 
-def noisy(folder: Path, then: str = "") -> None:
+def noisy(folder: Path, then: str = "") -> Config:
     (folder / "noisy.py").write_text(f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
+    reward = {"name": "noisy:f", "folder": str(folder)}
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
 
 
 def test_the_log_file_is_bounded(tmp_path: Path) -> None:
     source = "def f(prompt, answer):\n    print(answer, 'x' * 9 * 2**20)\n    return 1.0\n"
     (tmp_path / "endless.py").write_text(source, encoding="utf-8")
+    reward = {"name": "endless:f", "folder": str(tmp_path)}
     log = tmp_path / "reward.log"
-    scorer = IsolatedScore(configured(name="endless:f", folder=str(tmp_path)), log)
+    scorer = IsolatedScore(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), log)
     for text in "abc":
         assert scorer.score_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
     scorer.close()
@@ -323,19 +368,22 @@ def test_the_log_file_is_bounded(tmp_path: Path) -> None:
 def test_text_printed_at_the_start_is_in_the_log_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is written when the run has begun. Before that, a file with this name may belong to another run."""
     log = tmp_path / "reward.log"
-    noisy(tmp_path)
-    with judges("noisy:f", log, folder=str(tmp_path)) as made:
+    made = make_reward(noisy(tmp_path), [PROMPT], log)
+    try:
         assert not log.exists()
         made(responses("a"))
         assert log.read_text(encoding="utf-8") == "imported\n"
+    finally:
+        made.close()
     assert "imported" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("fault", ["raise KeyError('x')", "sys.exit('no')"])
-def test_a_failed_start_shows_its_output(tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str) -> None:
-    noisy(tmp_path, fault)
+def test_a_process_that_cannot_start_shows_its_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
     with pytest.raises(RewardError):
-        make_reward(configured(name="noisy:f", folder=str(tmp_path)), [PROMPT], tmp_path / "reward.log")
+        make_reward(noisy(tmp_path, fault), [PROMPT], tmp_path / "reward.log")
     assert "imported" in capfd.readouterr().err
 
 
