@@ -12,35 +12,20 @@ from tiny import tiny_config
 from tlt.run.about import about_folder, about_memory, about_prompts
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        (
-            {"save_every": 5, "keep": 3, "trackers": []},
-            "writes to R: metrics.jsonl, completions.jsonl, report.html, summary.json; a checkpoint every 5 steps and "
-            "at the end (the newest 3 are kept)",
-        ),
-        (
-            {"save_every": 0, "report": False, "completions_mb": 0, "mirror": "s3://b", "trackers": ["tensorboard"]},
-            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 are kept), copied to s3://b"
-            "; metrics go to tensorboard",
-        ),
-        (
-            {"completions_format": "parquet", "trackers": []},
-            "writes to R: metrics.jsonl, completions/, report.html, summary.json; a checkpoint every 20 steps and at "
-            "the end (the newest 2 are kept)",
-        ),
-    ],
-)
-def test_the_files_that_a_run_will_write(tmp_path: Path, run: dict[str, Any], said: str) -> None:
-    defaults = {"folder": "R", "save_every": 20, "keep": 2}
-    assert about_folder(tiny_config(tmp_path, run=defaults | run)) == said
+def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
+    def said(**run: Any) -> str:
+        return about_folder(tiny_config(tmp_path, run={"folder": "R", "keep": 2, "trackers": []} | run))
+
+    files, kept = "writes to R: metrics.jsonl", "at the end (the newest 2 are kept)"
+    page = "report.html, summary.json; a checkpoint"
+    assert said(save_every=5) == f"{files}, completions.jsonl, {page} every 5 steps and {kept}"
+    assert said(save_every=1, completions_format="parquet") == f"{files}, completions/, {page} every 1 step and {kept}"
+    fewer = said(save_every=0, report=False, completions_mb=0, mirror="s3://b", trackers=["tensorboard"])
+    assert fewer == f"{files}, summary.json; a checkpoint {kept}, copied to s3://b; metrics go to tensorboard"
 
 
 @pytest.mark.parametrize(("size", "limit"), [("auto", "a quarter of that"), (2048, "2,048 MiB")])
-def test_memory_and_the_largest_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str
-) -> None:
+def test_memory_and_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str) -> None:
     monkeypatch.setattr("tlt.run.about.free_bytes", lambda device: 5 * 2**29)
     config = tiny_config(tmp_path, engine={"kv_memory_mb": size})
     expected = f"memory: 2.5 GiB free on this machine; key-value cache: at most {limit} (engine.kv_memory_mb)"
@@ -50,9 +35,7 @@ def test_memory_and_the_largest_cache(
 @pytest.mark.parametrize(
     ("template", "chat", "named"), [("{{ x }}", False, True), ("{{ x }}", True, False), (None, False, False)]
 )
-def test_a_chat_template_that_is_not_used_is_named(
-    tmp_path: Path, template: str | None, chat: bool, named: bool
-) -> None:
+def test_an_unused_chat_template_is_named(tmp_path: Path, template: str | None, chat: bool, named: bool) -> None:
     config = tiny_config(tmp_path, data={"chat": chat})
     said = about_prompts(config, [], SimpleNamespace(chat_template=template))
     assert ("without the model's chat template, which data.chat = true applies" in said) == named

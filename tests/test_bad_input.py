@@ -1,6 +1,7 @@
 """Invalid inputs, each with the one sentence that `tlt train` prints before it exits with 2. There is no traceback.
 
-A case breaks one thing of a valid recipe, model, data file, reward, disk or checkpoint."""
+A case breaks one thing of a valid recipe, model, data file, reward, disk or checkpoint: it adds options to the command,
+or changes files."""
 
 from __future__ import annotations
 
@@ -14,97 +15,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_tree
+from tiny import tiny_config, tiny_tree, train
 from transformers import MistralConfig, MistralForCausalLM
 
 from tlt.cli import main
-from tlt.run.display import Display
-from tlt.run.train import train
+
+Change = None | dict[str, Any] | str | Callable[[Path], Any]
+"""None removes a file, a dictionary replaces keys of its JSON object, a text is its content, a function gets a path"""
 
 
-class Case:
-    """Valid recipe as a tree, its files under `home`, and further arguments of the command."""
-
-    def __init__(self, home: Path) -> None:
-        self.home, self.options = home, [] if home.name != "resumed" else ["--resume"]
-        self.tree = tiny_tree(home, run={"save_every": 1}, rollout={"max_new_tokens": 4})
-        self.model, self.prompts, self.run = home / "model", home / "prompts.jsonl", home / "run"
-
-    def set(self, section: str, **values: Any) -> None:
-        self.tree[section] = self.tree.get(section, {}) | values
-
-    def recipe(self) -> str:
-        lines = []
-        for name, section in self.tree.items():
-            lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
-        path = self.home / "recipe.toml"
-        if not path.exists():
-            path.write_text("\n".join(lines), encoding="utf-8")
-        return str(path)
-
-    def edit(self, path: Path, change: Callable[[bytes], bytes]) -> None:
-        path.write_bytes(change(path.read_bytes()))
-
-    def edit_json(self, path: Path, **changes: Any) -> None:
-        tree = json.loads(path.read_text(encoding="utf-8")) | changes
-        path.write_text(json.dumps(tree), encoding="utf-8")
-
-    def module(self, source: str) -> None:
-        (self.home / "own_rewards.py").write_text(source, encoding="utf-8")
-
-    @property
-    def weights(self) -> Path:
-        return self.model / "model.safetensors"
-
-    def saved(self, step: int) -> Path:
-        return self.run / "checkpoints" / f"step_{step:08d}"
+def change_file(path: Path, change: Change) -> None:
+    if change is None:
+        path.unlink()
+    elif isinstance(change, dict):
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    elif isinstance(change, str):
+        path.write_text(change, encoding="utf-8")
+    else:
+        change(path)
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
+def rewrite(change: Callable[[bytes], bytes]) -> Change:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def lose_a_weight(case: Case) -> None:
-    weights = load_file(case.weights)
-    del weights["model.norm.weight"]
-    save_file(weights, case.weights, metadata={"format": "pt"})
+def change_weights(fault: str) -> Change:
+    def change(path: Path) -> None:
+        weights = load_file(path)
+        norm = weights.pop("model.norm.weight")
+        if fault == "shape":
+            weights["model.norm.weight"] = norm[:-1].contiguous()
+        elif fault == "NaN":  # of a token that is in no prompt
+            weights["model.norm.weight"] = norm
+            weights["model.embed_tokens.weight"][3, 0] = math.nan
+        save_file(weights, path, metadata={"format": "pt"})
 
-
-def misshape_a_weight(case: Case) -> None:
-    weights = load_file(case.weights)
-    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].contiguous()
-    save_file(weights, case.weights, metadata={"format": "pt"})
-
-
-def spoil_a_weight(case: Case) -> None:
-    """Make a weight of a token NaN that is in no prompt."""
-    weights = load_file(case.weights)
-    weights["model.embed_tokens.weight"][3, 0] = math.nan
-    save_file(weights, case.weights, metadata={"format": "pt"})
-
-
-def tasks(case: Case, **task: Any) -> None:
-    case.tree["data"] = {"tasks": [task], "size": 4}
-    case.set("reward", name="reasoning_gym")
-
-
-def flip(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def half(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def damage_all(case: Case, change: Callable[[bytes], bytes]) -> None:
-    for step in (1, 2):
-        case.edit(case.saved(step) / "optimizer.safetensors", change)
+    return change
 
 
 def save_mistral(folder: Path) -> None:
@@ -113,20 +60,12 @@ def save_mistral(folder: Path) -> None:
     MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8, eos_token_id=256)).save_pretrained(folder)
 
 
-def own_reward(case: Case, name: str) -> None:
-    case.module(ODD_REWARDS)
-    case.set("reward", name=f"own_rewards:{name}", folder=str(case.home))
-
-
-ODD_REWARDS = """
+REWARDS = """
 async def late(prompt, answer):
     return "soon"
 
 def table(prompt, answer):
     return {"reward": 1.0}
-
-def of_trl(prompts, completions, answer):
-    return [0.0 for _ in completions]
 
 def of_a_column(prompt, answer, solution):
     return 0.0
@@ -134,410 +73,229 @@ def of_a_column(prompt, answer, solution):
 def raises(prompt, answer):
     raise KeyError("answer")
 """
-
-FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
-    # -- the recipe
-    "an unknown option": (lambda c: c.options.append("--bogus"), "--bogus"),
-    "no TOML": (lambda c: (c.home / "recipe.toml").write_text("[model\n"), r"recipe\.toml is not valid TOML"),
-    "a recipe that is UTF-16": (
-        lambda c: c.edit(Path(c.recipe()), lambda text: text.decode().encode("utf-16")),
-        r"recipe\.toml is not valid TOML \(it is UTF-16 or UTF-32: save it as UTF-8\)$",
-    ),
-    "a recipe that is Latin-1": (
-        lambda c: c.edit(Path(c.recipe()), lambda text: text + b"# caf\xe9"),
-        r"recipe\.toml is not valid TOML \(byte \d+ is not UTF-8: save it as UTF-8\)$",
-    ),
-    "a key twice": (
-        lambda c: c.edit(Path(c.recipe()), lambda text: text + b"\nseed = 2\n"),
-        r"recipe\.toml is not valid TOML \(Cannot overwrite a value .*line \d+",
-    ),
-    "a section twice": (
-        lambda c: c.edit(Path(c.recipe()), lambda text: text + b"\n[model]"),
-        r"recipe\.toml is not valid TOML \(Cannot declare .*model.* twice .*line \d+",
-    ),
-    "a path of Windows": (
-        lambda c: c.edit(Path(c.recipe()), lambda text: text.replace(b"/model", rb"\new model")),
-        r"the path '.*\\new model' has a control character: write paths with '\\' in single quotes$",
-    ),
-    "a number in quotes": (lambda c: c.options.extend(["--train.steps", "'5'"]), r'train\.steps: .*integer.*"5"'),
-    "a number in words": (lambda c: c.options.extend(["--train.steps", "1e3"]), r"train\.steps: .*integer.*1000\.0"),
-    "a bool for a number": (lambda c: c.set("train", steps=True), r"train\.steps: .*integer \(got true\)"),
-    "a bool for a fraction": (lambda c: c.set("train", learning_rate=True), r"learning_rate: .*number \(got true\)"),
-    "a temperature of minus nothing": (
-        lambda c: c.set("rollout", temperature=-0.0),
-        r"rollout\.temperature = 0 .*above 0",
-    ),
-    "unknown key": (lambda c: c.set("train", step=3), r"unknown key train\.step: did you mean steps\?"),
-    "no device": (lambda c: c.set("model", device="cuda:9", dtype="float32"), r"model\.device = 'cuda:9'.*'cpu'"),
-    "unknown reward": (
-        lambda c: c.set("reward", name="exakt"),
-        r"unknown reward\.name 'exakt': did you mean 'exact'\?",
-    ),
-    "two rewards": (
-        lambda c: c.set("reward", terms=[{"name": "exact"}]),
-        r"either reward\.name or \[\[reward\.terms\]\]",
-    ),
-    "unknown key of a term": (
-        lambda c: c.tree.update(reward={"terms": [{"name": "exact", "wieght": 1.0}]}),
-        r"reward\.terms\.0\.wieght: did you mean weight\?",
-    ),
-    "no pattern": (lambda c: c.set("reward", name="format"), r"'format' needs reward\.pattern"),
-    "bad pattern": (lambda c: c.set("reward", name="format", pattern="(a"), r"'\(a' is not a regular expression"),
-    "a pattern that repeats too often": (
-        lambda c: c.set("reward", name="format", pattern="a{99999999999}"),
-        r"reward\.pattern 'a\{99999999999\}' is not a regular expression",
-    ),
-    "a pattern that is nested too deeply": (
-        lambda c: c.set("reward", name="format", pattern="(" * 3000 + ")" * 3000),
-        r"is not a regular expression: .*recursion",
-    ),
-    "no lengths": (lambda c: c.set("reward", name="length"), r"reward\.length_to above reward\.length_from"),
-    "nothing held out": (lambda c: c.set("eval", every=1), r"eval\.every needs eval\.path"),
-    "scorer without tasks": (lambda c: c.set("reward", name="reasoning_gym"), r"needs data\.tasks"),
-    # -- the model folder and its tokenizer
-    "no model": (lambda c: shutil.rmtree(c.model), r"model"),
-    "no config.json": (lambda c: (c.model / "config.json").unlink(), r"config\.json"),
-    "broken config.json": (lambda c: c.edit(c.model / "config.json", half), r"config\.json"),
-    "unknown family": (lambda c: c.edit_json(c.model / "config.json", model_type="vit"), r"vit.*causal language model"),
+MODULES = {"own_rewards": REWARDS, "breaks": "1 / 0\n", "exits": "import os; os._exit(0)\n"}
+DEEP = "(" * 3000 + ")" * 3000
+HUGE = {
+    **{"train.learning_rate": 1e30, "train.weight_decay": 1e10, "train.kl_weight": 1e300},
+    **{"data.size": 10**15, "eval.size": 10**15, "reward.memory_mb": 10**14},
+}
+OPTIONS = {
+    "--bogus": "--bogus",
+    "--train.steps='5'": r'train\.steps: .*integer.*"5"',
+    "--rollout.temperature=-0.0": r"rollout\.temperature = 0 .*above 0",
+    "--model.device=cuda:9 --model.dtype=float32": r"model\.device = 'cuda:9'.*'cpu'",
+    **{f"--model.device={x}": rf'model\.device: .*\(got "{x}"\)' for x in ("foo", "mps", "meta", "cuda:x", "cuda:-1")},
+    **{f"--{key}={value}": rf"{key}: .*less than or equal to" for key, value in HUGE.items()},
+    "--reward.name=exakt": r"unknown reward\.name 'exakt': did you mean 'exact'\?",
+    "--reward.name=format": r"'format' needs reward\.pattern",
+    "--reward.name=format --reward.pattern=(a": r"'\(a' is not a regular expression",
+    "--reward.name=format --reward.pattern=a{99999999999}": r"'a\{99999999999\}' is not a regular expression",
+    "--reward.name=format --reward.pattern=DEEP": r"is not a regular expression: .*recursion",
+    "--reward.name=length": r"reward\.length_to above reward\.length_from",
+    "--eval.every=1": r"eval\.every needs eval\.path",
+    "--rollout.max_new_tokens=511": r"max_position_embeddings = 512: lower rollout\.max_new_tokens to at most 499$",
+    "--data.chat=true": r"no chat template: set data\.chat = false",
+    "--model.path=org/tiny": r"no org/tiny on this machine.*HF_HUB_OFFLINE is set.* hf download org/tiny on",
+    "--model.path=HOME/none": r"^tlt: there is no folder .*/none: give the folder of a Hugging Face checkpoint, or a",
+    "--data.path=org/sums": r"no org/sums on this machine.*HF_HUB_OFFLINE is set.* hf download org/sums --repo-type d",
+    "--data.path=data/none.jsonl": r"^tlt: there is no file data/none\.jsonl: give a \.jsonl",
+    "--reward.name=no_such:f": r"'no_such:f' cannot be imported .*'module:function'",
+    "--reward.name=tiny_rewards:f": r"'tiny_rewards:f' cannot be imported",
+    "--reward.name=tiny_rewards:constant": r"is not a function",
+    "--reward.name=own_rewards:of_a_column": r"needs the argument 'solution': available names are prompt, .*question",
+    "--reward.name=breaks:f": r"breaks:f.*ZeroDivisionError",
+    "--reward.name=exits:f": r"reward exits:f cannot start: its process ended",
     **{
-        f"a byte-order mark in {name}": (
-            lambda c, name=name: c.edit(c.model / name, lambda text: b"\xef\xbb\xbf" + text),
-            rf"{name} begins with a byte-order mark: save it as UTF-8 without one$",
-        )
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-    },
-    "a config.json that is UTF-16": (
-        lambda c: c.edit(c.model / "config.json", lambda text: text.decode().encode("utf-16")),
-        r"config\.json begins with a byte-order mark: save it as UTF-8 without one",
-    ),
-    "no weights": (lambda c: c.weights.unlink(), r"safetensors"),
-    "truncated weights": (lambda c: c.edit(c.weights, half), r"model\.safetensors"),
-    "a lost weight": (lose_a_weight, r"model\.norm\.weight"),
-    "a weight of another shape": (misshape_a_weight, r"model\.norm\.weight"),
-    "no tokenizer": (lambda c: (c.model / "tokenizer.json").unlink(), r"has no tokenizer that can be loaded"),
-    "broken tokenizer": (lambda c: c.edit(c.model / "tokenizer.json", half), r"has no tokenizer that can be loaded"),
-    "tokens beyond the model": (
-        lambda c: c.edit(c.model / "tokenizer.json", lambda text: text.replace(b'"a": 64', b'"a": 9999')),
-        r"token 9999.*vocabulary of 257",
-    ),
-    "no end token": (
-        lambda c: (
-            c.edit_json(c.model / "config.json", eos_token_id=None),
-            c.edit_json(c.model / "tokenizer_config.json", eos_token=None),
-            (c.model / "generation_config.json").unlink(),
-        ),
-        r"names an end token.*set eos_token_id there, or set rollout\.stop_strings",
-    ),
-    "end tokens beyond the model": (
-        lambda c: (
-            c.edit_json(c.model / "config.json", eos_token_id=300),
-            c.edit_json(c.model / "tokenizer_config.json", eos_token=None),
-            c.edit_json(c.model / "generation_config.json", eos_token_id=[300, 301]),
-        ),
-        r"names an end token below the vocab_size of 257",
-    ),
-    "a weight that is NaN": (spoil_a_weight, r"model\.embed_tokens\.weight of the policy is not finite in .*model"),
-    **{
-        f"the device {name}": (
-            lambda c, name=name: c.set("model", device=name),
-            rf"model\.device: .*\(got \"{name}\"\)",
-        )
-        for name in ("foo", "mps", "meta", "cuda:x", "cuda:-1")
-    },
-    "a name on the hub": (
-        lambda c: c.set("model", path="Qwen/Qwen3-0.6B"),
-        r"there is no Qwen/Qwen3-0\.6B on this machine.*HF_HUB_OFFLINE is set.* hf download Qwen/Qwen3-0\.6B on",
-    ),
-    "a model folder that is not there": (
-        lambda c: c.set("model", path=str(c.home / "none")),
-        r"^tlt: there is no folder .*/none: give the folder of a Hugging Face checkpoint, or a name on the hub ",
-    ),
-    "a generation_config.json that is a list": (
-        lambda c: (c.model / "generation_config.json").write_text("[]"),
-        r"generation_config\.json.* must hold a JSON object, not a list",
-    ),
-    "a config.json that is a list": (
-        lambda c: (c.model / "config.json").write_text("[]"),
-        r"config\.json must hold a JSON object, not a list",
-    ),
-    "a tokenizer_config.json that is a list": (
-        lambda c: (c.model / "tokenizer_config.json").write_text("[]"),
-        r"has no tokenizer that can be loaded .*tokenizer_config\.json must hold a JSON object, not a list",
-    ),
-    "a tokenizer.json of nothing": (
-        lambda c: (c.model / "tokenizer.json").write_text("{}"),
-        r"has no tokenizer that can be loaded",
-    ),
-    "an end token that is a text": (
-        lambda c: c.edit_json(c.model / "generation_config.json", eos_token_id="256"),
-        r"has '256' for an eos_token_id: give a token's number",
-    ),
-    "a field of the wrong type": (
-        lambda c: c.edit_json(c.model / "config.json", hidden_size="thirty-two"),
-        r"config\.json does not describe a valid model .*hidden_size",
-    ),
-    "a size of nothing": (
-        lambda c: c.edit_json(c.model / "config.json", num_key_value_heads=0),
-        r"config\.json",
-    ),
-    "a window that a response may outgrow": (
-        lambda c: save_mistral(c.model),
-        r"may reach 17 tokens, but config\.json has sliding_window = 8, as the rollout decoder attends to all",
-    ),
-    "responses that outgrow the positions": (
-        lambda c: c.set("rollout", max_new_tokens=511),
-        r"config\.json has max_position_embeddings = 512: lower rollout\.max_new_tokens to at most 499$",
-    ),
-    "layers that contradict their types": (
-        lambda c: c.edit_json(c.model / "config.json", num_hidden_layers=3),
-        r"config\.json does not describe a valid model .*layer",
-    ),
-    "no chat template": (lambda c: c.set("data", chat=True), r"no chat template: set data\.chat = false"),
-    # -- data
-    "a data set's name on the hub": (
-        lambda c: c.set("data", path="openai/gsm8k"),
-        r"there is no openai/gsm8k on this machine.*HF_HUB_OFFLINE is set.* hf download openai/gsm8k --repo-type data",
-    ),
-    "a file in a folder that is not there": (
-        lambda c: c.set("data", path="data/none.jsonl"),
-        r"^tlt: there is no file data/none\.jsonl: give a \.jsonl",
-    ),
-    "no file": (lambda c: c.prompts.unlink(), r"there is no file .*prompts\.jsonl"),
-    "an empty file": (lambda c: c.prompts.write_text(""), r"prompts\.jsonl contains no prompts"),
-    "bytes that are no text": (lambda c: c.prompts.write_bytes(b'{"question": "\xff"}'), r"prompts\.jsonl, line 1"),
-    "half of a surrogate pair": (
-        lambda c: c.prompts.write_text('{"question": "a\\ud800"}'),
-        r"prompt 0 contains a lone surrogate, which is not text: 'a\\ud800'",
-    ),
-    "a row that is nested too deeply": (
-        lambda c: c.prompts.write_text('{"question": ' + "[" * 100_000),
-        r"prompts\.jsonl, line 1 is not JSON: it is nested too deeply",
-    ),
-    "a recipe that is nested too deeply": (
-        lambda c: (c.home / "recipe.toml").write_text("x = " + "[" * 100_000),
-        r"recipe\.toml is not valid TOML",
-    ),
-    "a number of many digits": (
-        lambda c: (c.home / "recipe.toml").write_text("x = " + "1" * 5000),
-        r"recipe\.toml is not valid TOML",
-    ),
-    "an empty prompt": (lambda c: c.prompts.write_text('{"question": ""}'), r"prompt 0 is empty"),
-    # -- rewards
-    "no module": (lambda c: c.set("reward", name="no_such:f"), r"'no_such:f' cannot be imported .*'module:function'"),
-    "no function": (lambda c: c.set("reward", name="tiny_rewards:f"), r"'tiny_rewards:f' cannot be imported"),
-    "a reward as TRL has them": (
-        lambda c: own_reward(c, "of_trl"),
-        r"'own_rewards:of_trl' needs the argument 'prompts': a function of lists needs reward\.batched = true",
-    ),
-    "a batched reward as TRL has them": (
-        lambda c: (own_reward(c, "of_trl"), c.set("reward", batched=True)),
-        r"has the parameters \(prompts, completions\b.*the first two must be \(prompt, answer\)",
-    ),
-    "a reward that asks for a column": (
-        lambda c: own_reward(c, "of_a_column"),
-        r"needs the argument 'solution': available names are prompt, answer, .*, question",
-    ),
-    "no callable": (lambda c: c.set("reward", name="tiny_rewards:constant"), r"is not a function"),
-    "a module that raises": (
-        lambda c: (c.module("1 / 0\n"), c.set("reward", name="own_rewards:f")),
-        r"own_rewards:f.*ZeroDivisionError",
-    ),
-    "a module that exits": (
-        lambda c: (c.module("import os; os._exit(0)\n"), c.set("reward", name="own_rewards:f")),
-        r"reward own_rewards:f cannot start: its process ended",
-    ),
-    **{
-        f"nothing rewarded: {name}": (
-            lambda c, name=name: (
-                c.module(ODD_REWARDS),
-                c.set("reward", name=f"own_rewards:{name}", folder=str(c.home)),
-            ),
-            rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has any response of the previous",
-        )
+        f"--reward.name=own_rewards:{name}": rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has"
         for name, outcome in (("late", "not a number"), ("table", "not a number"), ("raises", "error"))
     },
-    "no answers": (
-        lambda c: (c.set("reward", name="exact"), c.set("data", answer_column="solution")),
-        r"nothing under data\.answer_column = 'solution': its columns are question, answer",
+    "--run.folder=HOME/prompts.jsonl/run": r"jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
+    "--force train.steps": r"--force needs --resume",
+    "--resume": r"no complete checkpoint in .*--run\.overwrite true",
+}
+NO_TOML, NO_TOKENIZER = r"recipe\.toml is not valid TOML", r"has no tokenizer that can be loaded"
+half = rewrite(lambda content: content[: len(content) // 2])
+as_utf16 = rewrite(lambda content: content.decode().encode("utf-16"))
+marked = rewrite(lambda content: b"\xef\xbb\xbf" + content)
+FILES: list[tuple[dict[str, Change], str]] = [
+    *(({"recipe.toml": text}, NO_TOML) for text in ("[model\n", "x = " + "[" * 100_000, "x = " + "1" * 5000)),
+    ({"recipe.toml": as_utf16}, rf"{NO_TOML} \(it is UTF-16 or UTF-32: save it as UTF-8\)$"),
+    ({"recipe.toml": rewrite(lambda text: text + b"# \xe9")}, rf"{NO_TOML} \(byte \d+ is not UTF-8: save it as UTF"),
+    ({"recipe.toml": rewrite(lambda text: text + b"\nseed = 2\n")}, rf"{NO_TOML} \(Cannot overwrite a .*line \d+"),
+    (
+        {"recipe.toml": rewrite(lambda text: text.replace(b"/model", rb"\new model"))},
+        r"the path '.*\\new model' has a control character: write paths with '\\' in single quotes$",
     ),
-    "no answers under the default": (
-        lambda c: (c.set("reward", name="exact"), c.prompts.write_text('{"question": "new", "solution": "1"}')),
+    (
+        {"recipe.toml": rewrite(lambda text: text + b'\n[[reward.terms]]\nname = "exact"\n')},
+        r"either reward\.name or \[\[reward\.terms\]\]",
+    ),
+    (
+        {"recipe.toml": rewrite(lambda text: re.sub(b'name = "tiny.*"', b'terms = [{name="math", wieght=1}]', text))},
+        r"reward\.terms\.0\.wieght: did you mean weight\?",
+    ),
+    ({"model/config.json": None}, r"config\.json"),
+    ({"model/config.json": half}, r"config\.json"),
+    ({"model/config.json": {"model_type": "vit"}}, r"vit.*causal language model"),
+    ({"model/config.json": {"hidden_size": "ten"}}, r"config\.json does not describe a valid model .*hidden_size"),
+    ({"model/config.json": {"num_key_value_heads": 0}}, r"config\.json"),
+    ({"model/config.json": {"num_hidden_layers": 3}}, r"config\.json does not describe a valid model .*layer"),
+    ({"model/config.json": as_utf16}, r"config\.json begins with a byte-order mark: save it as UTF-8 without one"),
+    *(
+        ({f"model/{name}.json": marked}, rf"{name}\.json begins with a byte-order mark: save it as UTF-8 without one$")
+        for name in ("config", "tokenizer", "tokenizer_config", "generation_config")
+    ),
+    *(
+        ({f"model/{name}.json": "[]"}, rf"{name}\.json.* must hold a JSON object, not a list")
+        for name in ("config", "tokenizer_config", "generation_config")
+    ),
+    ({"model/model.safetensors": None}, r"safetensors"),
+    ({"model/model.safetensors": half}, r"model\.safetensors"),
+    ({"model/model.safetensors": change_weights("lost")}, r"model\.norm\.weight"),
+    ({"model/model.safetensors": change_weights("shape")}, r"model\.norm\.weight"),
+    ({"model/model.safetensors": change_weights("NaN")}, r"embed_tokens\.weight of the policy is not finite in"),
+    *(({"model/tokenizer.json": change}, NO_TOKENIZER) for change in (None, half, "{}")),
+    (
+        {"model/tokenizer.json": rewrite(lambda text: text.replace(b'"a": 64', b'"a": 9999'))},
+        r"token 9999.*vocabulary of 257",
+    ),
+    (
+        {
+            "model/config.json": {"eos_token_id": None},
+            "model/tokenizer_config.json": {"eos_token": None},
+            "model/generation_config.json": None,
+        },
+        r"names an end token.*set eos_token_id there, or set rollout\.stop_strings",
+    ),
+    (
+        {
+            "model/config.json": {"eos_token_id": 300},
+            "model/tokenizer_config.json": {"eos_token": None},
+            "model/generation_config.json": {"eos_token_id": [300, 301]},
+        },
+        r"names an end token below the vocab_size of 257",
+    ),
+    ({"model/generation_config.json": {"eos_token_id": "256"}}, r"'256' for an eos_token_id: give a token's number"),
+    ({"model": save_mistral}, r"may reach 17 tokens, but config\.json has sliding_window = 8, as the rollout decoder"),
+    ({"prompts.jsonl": rewrite(lambda text: b'{"question": "\xff"}')}, r"prompts\.jsonl, line 1"),
+    ({"prompts.jsonl": '{"question": "a\\ud800"}'}, r"prompt 0 contains a lone surrogate, .*: 'a\\ud800'"),
+    ({"prompts.jsonl": '{"question": ' + "[" * 100_000}, r"jsonl, line 1 is not JSON: it is nested too deeply"),
+    ({"prompts.jsonl": '{"question": ""}'}, r"prompt 0 is empty"),
+    (
+        {"prompts.jsonl": '{"question": "new", "solution": "1"}', "options": "--reward.name=exact"},
         r"prompt 0 has no answer .*: set data\.answer_column; its other columns are question, solution",
     ),
-    "no answers held out": (
-        lambda c: (
-            c.set("reward", name="exact"),
-            c.set("eval", every=1, path=str(c.home / "held_out.jsonl")),
-            (c.home / "held_out.jsonl").write_text('{"question": "new", "solution": "1"}'),
-        ),
+    (
+        {
+            "held_out.jsonl": '{"question": "new", "solution": "1"}',
+            "options": "--reward.name=exact --eval.every=1 --eval.path=HOME/held_out.jsonl",
+        },
         r"prompt 0 has no answer to compare with \('new'\): set data\.answer_column",
     ),
-    "a weight of the divergence that nothing holds": (
-        lambda c: c.set("train", kl_weight=1e300, kl_in="reward"),
-        r"train\.kl_weight: .*less than or equal to",
-    ),
-    **{
-        f"{field} beyond all reason": (
-            lambda c, section=section, field=field, value=value: c.set(section, **{field: value}),
-            rf"{section}\.{field}: .*less than or equal to",
-        )
-        for section, field, value in (
-            ("train", "learning_rate", 1e30),
-            ("train", "weight_decay", 1e10),
-            ("data", "size", 10**15),
-            ("eval", "size", 10**15),
-        )
-    },
-    "more memory than there are addresses": (
-        lambda c: c.set("reward", memory_mb=10**14),
-        r"reward\.memory_mb: .*less than or equal to",
-    ),
-    # -- the folder of the run
-    "a folder that cannot be": (
-        lambda c: c.set("run", folder=str(c.prompts / "run")),
-        r"prompts\.jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
-    ),
-    "an occupied folder": (
-        lambda c: c.saved(1).mkdir(parents=True),
+    (
+        {"run": lambda path: (path / "checkpoints" / "step_00000001").mkdir(parents=True)},
         r"already contains a run: continue it with --resume",
     ),
-    "force without resume": (lambda c: c.options.extend(["--force", "train.steps"]), r"--force needs --resume"),
-    "nothing to resume": (lambda c: c.options.append("--resume"), r"no complete checkpoint in .*--run\.overwrite true"),
-}
+]
+FRESH = [*(({"options": words}, said) for words, said in OPTIONS.items()), *FILES]
 
-RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
-    "no checkpoints folder": (lambda c: shutil.rmtree(c.run / "checkpoints"), r"there is no complete checkpoint"),
-    "truncated": (lambda c: damage_all(c, half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
-    "a flipped byte": (
-        lambda c: damage_all(c, flip),
-        r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001",
-    ),
-    "another recipe": (lambda c: c.set("train", learning_rate=0.5), r"train\.learning_rate = 0\.5, but .* has 0\.001"),
-    "fewer steps": (lambda c: c.set("train", steps=1), r"train\.steps = 1 is below 2, the number of steps done"),
-    "another model": (
-        lambda c: c.edit(c.model / "config.json", lambda text: text + b" "),
-        r"the files in model\.path differ from those .*--force model\.path",
-    ),
-    "an unknown field to force": (
-        lambda c: c.options.extend(["--force", "train.lr"]),
-        r"--force train\.lr: there is no",
-    ),
-    "a manifest of nothing": (
-        lambda c: [(c.saved(step) / "manifest.json").write_text("{}") for step in (1, 2)],
-        r"damaged: step_00000002 \(manifest\.json does not list",
-    ),
-    "a manifest that is a list": (
-        lambda c: [(c.saved(step) / "manifest.json").write_text("[]") for step in (1, 2)],
-        r"damaged: step_00000002 \(manifest\.json must hold a JSON object, not a list",
-    ),
-    "other prompts": (
-        lambda c: c.prompts.write_text('{"question": "new"}'),
-        r"prompts\.jsonl are not those of the run",
-    ),
-    **{
-        f"a line of metrics that is {line}": (
-            lambda c, line=line: (c.run / "metrics.jsonl").write_text(line + "\n"),
-            r"metrics\.jsonl is damaged .*: repair or remove that line",
-        )
-        for line in ("{}", "[]", "3", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
-    },
-    "a damaged record": (
-        lambda c: c.edit(c.run / "metrics.jsonl", lambda text: b"\x00" + text),
-        r"metrics\.jsonl is damaged .*: repair or remove",
-    ),
-}
+
+def in_both(name: str, change: Change) -> dict[str, Change]:
+    return {f"run/checkpoints/step_{step:08d}/{name}": change for step in (1, 2)}
+
+
+LINES = ("{}", "[]", "3", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
+RESUMED: list[tuple[dict[str, Change], str]] = [
+    ({"run/checkpoints": shutil.rmtree}, r"there is no complete checkpoint"),
+    (in_both("optimizer.safetensors", half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
+    (in_both("manifest.json", "{}"), r"damaged: step_00000002 \(manifest\.json does not list"),
+    (in_both("manifest.json", "[]"), r"damaged: step_00000002 \(manifest\.json must hold a JSON object, not a list"),
+    ({"options": "--train.learning_rate=0.5"}, r"train\.learning_rate = 0\.5, but .* has 0\.001"),
+    ({"options": "--train.steps=1"}, r"train\.steps = 1 is below 2, the number of steps done"),
+    ({"options": "--force train.lr"}, r"--force train\.lr: there is no"),
+    *(({"run/metrics.jsonl": line + "\n"}, r"jsonl is damaged .*: repair or remove that line") for line in LINES),
+    ({"run/metrics.jsonl": rewrite(lambda text: b"\x00" + text)}, r"metrics\.jsonl is damaged .*: repair or remove"),
+]
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return valid inputs, and a run of two steps with both its checkpoints."""
     home = tmp_path_factory.mktemp("sound")
-    train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}), False, Display(Console(quiet=True)))
+    train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}))
     return home
 
 
-def sentence(case: Case, capsys: pytest.CaptureFixture[str]) -> str:
+def write_recipe(home: Path) -> Path:
+    lines = []
+    for name, section in tiny_tree(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}).items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+    (home / "recipe.toml").write_text("\n".join(lines), encoding="utf-8")
+    for name, source in MODULES.items():
+        (home / f"{name}.py").write_text(source, encoding="utf-8")
+    return home
+
+
+def fresh(sound: Path, home: Path) -> Path:
+    shutil.copytree(sound / "model", home / "model")
+    shutil.copy(sound / "prompts.jsonl", home)
+    return write_recipe(home)
+
+
+def sentence(home: Path, words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    options = words.replace("HOME", str(home)).replace("DEEP", DEEP).split()
     with pytest.raises(SystemExit) as exit_:
-        main(["train", case.recipe(), *case.options])
-    said = [
-        line for line in capsys.readouterr().err.splitlines() if line and "it/s]" not in line
-    ]  # bars of transformers
+        main(["train", str(home / "recipe.toml"), *options])
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line and "it/s]" not in line]  # bars of transformers
     assert exit_.value.code == 2
     assert len(said) == 1, said
     assert said[0].startswith("tlt: ")
     return said[0]
 
 
-@pytest.mark.parametrize("name", FRESH)
+def check(home: Path, changes: dict[str, Any], expected: str, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, change in changes.items():
+        if name != "options":
+            change_file(home / name, change)
+    said = sentence(home, f"{options} {changes.get('options', '')}", capsys)
+    assert re.search(expected, said), said
+
+
+def id_of(case: tuple[dict[str, Any], str]) -> str:
+    return f"{case[0].get('options') or next(iter(case[0]))}: {case[1]}"
+
+
+@pytest.mark.parametrize("case", FRESH, ids=id_of)
 def test_a_bad_input_gets_one_sentence(
-    name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Any, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(sound / "model", tmp_path / "model")
-    shutil.copy(sound / "prompts.jsonl", tmp_path)
-    case = Case(tmp_path)
-    spoil, expected = FRESH[name]
-    spoil(case)
-    said = sentence(case, capsys)
-    assert re.search(expected, said), said
+    check(fresh(sound, tmp_path), *case, "", capsys)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("case", RESUMED, ids=id_of)
 def test_a_run_that_cannot_be_resumed_is_an_error_with_the_reason(
-    name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Any, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home = tmp_path / "resumed"
-    shutil.copytree(sound, home)
-    case = Case(home)
-    spoil, expected = RESUMED[name]
-    spoil(case)
-    said = sentence(case, capsys)
-    assert re.search(expected, said), said
+    check(write_recipe(shutil.copytree(sound, tmp_path / "resumed")), *case, "--resume", capsys)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "expected"),
-    [
-        (
-            "tlt.rl.trained_model.save_file",
-            None,
-            r"step_00000001 cannot be saved .*No space left.*; .*nothing is saved yet$",
-        ),
-        (
-            "tlt.store.checkpoint.flush",
-            None,
-            r"step_00000001 cannot be saved .*No space left.*; .*nothing is saved yet$",
-        ),
-        (
-            "pathlib.Path.open",
-            "metrics.jsonl",
-            r"metrics\.jsonl cannot be written \(No space left.*; saved after step 1 in .*: continue with --resume$",
-        ),
-    ],
-)
+@pytest.mark.parametrize("owner", ["tlt.rl.trained_model.save_file", "tlt.store.checkpoint.flush", "pathlib.Path.open"])
 def test_a_full_disk_is_named(
-    owner: str,
-    name: str | None,
-    expected: str,
-    sound: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    owner: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(sound / "model", tmp_path / "model")
-    shutil.copy(sound / "prompts.jsonl", tmp_path)
-    real = Path.open
+    """It is full when a checkpoint is saved, or only when a line is added to metrics.jsonl."""
+    home, real = fresh(sound, tmp_path), Path.open
 
     def full(*args: Any, **options: Any) -> Any:
-        if name and not (args[0].name == name and "a" in args[1:]):
+        if "open" in owner and not (args[0].name == "metrics.jsonl" and "a" in args[1:]):
             return real(*args, **options)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    case = Case(tmp_path)
-    recipe = case.recipe()
     monkeypatch.setattr(owner, full)
-    assert case.recipe() == recipe
-    assert re.search(expected, sentence(case, capsys))
-
-
-def test_the_table_is_long_enough() -> None:
-    assert len(FRESH) + len(RESUMED) >= 25
+    said = sentence(home, "", capsys)
+    if "open" in owner:
+        place, left = r"metrics\.jsonl cannot be written", "saved after step 1 in .*: continue with --resume$"
+    else:
+        place, left = r"step_00000001 cannot be saved", ".*nothing is saved yet$"
+    assert re.search(rf"{place} .*No space left.*; {left}", said)

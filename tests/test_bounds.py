@@ -16,13 +16,10 @@ from typing import Any, NamedTuple, get_args
 import annotated_types
 import pytest
 from pydantic import BaseModel
-from rich.console import Console
-from tiny import tiny_tree
+from tiny import tiny_tree, train
 
 from tlt.config import Config, ConfigError, parse_config
 from tlt.config.section import Section
-from tlt.run.display import Display
-from tlt.run.train import train
 
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {
@@ -76,8 +73,6 @@ def bounds(kind: type, metadata: Sequence[Any]) -> tuple[float, float]:
 
 VALUES = [value for value in values() if (value.key, value.bound) not in NOT_TRIED]
 
-# -- where a value has an effect ---------------------------------------------------------------------------------------
-
 STOPS = [chr(code) for code in range(ord("a"), ord("s"))]  # so that lengths, which are rewarded, vary
 EVERYTHING: dict[str, dict[str, Any]] = {
     "reward": {"name": "length", "length_from": 1, "length_to": 9},
@@ -123,16 +118,13 @@ def tree_of(home: Path, group: Sequence[Value]) -> dict[str, Any]:
     return tree
 
 
-# -- what becomes of it ------------------------------------------------------------------------------------------------
-
-
 def faults(home: Path, group: Sequence[Value]) -> list[str]:
     """Run all values at once. If a value is refused by name, continue without it. If a group fails otherwise, halve
     it."""
     if not group:
         return []
     try:
-        assert train(parse_config(tree_of(home, group)), display=Display(Console(quiet=True)))["steps"] > 0
+        assert train(parse_config(tree_of(home, group)))["steps"] > 0
     except Exception as error:
         sentence = str(error) if isinstance(error, ValueError) and "\n" not in str(error) else ""
         if named := next((value for value in group if value.key in sentence), None):
@@ -161,9 +153,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bound", ["least", "most"])
 @pytest.mark.parametrize("place", range(len(OTHERS) + 1))
-def test_a_number_at_its_bound_runs_or_is_refused_by_name(
-    place: int, bound: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_run_or_are_refused_by_name(place: int, bound: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
 

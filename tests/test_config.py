@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,10 +35,8 @@ def recipe(tmp_path: Path) -> Path:
 def refusal(recipe: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, overrides)
-    message = str(caught.value)
-    assert message
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def tree(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -55,30 +50,12 @@ def test_a_recipe_is_read_and_other_fields_have_defaults(recipe: Path) -> None:
     assert config.rollout.prompts_per_step == Config.model_validate(tree()).rollout.prompts_per_step
 
 
-# -- unknown keys and wrong types --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("rollout.temprature", "temperature"),
-        ("rollout.groupsize", "group_size"),
-        ("speculation.verify_token", "verify_tokens"),
-        ("engine.max_row", "max_rows"),
-        ("trian.steps", "train"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest_name(recipe: Path, key: str, near: str) -> None:
-    message = refusal(recipe, f"--{key}", "1")
-    assert "unknown key" in message
-    assert f"did you mean {near}?" in message
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("--train.learning_rat=1", "the command line: unknown key train.learning_rat: did you mean learning_rate?"),
         ("--trian.steps=1", "the command line: unknown key trian: did you mean train?"),
+        ("--speculation.training.unrol=1", "the command line: unknown key speculation.training.unrol: did you mean u"),
         ("--rollout.group_size=many", "the command line: rollout.group_size: input should be a valid integer"),
         ("--rollout.temperature=nan", "the command line: rollout.temperature: must be a finite number"),
         ("--drafter.kind=eagle3", "the command line: drafter.kind is now speculation.kind"),
@@ -90,13 +67,13 @@ def test_the_error_names_the_command_line_or_the_recipe(recipe: Path, override: 
     if "RECIPE" in said:
         recipe.write_text(RECIPE.replace("group_size", "groupsize"))
     assert refusal(recipe, override).startswith(said.replace("RECIPE", str(recipe)))
+    recipe.write_text(RECIPE.replace("group_size = 4", "group_size = 0"))
+    assert str(recipe) in refusal(recipe)
 
 
 def test_an_unknown_key_without_a_similar_one_is_refused_with_all_known_keys(recipe: Path) -> None:
     message = refusal(recipe, "--engine.zzz", "1")
-    assert "engine.zzz" in message
-    assert "max_rows" in message
-    assert "kv_memory_mb" in message
+    assert all(word in message for word in ("engine.zzz", "max_rows", "kv_memory_mb"))
 
 
 @pytest.mark.parametrize(
@@ -118,35 +95,15 @@ def test_the_responses_of_a_step_are_bounded(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rollout.group_size", "many"),
-        ("rollout.group_size", "2.5"),
-        ("rollout.group_size", "true"),
-        ("rollout.group_size", "1"),
-        ("rollout.top_p", "0"),
-        ("rollout.top_p", "1.5"),
-        ("rollout.temperature", "-1"),
-        ("rollout.temperature", "nan"),
-        ("rollout.temperature", "inf"),
-        ("rollout.stop_strings", "one"),
-        ("model.dtype", "float16"),
-        ("speculation.drafter", "eagel"),
-        ("speculation.depth", "0"),
-        ("engine.kv_memory_mb", "-1"),
-        ("train.learning_rate", "nan"),
-        ("train.learning_rate", "inf"),
-        ("train.weight_decay", "inf"),
-        ("reward.weight", "-inf"),
-        ("cluster.patience", "inf"),
-        ("train.advantage", "gae"),
-        ("train.loss", "reinforce"),
-        ("train.schedule", "step"),
-        ("train.clip_low", "1.5"),
-        ("train.kl_weight", "-0.1"),
-        ("train.logits_mb", "0"),
-        ("rollout.max_waves", "-1"),
-        ("run.seed", "-1"),
-        ("run.overwrite", "1"),
-        ("engine", "3"),
+        *(("rollout.group_size", value) for value in ("many", "2.5", "1000.0", "true", "1")),
+        *(("rollout.temperature", value) for value in ("-1", "nan", "inf", "true")),
+        *(("train.learning_rate", value) for value in ("nan", "inf")),
+        *[("rollout.top_p", "0"), ("rollout.top_p", "1.5"), ("rollout.stop_strings", "one")],
+        *[("model.dtype", "float16"), ("speculation.drafter", "eagel"), ("speculation.depth", "0")],
+        *[("engine.kv_memory_mb", "-1"), ("reward.weight", "-inf"), ("cluster.patience", "inf"), ("engine", "3")],
+        *[("train.weight_decay", "inf"), ("train.advantage", "gae"), ("train.loss", "reinforce")],
+        *[("train.schedule", "step"), ("train.clip_low", "1.5"), ("train.kl_weight", "-0.1"), ("train.logits_mb", "0")],
+        *[("run.seed", "-1"), ("run.overwrite", "1"), ("rollout.max_waves", "-1")],
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key_and_the_value(recipe: Path, key: str, value: str) -> None:
@@ -162,15 +119,11 @@ def test_a_parameter_of_a_task_is_finite_too() -> None:
     assert "data.tasks.0.params.weights.1: must be a finite number (got nan)" in said
 
 
-@pytest.mark.parametrize(
-    ("override", "value", "said"),
-    [
-        ("data.chat_arguments.date_string", "2026-11-25", r"chat_arguments\.date_string: must be in quotes, as text"),
-        ("engine.vllm.times", "[08:00:00]", r"engine\.vllm\.times\.0: must be in quotes, as text \(got 08:00:00\)"),
-    ],
-)
-def test_a_date_without_quotes_is_refused(recipe: Path, override: str, value: str, said: str) -> None:
-    assert re.search(said, refusal(recipe, f"--{override}", value))
+def test_a_date_without_quotes_is_refused(recipe: Path) -> None:
+    said = refusal(recipe, "--data.chat_arguments.date_string", "2026-11-25")
+    assert "chat_arguments.date_string: must be in quotes, as text" in said
+    said = refusal(recipe, "--engine.vllm.times", "[08:00:00]")
+    assert "engine.vllm.times.0: must be in quotes, as text (got 08:00:00)" in said
 
 
 @pytest.mark.parametrize(
@@ -197,18 +150,10 @@ def refusal_of(section: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["model.path", "model"])
-def test_a_missing_key_is_named(key: str) -> None:
-    changed = tree()
-    if key == "model":
-        del changed["model"]
-    else:
-        changed["model"] = {}
-    with pytest.raises(ConfigError, match=f"{key} is missing"):
-        parse_config(changed)
-
-
-# -- impossible combinations -------------------------------------------------------------------------------------------
+def test_a_missing_key_is_named() -> None:
+    assert "model.path is missing" in refusal_of({"model": {}})
+    with pytest.raises(ConfigError, match="model is missing"):
+        parse_config({"data": {"path": "b.jsonl"}, "reward": {"name": "exact"}})
 
 
 @pytest.mark.parametrize(
@@ -232,14 +177,6 @@ def test_an_impossible_combination_is_refused(sections: dict[str, Any], says: st
     assert says in refusal_of(sections)
 
 
-def test_a_file_of_prompts_with_another_reward_is_possible() -> None:
-    config = parse_config(tree(data={"path": "b.jsonl"}, reward={"name": "exact"}))
-    assert config.data.path == "b.jsonl"
-
-
-# -- overrides ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -253,6 +190,7 @@ def test_a_file_of_prompts_with_another_reward_is_possible() -> None:
         ("rollout.stop_strings", '["</answer>", "a=b"]', ["</answer>", "a=b"]),
         ("data.template", "x={question}", "x={question}"),
         ("model.path", "../up", "../up"),
+        *(("run.folder", text, text) for text in ("2026-11-21", "123", "1e3", "true")),
     ],
 )
 @pytest.mark.parametrize("joined", [True, False], ids=["--key=value", "--key value"])
@@ -264,17 +202,10 @@ def test_an_override_is_typed(recipe: Path, key: str, text: str, value: object, 
     assert type(got) is type(value)
 
 
-@pytest.mark.parametrize("text", ["2026-11-21", "123", "1e3", "true"])
-def test_a_string_may_look_like_another_type(recipe: Path, text: str) -> None:
-    """A folder named after a date or a number needs no quotes inside quotes."""
-    assert load_config(recipe, ["--run.folder", text]).run.folder == text
-
-
 @pytest.mark.parametrize("drafter", ["off", "suffix"])
 def test_a_learned_drafter_that_would_not_be_used_is_refused(drafter: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"drafter = '{drafter}' does not use the learned drafter in speculation.path"
-    ):
+    said = f"drafter = '{drafter}' does not use the learned drafter in speculation.path"
+    with pytest.raises(ConfigError, match=said):
         parse_section(SpeculationConfig, {"drafter": drafter, "path": "folder"}, "recipe")
     assert parse_section(SpeculationConfig, {"drafter": drafter}, "recipe").path is None
 
@@ -300,15 +231,12 @@ def test_arguments_for_vllm_are_refused_with_another_backend(recipe: Path) -> No
     assert not load_config(recipe, [*given, "--engine.vllm", "{}"]).engine.vllm
 
 
-def test_an_empty_override_removes_an_optional_field(recipe: Path) -> None:
+def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recipe: Path) -> None:
+    config = load_config(recipe, ["--train.steps", "3", "--rollout.group_size=8", "--train.steps=5"])
+    assert (config.train.steps, config.rollout.group_size) == (5, 8)
     named = ["--speculation.drafter", "adaptive", "--speculation.path", "drafter"]
     assert load_config(recipe, named).speculation.path == "drafter"
     assert load_config(recipe, [*named, "--speculation.path", ""]).speculation.path is None
-
-
-def test_the_last_override_wins_and_a_recipe_may_lack_the_section(recipe: Path) -> None:
-    config = load_config(recipe, ["--train.steps", "3", "--rollout.group_size=8", "--train.steps=5"])
-    assert (config.train.steps, config.rollout.group_size) == (5, 8)
 
 
 @pytest.mark.parametrize(
@@ -325,29 +253,11 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
     assert says in refusal(recipe, *overrides)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_an_invalid_recipe_is_named(recipe: Path) -> None:
-    recipe.write_text(RECIPE.replace("group_size = 4", "group_size = 0"))
-    assert str(recipe) in refusal(recipe)
-
-
-def test_a_configuration_cannot_be_changed_afterwards(recipe: Path) -> None:
-    config = load_config(recipe)
-    with pytest.raises(ValueError, match="frozen"):
-        config.rollout.group_size = 2
-
-
-def test_the_configuration_is_restored_from_json(recipe: Path) -> None:
+def test_a_configuration_is_restored_from_json_and_cannot_be_changed(recipe: Path) -> None:
     config = load_config(recipe)
     assert parse_config(config.model_dump(mode="json")) == config
-
-
-def test_the_configuration_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, tlt.config; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    with pytest.raises(ValueError, match="frozen"):
+        config.rollout.group_size = 2
 
 
 @pytest.mark.parametrize(
@@ -388,8 +298,6 @@ def test_every_field_of_the_drafters_training_is_set_on_the_command_line(recipe:
     given = ["--speculation.training.learning_rate", "0.5", "--speculation.training.idle=false"]
     training = load_config(recipe, given).speculation.training
     assert (training.learning_rate, training.idle) == (0.5, False)
-    with pytest.raises(ConfigError, match=r"speculation\.training\.lerning_rate: did you mean learning_rate\?"):
-        load_config(recipe, ["--speculation.training.lerning_rate", "1"])
 
 
 def test_the_defaults_are_those_of_the_field() -> None:

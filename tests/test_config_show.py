@@ -33,9 +33,7 @@ def test_every_field_is_printed_once_with_its_meaning() -> None:
     for section, model in SECTIONS.items():
         lines = commented(section).splitlines()
         for name, field in model.model_fields.items():
-            assert sum(bool(re.match(rf"(# )?({name} = |\[\[?{section}\.{name}\]\]?)", line)) for line in lines) >= 1, (
-                name
-            )
+            assert any(re.match(rf"(# )?({name} = |\[\[?{section}\.{name}\]\]?)", line) for line in lines), name
             if field.description:
                 assert field.description.split()[0] in commented(section)
         assert all(len(line) <= 120 for line in lines)
@@ -63,37 +61,17 @@ def test_a_resolved_recipe_marks_what_is_not_the_default() -> None:
     assert "\nwarmup_steps = 0\n" in text
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
-        main(["config", *argv])
-    captured = capsys.readouterr()
-    return int(exit_.value.code or 0), captured.out, captured.err
-
-
 def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys) == (0, commented(), "")
-    assert printed(capsys, "train") == (0, commented("train"), "")
-    assert "\n[speculation.training]\n" in printed(capsys, "speculation")[1]
+    def printed(*argv: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit, match="0"):
+            main(["config", *argv])
+        return capsys.readouterr()
+
+    assert printed() == (commented(), "")
+    assert printed("train") == (commented("train"), "")
+    assert "\n[speculation.training]\n" in printed("speculation")[0]
     recipe = str(ROOT / "recipes" / "quickstart.toml")
-    code, out, _ = printed(capsys, recipe, "--train.steps", "3")
-    assert (code, out) == (0, resolved(load_config(recipe, ["--train.steps", "3"])))
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["trian"], "there is no section trian: did you mean train?"),
-        (["zzz"], "there is no section zzz: give one of model, data,"),
-        (["missing.toml"], "there is no recipe at missing.toml"),
-        (["train", "--train.steps", "3"], "--train.steps is for a recipe"),
-    ],
-)
-def test_wrong_arguments_are_an_error_of_one_sentence(
-    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = printed(capsys, *argv)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert sentence in err
+    assert printed(recipe, "--train.steps", "3")[0] == resolved(load_config(recipe, ["--train.steps", "3"]))
 
 
 def test_train_names_it_and_it_needs_nothing_heavy() -> None:

@@ -38,12 +38,6 @@ def test_packages_are_added_their_parts_are_not_and_a_counter_may_wrap(tmp_path:
     assert rapl.read() == pytest.approx(8)
 
 
-def test_without_a_readable_package_there_is_no_cpu_energy(tmp_path: Path) -> None:
-    assert not Rapl(tmp_path / "nothing")
-    (tmp_path / "intel-rapl:0" / "energy_uj").mkdir(parents=True)  # a file that cannot be read
-    assert not Rapl(tmp_path)
-
-
 def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
     """Return a pynvml with one card for each number of millijoules."""
 
@@ -60,10 +54,14 @@ def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
     )
 
 
-def test_all_cards_are_added_and_one_without_a_counter_means_none() -> None:
+def test_all_cards_are_added() -> None:
     assert Nvml(library([1_500, 2_500])).read() == pytest.approx(4)
-    assert not Nvml(library([]))
-    assert not Nvml(library([1], RuntimeError("not supported")))
+
+
+def test_without_a_counter_of_each_card_or_a_readable_package_there_is_no_energy(tmp_path: Path) -> None:
+    assert not any((Nvml(library([])), Nvml(library([1], RuntimeError("not supported"))), Rapl(tmp_path / "nothing")))
+    (tmp_path / "intel-rapl:0" / "energy_uj").mkdir(parents=True)  # a file that cannot be read
+    assert not Rapl(tmp_path)
 
 
 def test_cpu_time_is_that_of_this_process_and_its_descendants(tmp_path: Path) -> None:
@@ -130,21 +128,17 @@ def test_energy_is_not_estimated_if_a_counter_measures_it(tmp_path: Path) -> Non
     zone(tmp_path, "intel-rapl:0", 0)
     tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
     step = tracer.step_energy(RunConfig(watts_per_core=10.0))
-    assert "cpu_joules" in step
-    assert "estimated_cpu_joules" not in step
-    assert "cost" not in step
+    assert step.keys() & {"cpu_joules", "estimated_cpu_joules", "cost"} == {"cpu_joules"}
 
 
-def test_a_counter_that_fails_is_dropped_and_the_run_continues(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_counter_that_fails_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     package = zone(tmp_path, "intel-rapl:0", 0)
     tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
     (package / "energy_uj").unlink()
     with caplog.at_level(logging.WARNING), tracer.span("rollout"):
         pass
-    assert "energy/cpu_joules is no longer recorded" in caplog.text
     assert "cpu_joules" not in tracer.step_energy(RunConfig())
+    assert caplog.text.count("energy/cpu_joules is no longer recorded") == 1
 
 
 def test_nothing_is_measured_with_workers_on_other_machines() -> None:

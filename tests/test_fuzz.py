@@ -19,13 +19,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
-from tiny import tiny_tree
+from tiny import tiny_tree, train
 
 from tlt.cli import main
 from tlt.config import Config, ConfigError, load_config
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.store.checkpoint import CheckpointError, latest
 
 TIMES = int(os.environ.get("TLT_FUZZ", "1"))
@@ -71,8 +68,7 @@ def ends_in_a_sentence(*arguments: str) -> int:
     lines = said.getvalue().splitlines()
     assert not any("Traceback" in line for line in lines)
     if code == 2:
-        assert lines[-1].startswith("tlt: ")
-        assert sum(line.startswith("tlt: ") for line in lines) == 1
+        assert [line for line in lines if line.startswith("tlt: ")] == lines[-1:]
         assert len(lines[-1]) > 20
     return int(code)
 
@@ -83,18 +79,13 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     a changed letter does not lead to another place."""
     home = tmp_path_factory.mktemp("sound")
     tree = tiny_tree(home, **SECTIONS)
-    for section, field, path in (
-        ("model", "path", "model"),
-        ("data", "path", "prompts.jsonl"),
-        ("run", "folder", "run"),
-    ):
-        tree[section][field] = path
+    tree["model"]["path"], tree["data"]["path"], tree["run"]["folder"] = "model", "prompts.jsonl", "run"
     lines = []
     for name, section in tree.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
     (home / "recipe.toml").write_text("\n".join(lines), encoding="utf-8")
     with contextlib.chdir(home):
-        train(load_config("recipe.toml"), False, Display(Console(quiet=True)))
+        train(load_config("recipe.toml"))
     return home
 
 
@@ -107,12 +98,8 @@ def copy_of(sound: Path) -> Iterator[Path]:
             yield home
 
 
-# -- what is wrong -----------------------------------------------------------------------------------------------------
-
 deep = st.sampled_from(["[" * 100_000, '{"a":' * 100_000, "[" * 3000 + "]" * 3000])
-texts = st.text(st.characters(), max_size=12) | st.sampled_from(
-    ["\ud800", "\0", "", "nan", "é" * 300, "{question}", "/"]
-)
+texts = st.text(max_size=12) | st.sampled_from(["\ud800", "\0", "", "nan", "é" * 300, "{question}", "/"])
 numbers = st.sampled_from([-1, 0, 1, 3, 7, 1000, -(2**31), 2**63, 10**30, 0.5, -0.5, 1e308, -1e-300])
 leaves = st.none() | st.booleans() | numbers | st.floats() | texts
 values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
@@ -140,10 +127,9 @@ def _set(place: int, value: Any) -> Change:
     """Change one value of a JSON object, or of an object in it."""
 
     def change(content: bytes) -> bytes:
-        try:
+        tree: Any = None
+        with contextlib.suppress(ValueError):
             tree = json.loads(content)
-        except ValueError:
-            return json.dumps(value).encode()
         if not isinstance(tree, dict) or not tree:
             return json.dumps(value).encode()
         node, key = tree, sorted(tree)[place % len(tree)]

@@ -15,10 +15,8 @@ import torch
 
 from tlt.sampling import gumbel_noise, has_kernel
 from tlt.vllm import noise
-from tlt.vllm.noise import Draw, NoiseTable
 
 pytest.importorskip("triton")
-CPU = torch.device("cpu")
 SEEDS = (1, -5, 2**62 + 12345, -(2**63), 77)
 TIMES = (0, 1, 9999, 70_000, 2**31 - 1)
 
@@ -32,7 +30,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", __file__]
     ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:]
-    assert "9 passed" in ran.stdout
+    assert "8 passed" in ran.stdout
 
 
 @in_the_interpreter
@@ -62,27 +60,6 @@ def test_the_noise_alone_equals_that_of_torch(vocab_size: int) -> None:
 
     seeds, times = torch.tensor(SEEDS), torch.tensor(TIMES)
     assert torch.equal(noise_kernel.gumbel_noise(seeds, times, vocab_size), gumbel_noise(seeds, times, vocab_size))
-
-
-@in_the_interpreter
-def test_a_noise_table_filled_by_the_kernel_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tlt import noise_kernel
-
-    monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise.write_scores)
-    plain = NoiseTable(4, CPU)
-    monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise_kernel.write_scores)
-    by_kernel = NoiseTable(4, CPU)
-    samplings = ((1.0, 0, 1.0), (0.7, 5, 0.9), (0.0, 0, 1.0))
-    slots, positions = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([3, 4, 5, 6, 7])
-    logits = torch.randn(5, 300)
-    found = []
-    for table in (plain, by_kernel):
-        for slot, sampling in enumerate(samplings):
-            table.add(slot, Draw(slot, 2**63 + slot, 2, *sampling), 16)
-        scores = table.apply(logits.clone(), slots, positions)
-        found.append((scores, table.take({0: (2, 3), 1: (3, 5), 2: (5, 6)})))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="not in the interpreter")

@@ -16,8 +16,7 @@ from tlt.progress import Work, shown, working
 class Clock:
     """Clock that advances only while something waits."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -49,19 +48,14 @@ def lines(clock: Clock, work: Work, seconds: float, capsys: pytest.CaptureFixtur
     return err.splitlines()
 
 
-def test_a_log_has_a_line_at_the_begin_every_30_seconds_and_at_the_end(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_has_a_line_at_both_ends_and_every_30_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines(clock, Work("harvest", 1000, "tokens"), 75, capsys) == [
         "harvest: 20 of 1,000 tokens, 10 tokens/s, 0:00:02 so far, 0:01:38 left",
         "harvest: 320 of 1,000 tokens, 10 tokens/s, 0:00:32 so far, 0:01:08 left",
         "harvest: 620 of 1,000 tokens, 10 tokens/s, 0:01:02 so far, 0:00:38 left",
         "harvest: 750 of 1,000 tokens, 10 tokens/s, 0:01:15 so far, 0:00:25 left, ended",
     ]
-
-
-def test_short_work_has_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lines(clock, Work("harvest", 1000, "tokens"), 1.9, capsys) == []
+    assert lines(clock, Work("harvest", 1000, "tokens"), 1.9, capsys) == [], "short work has no line"
 
 
 def test_the_text_of_a_line(clock: Clock) -> None:
@@ -78,9 +72,7 @@ def test_the_text_of_a_line(clock: Clock) -> None:
     assert str(Work("rollout", 8, "responses")) == "0 of 8 responses, 0:00:00 so far"
 
 
-def test_a_command_writes_lines_while_its_work_blocks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_work_that_blocks_has_lines_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A profile or a load does not report its progress."""
     monkeypatch.setattr(progress, "_QUIET", 0.02)
     monkeypatch.setattr(progress, "_EVERY", 0.02)
@@ -112,9 +104,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     progress._bars.cache_clear()
 
 
-def test_a_terminal_has_a_bar_for_the_work_and_one_for_its_part(
-    terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_has_bars_for_work_and_part(terminal: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
     with shown(), working("bench", 4, "repeats") as whole:
         whole.advance()
         for name in ("load", "profile"):  # the display starts and stops, and starts again

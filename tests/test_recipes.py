@@ -3,34 +3,21 @@ the forecast recipe is a proper score."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from scipy import integrate, stats
-from tiny import tiny_model
+from tiny import load_script, tiny_model, train
 
 from tlt.config import load_config
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.types import Prompt
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"recipes_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_short_and_trains(
-    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_short_and_runs(recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recipe.read_text(encoding="utf-8").splitlines()) < 50
     monkeypatch.chdir(tmp_path)  # files that it names are in its folder
-    overrides = {
-        "model.path": model,
-        "train.steps": 2,
-        "rollout.prompts_per_step": 2,
-        "rollout.group_size": 2,
-        "rollout.max_new_tokens": 6,
-        "eval.size": 2,
-        "eval.samples": 2,
-        "run.folder": tmp_path / "run",
-    }
+    small = ("train.steps", "rollout.prompts_per_step", "rollout.group_size", "eval.size", "eval.samples")
+    overrides: dict[str, Any] = dict.fromkeys(small, 2) | {"rollout.max_new_tokens": 6}
+    overrides |= {"model.path": model, "run.folder": tmp_path / "run"}
     if recipe.stem == "smollm2":  # the tiny model has no chat template
         overrides["data.chat"] = "false"
     if "-drafter" in recipe.read_text(encoding="utf-8"):  # made for another model
@@ -61,7 +39,7 @@ def test_a_recipe_is_short_and_trains(
         save_drafter(EagleLayer(options), tmp_path / "drafter")
         overrides["speculation.path"] = tmp_path / "drafter"
     config = load_config(recipe, [f"--{key}={value}" for key, value in overrides.items()])
-    summary = train(config, False, Display(Console(quiet=True)))
+    summary = train(config)
     assert summary["steps"] == 2
     assert bool(summary["eval_last"]) == bool(config.eval.every)
     assert not summary["without_reward"]
@@ -74,15 +52,13 @@ def test_there_is_a_recipe_of_each_kind() -> None:
 
 
 def test_the_data_are_the_output_of_their_scripts(tmp_path: Path) -> None:
-    load("make_data").write(tmp_path)
+    load_script(FOLDER / "make_data.py").write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
     assert len(list(tmp_path.iterdir())) == 6
 
 
-# -- the keywords' reward ---------------------------------------------------------------------------------------------
-
-keywords = load("keywords")
+keywords, forecast = load_script(FOLDER / "keywords.py"), load_script(FOLDER / "forecast.py")
 
 
 @pytest.mark.parametrize(
@@ -91,11 +67,6 @@ keywords = load("keywords")
 )
 def test_the_share_of_words_counts_whole_words_once(text: str, share: float) -> None:
     assert keywords.share_of_words(Prompt(0, "", (1,), {"answer": "river, lantern"}), text) == share
-
-
-# -- the forecast's reward ---------------------------------------------------------------------------------------------
-
-forecast = load("forecast")
 
 
 @pytest.mark.parametrize(("mean", "deviation", "came"), [(0, 1, 0), (3, 2, 5), (-1, 0.5, 4), (10, 6, 9.5)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import re
 import shutil
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tiny import load_script
 
 from tlt.config import load_config
 from tlt.models.weights import read_safetensors
@@ -21,19 +21,7 @@ from tlt.run.display import Display
 from tlt.run.folder import RunFolder
 from tlt.store.checkpoint import CheckpointError, latest
 
-ROOT = Path(__file__).parent.parent
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recovery = load("recovery")
+recovery = load_script(Path(__file__).parent.parent / "bench" / "recovery.py")
 
 
 @pytest.fixture(scope="module")

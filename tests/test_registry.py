@@ -6,21 +6,16 @@ from typing import get_args
 
 import pytest
 
-from tlt.config import Config, ConfigError, EngineConfig, RewardTerm, parse_config
+from tlt.config import ConfigError, EngineConfig, parse_config
 from tlt.config.registry import BACKENDS, DRAFTERS, REWARDS, TRACKERS, maker
-from tlt.config.rewards import RewardConfig
 from tlt.engine.state import LOOK_AHEAD, TARGET
-from tlt.rewards.scores import RewardError, make_terms
 
 RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
 
 
-ENTRIES = [*BACKENDS.values(), *DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()]
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.make)
-def test_every_entry_leads_to_a_callable(entry: object) -> None:
-    assert callable(maker(entry))  # type: ignore[arg-type]
+def test_every_entry_leads_to_a_callable() -> None:
+    for entry in [*BACKENDS.values(), *DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()]:
+        assert callable(maker(entry)), entry.make
 
 
 def test_each_backend_of_a_recipe_has_an_entry() -> None:
@@ -30,23 +25,14 @@ def test_each_backend_of_a_recipe_has_an_entry() -> None:
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        ({"speculation": {"drafter": "eagle9"}}, "eagle9"),
-        ({"run": {"trackers": ["tensorboard", "neptune"]}}, "neptune"),
-        ({"reward": {"name": "lenght"}}, "lenght"),
+        ({"speculation": {"drafter": "eagle9"}}, "eagle9.*suffix|suffix.*eagle9"),
+        ({"run": {"trackers": ["tensorboard", "neptune"]}}, "neptune.*wandb|wandb.*neptune"),
+        ({"reward": {"name": "lenght"}}, "lenght.*length"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(section: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named) as refused:
+    with pytest.raises(ConfigError, match=named):
         parse_config({**RECIPE, **section})
-    assert any(known in str(refused.value) for known in ("suffix", "wandb", "length"))
-
-
-def test_an_unknown_reward_is_refused() -> None:
-    term = RewardTerm.model_construct(name="fluency", weight=1.0)
-    config = parse_config(RECIPE)
-    reward = RewardConfig.model_construct(**{**dict(config.reward), "terms": [term]})
-    with pytest.raises(RewardError, match="there is no reward 'fluency': use one of reasoning_gym, math"):
-        make_terms(Config.model_construct(**{**dict(config), "reward": reward}))
 
 
 def test_each_source_of_a_token_has_its_own_letter() -> None:

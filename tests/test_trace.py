@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt.metrics import read_metrics, useful_share
-from tlt.run import train as run
-from tlt.run.display import Display
 from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, TraceError, TraceFile, Tracer, seconds_by_state
 
 
@@ -37,9 +34,6 @@ def overlapping(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return faults
 
 
-# -- spans -------------------------------------------------------------------------------------------------------------
-
-
 def test_consecutive_spans_of_one_name_are_joined_and_their_counts_summed() -> None:
     tracer = Tracer()
     tracer.add("plain", 1.0, 2.0, tokens=3)
@@ -56,21 +50,10 @@ def test_consecutive_spans_of_one_name_are_joined_and_their_counts_summed() -> N
     assert tracer.drain() == []
 
 
-def test_a_hundred_thousand_rounds_are_one_span() -> None:
-    tracer = Tracer()
-    for i in range(100_000):
-        tracer.add("plain", i * 1e-3, (i + 1) * 1e-3)
-    assert len(tracer.drain()) == 1
-
-
-def test_a_clock_set_back_leaves_no_negative_span() -> None:
+def test_a_clock_set_back_and_a_block_that_raises_leave_whole_spans() -> None:
     tracer = Tracer()
     tracer.add("plain", 5.0, 4.0)
     assert tracer.drain() == [Span("plain", 5.0, 5.0, {})]
-
-
-def test_a_block_that_raises_leaves_its_span() -> None:
-    tracer = Tracer()
     with pytest.raises(KeyError), tracer.span("update"):
         raise KeyError
     assert [(s.name, s.facts) for s in tracer.drain()] == [("update", {})]
@@ -90,8 +73,6 @@ def test_states_cover_the_whole_time_across_drains() -> None:
     assert [s.name for s in spans] == [IDLE, ROLLOUT, SPOT, SPOT, UPDATE, IDLE]
     assert seconds_by_state(spans)[ROLLOUT] >= 0.004
 
-
-# -- the file ----------------------------------------------------------------------------------------------------------
 
 SPANS = [Span("plain", 1.0, 2.0, {"tokens": 5}), Span(ROLLOUT, 1.0, 2.5, {})]
 
@@ -133,9 +114,6 @@ def test_a_missing_folder_is_an_error_of_one_sentence(tmp_path: Path) -> None:
         TraceFile(tmp_path / "gone" / "trace.json").write({"worker 0": SPANS})
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
-
-
 PHASES = ("rollout", "reward", "update", "sync", "save", "eval")
 
 
@@ -146,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for steps in (2, 3):
         run_section = {"folder": str(home / "run"), "save_every": 1, "report": False}  # a page takes time between steps
         config = tiny_config(home, train={"steps": steps}, run=run_section)
-        run.train(config, steps == 3, Display(Console(quiet=True)))
+        train(config, steps == 3)
     return home / "run"
 
 

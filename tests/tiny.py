@@ -5,6 +5,7 @@ group."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,28 @@ def compare_here(out: Path, facts: Path) -> None:
     """Compare an export with the model in this process, which is faster than in a new one."""
     if found := difference(out, facts):
         raise ModelError(found)
+
+
+class Crash(BaseException):
+    """End of the process."""
+
+
+def train(config: Config, resume: bool = False, display: Any = None, **options: Any) -> dict[str, Any]:
+    """Run a training without output, unless there is a display. Return its summary."""
+    from rich.console import Console
+
+    from tlt.run.display import Display
+    from tlt.run.train import train as run
+
+    return run(config, resume, display or Display(Console(quiet=True)), **options)
+
+
+def load_script(path: Path) -> Any:
+    """Return a script outside the package as a module."""
+    spec: Any = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def add_node(tree: DraftTree, parent: int, token: int) -> int:

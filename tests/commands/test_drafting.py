@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tiny import QUESTIONS, tiny_config
 
 from tlt.commands import drafting
 from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
+from tlt.config import Config
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.strategy import PLAIN
 from tlt.engine.engine import Engine
@@ -73,8 +75,8 @@ def item(version: int) -> Harvest:
 
 
 def fitted(clock: Clock, seconds: float, held_back: list[float], taught: list[float]) -> tuple[Trainer, Curve]:
-    trainer = Trainer(clock, held_back, taught)
-    return trainer, fit(trainer, [item(1)], [item(0)], seconds)  # pyright: ignore[reportArgumentType]
+    trainer: Any = Trainer(clock, held_back, taught)
+    return trainer, fit(trainer, [item(1)], [item(0)], seconds)
 
 
 @pytest.mark.parametrize("seconds", [60, 300, 1000])
@@ -101,8 +103,8 @@ def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -
 
 
 def test_a_request_to_stop_ends_the_training_with_an_evaluation_and_the_best_weights(clock: Clock) -> None:
-    trainer = Trainer(clock, [0.3, 0.6, *[0.4] * 99], [0.5] * 99)
-    curve = fit(trainer, [item(1)], [item(0)], 400, lambda: clock.now >= 200)  # pyright: ignore[reportArgumentType]
+    trainer: Any = Trainer(clock, [0.3, 0.6, *[0.4] * 99], [0.5] * 99)
+    curve = fit(trainer, [item(1)], [item(0)], 400, lambda: clock.now >= 200)
     assert 200 <= clock.now <= 200 + 2 + 5, "a step and an evaluation later"
     assert curve.points[-1]["seconds"] >= 200, "the last weights are evaluated"
     best = max(curve.points, key=lambda point: point["accept_length"])
@@ -127,13 +129,20 @@ def test_what_would_make_the_drafter_better(
     assert [word for word in ("--tokens", "--seconds") if f"raise {word}" in advice] == ([advised] if advised else [])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_are_held_out() -> Iterator[None]:
+    with patch.object(drafting, "_HELD_OUT", 2):
+        yield
+
+
+def config_of(home: Path, **rollout: Any) -> Config:
+    return tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24} | rollout)
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     home = tmp_path_factory.mktemp("home")
-    config = tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24, "stop_strings": ["qz"]})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "_HELD_OUT", 2)
-        return Workbench.of(config)
+    return Workbench.of(config_of(home, stop_strings=["qz"]))
 
 
 def test_prompts_are_held_out_and_all_are_answered_once_before_any_is_answered_twice(bench: Workbench) -> None:
@@ -179,17 +188,14 @@ def test_validation_prompts_are_not_trained_on(tmp_path: Path, monkeypatch: pyte
         parts.extend({item.prompt_id for item in part} for part in (taught, held_back))
         return fit(trainer, taught, held_back, *rest)
 
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     monkeypatch.setattr(drafting, "fit", recorded)
     train_drafter(tiny_config(tmp_path), tmp_path / "drafter", 400, seconds=1.0)
     taught, held_back = parts
-    assert taught
-    assert held_back
-    assert not taught & held_back
+    assert (bool(taught), bool(held_back), taught & held_back) == (True, True, set())
 
 
 def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
+    config = config_of(tmp_path)
     epoch, signals = DrafterTrainer.epoch, iter([signal.SIGTERM])
 
     def interrupted(self: DrafterTrainer, items: Any) -> Iterator[Any]:
@@ -199,7 +205,6 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkey
             yield step
 
     monkeypatch.setattr(DrafterTrainer, "epoch", interrupted)
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped, match="SIGTERM ended the training early") as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
@@ -213,10 +218,7 @@ def test_a_signal_ends_the_training_and_keeps_the_drafter(tmp_path: Path, monkey
     assert load_drafter(tmp_path / "drafter", target).acceptance_rate == best["held_back"][0]
 
 
-def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
+def test_a_signal_during_the_collection_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_round, rounds = Engine.round, list[int]()
 
     def interrupted(self: Engine) -> Any:
@@ -226,23 +228,16 @@ def test_a_signal_during_the_collection_of_training_data_keeps_nothing(
         return one_round(self)
 
     monkeypatch.setattr(Engine, "round", interrupted)
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
     with pytest.raises(Stopped, match=r"SIGINT ended the collection of training data: .* nothing was kept") as stopped:
-        train_drafter(config, tmp_path / "drafter", 400, seconds=90.0)
+        train_drafter(config_of(tmp_path), tmp_path / "drafter", 400, seconds=90.0)
     assert stopped.value.exit_code == 130
     assert len(rounds) == 3
     assert not (tmp_path / "drafter").exists()
 
 
-def test_an_interrupted_final_evaluation_leaves_a_whole_drafter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    config = tiny_config(tmp_path, rollout={"group_size": 3, "max_new_tokens": 24})
-    monkeypatch.setattr(drafting, "_HELD_OUT", 2)
-    monkeypatch.setattr(drafting, "judge", interrupted)
+def test_an_interrupted_evaluation_leaves_a_whole_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    monkeypatch.setattr(drafting, "judge", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)
     assert f"the drafter is in {tmp_path / 'drafter'}, without a final evaluation" in stopped.value.__notes__[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from rich.console import Console
-from tiny import save_tokenizer, save_weights, tiny_config, tiny_model
+from tiny import save_tokenizer, save_weights, tiny_config, tiny_model, train
 
 from tlt.build import load_tokenizer
 from tlt.commands.generate import Asked, _data_of_the_run, _prompts
 from tlt.config import Config, ConfigError, DataConfig
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
-from tlt.run import train as run_module
-from tlt.run.display import Display
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
@@ -50,6 +48,10 @@ def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
+THINKS = EVERY + "{{ '<think>\n' }}"
+FIVE, CALLED = turn("tool", "5"), "<user>u<assistant><call>add"
+
+
 def stream(table: pyarrow.Table, path: Path) -> None:
     with pyarrow.ipc.new_stream(path, table.schema) as file:
         file.write_table(table)
@@ -76,9 +78,6 @@ def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
         return tokenizer.decode(prompt.token_ids)
 
     return text
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parquet", [False, True])
@@ -131,6 +130,7 @@ def test_parts_become_lines_if_the_template_ignores_or_refuses_them(shown: Any) 
         (turn("user", None), r"message 0 \(user\) has no text: its content is None"),
         (turn("user", []), r"has no text: its content is \[\]"),
         (turn("user", 4), r"has no text: its content is 4"),
+        (turn("user", "a\ud800"), r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"),
         ({"role": "user", "text": "a"}, r"neither text nor messages under 'question'"),
     ],
 )
@@ -138,11 +138,6 @@ def test_content_that_is_not_text_is_refused_with_its_type(shown: Any, message: 
     with pytest.raises(DataError, match=fault) as error:
         shown(EVERY, [message])
     assert "\n" not in str(error.value)
-
-
-def test_a_lone_surrogate_in_messages_is_refused(shown: Any) -> None:
-    with pytest.raises(DataError, match=r"^prompt 0 contains a lone surrogate, which is not text: .*\\ud800"):
-        shown(EVERY, [turn("user", "a\ud800")])
 
 
 @pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
@@ -164,9 +159,6 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
     assert shown(EVERY, [turn(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
 
 
-# -- templates that drop -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "options", "fault"),
     [
@@ -179,6 +171,8 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
         (EVERY, [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5")], {}, r"leaves out the tool_calls"),
         (EVERY, [turn("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
         (EVERY, [turn("human", "u")], {}, r"does not know the role 'human'"),
+        (QWEN3, [USER, turn("assistant", "<think>x</think>y")], {}, r"changes the assistant's message '<think>x</thi"),
+        (THINKS, "u", {"prefill": "<think>\nLet me"}, r"data\.prefill begins with <think>, but .* already ends a pro"),
         (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
     ],
 )
@@ -195,20 +189,10 @@ def test_messages_that_a_template_drops_are_refused(
         (QWEN2, "u", "<system>helpful<user>u<bot>"),
         (QWEN2, [turn("system", ""), USER], "<system><user>u<bot>"),  # and not the template's own
         (QWEN3, [USER, turn("assistant", "<think>x</think>y"), USER], "<user>u<assistant>y<user>u<bot>"),
-        (
-            QWEN3,
-            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, turn("tool", "5")],
-            "<user>u<assistant><call>add<tool>5<bot>",
-        ),
-        (
-            CALLS,
-            [USER, {"role": "assistant", "tool_calls": [CALL]}, turn("tool", "5"), turn("assistant", "b"), USER],
-            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
-        ),
-        (
-            CALLS,
-            [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5"), turn("assistant", "b"), USER],
-            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
+        (QWEN3, [USER, turn("assistant", None, tool_calls=[CALL]), FIVE], "<user>u<assistant><call>add<tool>5<bot>"),
+        *(
+            (CALLS, [USER, call, FIVE, turn("assistant", "b"), USER], f"{CALLED}<tool>5<assistant>b<user>u<bot>")
+            for call in ({"role": "assistant", "tool_calls": [CALL]}, turn("assistant", "", tool_calls=[CALL]))
         ),
         (EVERY + "{# human #}", [turn("human", "u")], "<human>u<bot>"),
         (EVERY, [turn("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
@@ -242,35 +226,16 @@ def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypat
         encode([USER, turn("assistant", "b", tool_calls=[CALL]), USER])
 
 
-# -- an answer that is begun already -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("begun", ["Let me", "Let me ", "So:\n\n", ""])
 def test_a_response_continues_the_whole_prefill_message(shown: Any, tokenizer: Any, begun: str) -> None:
     messages = [USER, turn("assistant", begun)]
     assert shown(TRIMS, messages) == "<user>\nu<end><assistant>\n" + begun
     assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
+    assert shown(EVERY, [turn("user", "zq0qz"), messages[1]]) == f"<user>zq0qz<assistant>{begun}", "it has our mark"
+    assert shown(THINKS, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
     theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
     assert shown(EVERY, messages) == theirs
 
-
-def test_a_response_continues_even_if_an_earlier_message_contains_our_mark(shown: Any) -> None:
-    assert shown(EVERY, [turn("user", "zq0qz"), turn("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
-
-
-def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
-    with pytest.raises(DataError, match="changes the assistant's message '<think>x</think>y'"):
-        shown(QWEN3, [USER, turn("assistant", "<think>x</think>y")])
-
-
-def test_a_tag_that_is_opened_twice_is_refused(shown: Any) -> None:
-    thinks = EVERY + "{{ '<think>\n' }}"
-    assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
-    with pytest.raises(DataError, match=r"data\.prefill begins with <think>, but .* already ends a prompt with it"):
-        shown(thinks, "u", prefill="<think>\nLet me")
-
-
-# -- time and chance ---------------------------------------------------------------------------------------------------
 
 DATED = (  # as Llama 3.2 does
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %H:%M:%S') %}{% endif %}"
@@ -281,19 +246,17 @@ DATED = (  # as Llama 3.2 does
 def test_templates_see_one_fixed_time(shown: Any) -> None:
     assert shown(DATED, "u", now="2001-02-03") == "Today Date: 03 Feb 2001 00:00:00<user>u<bot>"
     assert shown(DATED, "u", now="2001-02-03T04:05:06").startswith("Today Date: 03 Feb 2001 04:05:06<")
-    given = shown(DATED, "u", chat_arguments={"date_string": "now"})
-    assert given == "Today Date: now<user>u<bot>"
-    today = shown(DATED.replace(" %H:%M:%S", ""), "u")
-    assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+    assert shown(DATED, "u", chat_arguments={"date_string": "now"}) == "Today Date: now<user>u<bot>"
+    assert shown(DATED.replace(" %H:%M:%S", ""), "u").startswith(f"Today Date: {datetime.now():%d %b %Y}<")
 
 
 def test_the_clock_of_transformers_is_restored_after_a_prompt(shown: Any, tokenizer: Any) -> None:
-    shown(DATED, "u", now="2001-02-03")
-    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
-    with pytest.raises(DataError, match="refuses a prompt"):
-        shown(DATED + "{{ raise_exception('no') }}", "u", now="2001-02-03")
-    tokenizer.chat_template = DATED
-    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+    for template, outcome in ((DATED, nullcontext()), (DATED + "{{ raise_exception('') }}", pytest.raises(DataError))):
+        with outcome:
+            shown(template, "u", now="2001-02-03")
+        tokenizer.chat_template = DATED
+        today = tokenizer.apply_chat_template([USER], tokenize=False)
+        assert today.startswith(f"Today Date: {datetime.now():%d %b %Y} ")
 
 
 def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, tokenizer: Any) -> None:
@@ -303,9 +266,8 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
     )
     given = {"enable_thinking": False, "style": "terse"}
     assert shown(template, "u", chat_arguments=given) == "brief terse<user>u<bot>"
-    with pytest.raises(
-        DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
-    ):
+    said = r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
+    with pytest.raises(DataError, match=said):
         shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
     with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments: remove it$"):
         shown(template, "u", chat_arguments={"zzz": []})
@@ -327,11 +289,6 @@ def test_a_malformed_time_is_refused() -> None:
         DataConfig(path="-", now="2001-02-03")
 
 
-class Quiet(Display):
-    def __init__(self) -> None:
-        super().__init__(Console(quiet=True))
-
-
 def dated(home: Path, steps: int, **data: Any) -> Config:
     if not (home / "model").is_dir():
         save_tokenizer(save_weights(home / "model"))
@@ -341,34 +298,26 @@ def dated(home: Path, steps: int, **data: Any) -> Config:
     return tiny_config(home, **sections)
 
 
-def test_a_run_keeps_the_time_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_module.train(dated(tmp_path, 1, now="2001-02-03"), display=Quiet())
-    run_module.train(dated(tmp_path, 2), resume=True, display=Quiet())
+def test_a_run_keeps_the_time_of_its_start(tmp_path: Path) -> None:
+    train(dated(tmp_path, 1, now="2001-02-03"))
+    train(dated(tmp_path, 2), resume=True)
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert (found.state["step"], found.state["config"]["data"]["now"]) == (2, "2001-02-03")
     tokenizer = load_tokenizer(found.folder / "policy")
     (prompt,) = _prompts(Asked(["u"], None, None, "auto", ""), tokenizer, _data_of_the_run(found.folder / "policy"))
     assert tokenizer.decode(prompt.token_ids).startswith("Today Date: 03 Feb 2001")
     with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03\""):
-        run_module.train(dated(tmp_path, 3, now="2001-02-04"), resume=True, display=Quiet())
-    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: _with(load_tokenizer(path), EVERY))
+        train(dated(tmp_path, 3, now="2001-02-04"), resume=True)
+    (tmp_path / "model" / "chat_template.jinja").write_text(EVERY, encoding="utf-8")
     with pytest.raises(DataError, match=r"other tokens, because the tokenizer, its chat template"):
-        run_module.train(dated(tmp_path, 3), resume=True, display=Quiet())
-
-
-def _with(tokenizer: Any, template: str) -> Any:
-    tokenizer.chat_template = template
-    return tokenizer
+        train(dated(tmp_path, 3), resume=True, force=["model.path"])
 
 
 def test_the_time_of_the_start_is_recorded(tmp_path: Path) -> None:
     before = datetime.now().replace(microsecond=0)
-    run_module.train(dated(tmp_path, 1), display=Quiet())
+    train(dated(tmp_path, 1))
     recorded = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["now"]
     assert before <= datetime.fromisoformat(recorded) <= datetime.now()
-
-
-# -- replies of an environment ---------------------------------------------------------------------------------------
 
 
 def replies(tokenizer: Any, template: str = "", **data: Any) -> Any:
@@ -401,11 +350,8 @@ def test_a_reply_is_a_tools_message_if_prompts_show_tools(tokenizer: Any) -> Non
     assert tokenizer.decode(encode("5", tokenizer.eos_token_id)) == "<tool>5<eos><bot>"
 
 
-def test_a_template_that_shows_no_tools_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_shows_no_tools_or_writes_no_reply_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="does not show tools to the model"):
         replies(tokenizer, END, chat_arguments={"tools": [{"name": "add"}]})
-
-
-def test_a_template_that_writes_no_reply_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="writes no user message after a response"):
         replies(tokenizer, "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END)

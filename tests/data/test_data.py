@@ -48,15 +48,14 @@ def refusal(folder: Path, *lines: str, **options: Any) -> str:
     return str(error.value)
 
 
-# -- JSONL -------------------------------------------------------------------------------------------------------------
-
-
 def test_rows_become_prompts_in_order(tmp_path: Path) -> None:
     prompts = load(tmp_path, '{"question": "one", "answer": "1"}', '{"question": "two", "answer": "2", "more": [3]}')
     assert [p.text for p in prompts] == ["one", "two"]
     assert [p.prompt_id for p in prompts] == [0, 1]
     assert prompts[0].token_ids == tuple(b"one")
     assert prompts[1].data == {"question": "two", "answer": "2", "more": [3]}
+    text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
+    assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
 
 
 def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> None:
@@ -67,31 +66,19 @@ def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> Non
     assert prompt.data["answer"] == 2
 
 
-def test_blank_lines_are_skipped(tmp_path: Path) -> None:
-    prompts = load(tmp_path, "", '{"question": "a"}', "  ", '{"question": "b"}', "")
-    assert [(p.prompt_id, p.text) for p in prompts] == [(0, "a"), (1, "b")]
-
-
-def test_text_may_contain_any_character_that_json_allows_unescaped(tmp_path: Path) -> None:
-    text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
-    assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
+NO_TEXT = "has neither text nor messages under 'question'"
 
 
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ('{"question": "a"', "is not JSON"),
-        ("just text", "is not JSON"),
-        ('["question", "a"]', "has neither text nor messages under 'question'"),
-        (
-            '{"prompt": "a", "id": 3}',
-            "has neither text nor messages under 'question': set data.prompt_column to one of its columns, prompt, id",
-        ),
-        ('{"question": 3}', "has neither text nor messages under 'question'"),
-        ('{"question": null}', "has neither text nor messages under 'question'"),
+        *((text, "is not JSON") for text in ('{"question": "a"', "just text")),
+        *((text, NO_TEXT) for text in ('["question", "a"]', '{"question": 3}', '{"question": null}')),
+        ('{"prompt": "a", "id": 3}', f"{NO_TEXT}: set data.prompt_column to one of its columns, prompt, id"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str) -> None:
+    """Blank lines are skipped and counted."""
     message = refusal(tmp_path, '{"question": "fine"}', "", bad)
     assert f"{tmp_path / 'rows.jsonl'}, line 3 {said}" in message
 
@@ -99,12 +86,8 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str
 def test_a_prompt_at_the_limit_is_accepted_and_a_longer_one_refused(tmp_path: Path) -> None:
     rows = ('{"question": "1234567"}', '{"question": "12345678"}')
     assert len(load(tmp_path, *rows, max_prompt_tokens=8)) == 2
-    assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in refusal(
-        tmp_path, *rows, max_prompt_tokens=7
-    )
-
-
-# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+    said = refusal(tmp_path, *rows, max_prompt_tokens=7)
+    assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in said
 
 
 def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any) -> DataConfig:
@@ -112,16 +95,10 @@ def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any)
 
 
 def test_a_task_is_a_function_of_its_seed() -> None:
-    texts = {seed: [p.text for p in load_prompts(tasks({"name": "chain_sum"}, seed=seed), encode)] for seed in (0, 1)}
-    assert len(texts[0]) == 30
-    assert texts[0] == [p.text for p in load_prompts(tasks({"name": "chain_sum"}), encode)]
-    assert texts[0] != texts[1]
-
-
-def test_task_parameters_reach_the_task() -> None:
-    params = {"min_terms": 7, "max_terms": 7}
-    for prompt in load_prompts(tasks({"name": "chain_sum", "params": params}), encode):
-        assert prompt.data["entry"]["metadata"]["num_terms"] == 7
+    one, other = (load_prompts(tasks({"name": "chain_sum"}, template="<{question}>"), encode) for _ in range(2))
+    assert one == other
+    assert [p.text for p in one] == [f"<{p.data['entry']['question']}>" for p in one]
+    assert len(one) == 30
 
 
 def test_a_mixture_follows_its_weights() -> None:
@@ -129,11 +106,6 @@ def test_a_mixture_follows_its_weights() -> None:
     names = [p.data["entry"]["metadata"]["source_dataset"] for p in load_prompts(mixture, encode)]
     assert 5 <= names.count("gcd") <= 45  # 20 expected, deviation 4.2
     assert names.count("gcd") + names.count("chain_sum") == 200
-
-
-def test_the_template_is_applied_to_the_question_of_a_task() -> None:
-    (prompt,) = load_prompts(tasks({"name": "gcd"}, size=1, template="<{question}>"), encode)
-    assert prompt.text == f"<{prompt.data['entry']['question']}>"
 
 
 @pytest.mark.parametrize(
@@ -160,8 +132,6 @@ def test_a_task_without_reasoning_gym_names_the_extra(monkeypatch: pytest.Monkey
         task_dataset(tasks({"name": "gcd"}), stage=0)
 
 
-# -- curriculum --------------------------------------------------------------------------------------------------------
-
 HARDER = [
     {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}},
     {"name": "chain_sum", "stage": 2, "params": {"min_terms": 6, "max_terms": 6}},
@@ -187,22 +157,12 @@ def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> No
     assert set(later[:10]) != set(range(10))
 
 
-def test_a_cursor_continues_within_the_stages_where_it_was() -> None:
-    cursor = make_cursor(tasks(*HARDER, size=40), 40, seed=1)
-    cursor.take(17)
-    assert Cursor(**json.loads(json.dumps(asdict(cursor)))).take(60) == cursor.take(60)
-
-
-# -- held out ----------------------------------------------------------------------------------------------------------
-
-
 def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
     config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
     training = load_prompts(config, encode)
-    held_out = load_held_out(config, EvalConfig(every=1, size=50), encode, training)
-    assert len(held_out) == 50
+    held_out, again = (load_held_out(config, EvalConfig(every=1, size=50), encode, training) for _ in range(2))
+    assert (held_out, len(held_out)) == (again, 50)
     assert not {p.text for p in held_out} & {p.text for p in training}
-    assert held_out == load_held_out(config, EvalConfig(every=1, size=50), encode, training)
 
 
 def test_held_out_prompts_come_from_all_stages() -> None:
@@ -219,12 +179,9 @@ def test_held_out_prompts_are_evenly_spaced_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_held_out_file_with_only_training_prompts_is_refused(tmp_path: Path) -> None:
-    config = DataConfig(path=write(tmp_path, '{"question": "a"}', '{"question": "b"}'))
+    config = DataConfig(path=write(tmp_path, '{"question": "a"}'))
     with pytest.raises(DataError, match="there are no held-out prompts"):
         load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
-
-
-# -- other files -------------------------------------------------------------------------------------------------------
 
 
 def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -265,27 +222,28 @@ def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
     stream(saved / "notes.arrow", "four")
     assert texts(saved) == ["one", "two", "three"]
     assert texts(saved / "d*.arrow") == texts(f"{tmp_path}/sav*/[cd]*") == ["one", "two", "three"]
-    (saved / "data-00001-of-00002.arrow").write_bytes(b"no arrow")
-    with pytest.raises(DataError, match="is not an Arrow file that can be read"):
-        texts(saved)
-    (saved / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
-        texts(saved)
+    second = saved / "data-00001-of-00002.arrow"
+    for spoil in (lambda: second.write_bytes(b"no arrow"), second.unlink):
+        spoil()
+        with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
+            texts(saved)
 
 
 def test_a_data_set_that_cannot_be_read_from_disk_is_refused(tmp_path: Path) -> None:
     for split in ("train", "test"):
         save_to_disk(tmp_path / split, [split])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"a data set for each split: give one of .*/train, .*/test$"):
-        texts(tmp_path)
     assert texts(tmp_path / "test") == ["test"]
     old = save_to_disk(tmp_path / "old", ["one"], _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(DataError, match=r"\(state\.json has _indices_data_files\): save it again"):
-        texts(old)
-    (old / "state.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"old is not a data set that can be read .*: save it again"):
-        texts(old)
+    odd = save_to_disk(tmp_path / "odd", ["one"])
+    (odd / "state.json").write_text("{}", encoding="utf-8")
+    for place, said in (
+        (tmp_path, r"a data set for each split: give one of .*/train, .*/test$"),
+        (old, r"\(state\.json has _indices_data_files\): save it again"),
+        (odd, r"odd is not a data set that can be read .*: save it again"),
+    ):
+        with pytest.raises(DataError, match=said):
+            texts(place)
 
 
 @pytest.mark.parametrize(
@@ -344,11 +302,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path, name: str, content: by
         ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
-        (
-            "rows.jsonl.zst",
-            b"\x28\xb5\x2f\xfd" + b"\0" * 9,
-            r"is packed with zstd, but .*: unpack it with zstd -d rows",
-        ),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed with zstd, but .*: unpack it with zstd -d"),
         ("rows.jsonl.xz", lzma.compress(LINES), r"is packed with xz, but .*: unpack it with xz -d rows\.jsonl\.xz$"),
         ("rows.jsonl", bz2.compress(LINES), r"is packed with bzip2, but"),
         ("rows.json", b"PK\x03\x04", r"is packed with zip, but"),
@@ -367,29 +321,25 @@ def test_files_that_are_not_utf8_are_an_error_of_one_sentence(
 def test_a_folder_without_data_files_is_an_error_that_names_its_files(tmp_path: Path) -> None:
     for name in ("rows.jsonl.zst", "a.csv"):
         (tmp_path / name).touch()
-    with pytest.raises(
-        DataError, match=r"contains no \.jsonl, .* file, but a\.csv, rows\.jsonl\.zst: unpack or convert"
-    ):
+    said = r"contains no \.jsonl, .* file, but a\.csv, rows\.jsonl\.zst: unpack or convert"
+    with pytest.raises(DataError, match=said):
         texts(tmp_path)
 
 
-@pytest.mark.parametrize(("count", "counts"), [(50, True), (51, False)])
 @pytest.mark.parametrize("name", ["task", "data_source"])
-def test_many_task_names_turn_metrics_by_task_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, counts: bool, name: str
-) -> None:
-    path = write(tmp_path, *(json.dumps({"question": "q", name: f"Tell me of {i}."}) for i in range(count)))
-    prompts = load_prompts(DataConfig(path=path), encode)
-    assert {prompt.counts_by_task for prompt in prompts} == {counts}
-    assert prompts[3].task == "Tell me of 3."
-    assert ("has 51 different values of task or data_source: metrics by task are off" in caplog.text) == (not counts)
+def test_many_task_names_turn_metrics_by_task_off(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    for count in (50, 51):
+        prompts = load(tmp_path, *(json.dumps({"question": "q", name: f"Tell me of {i}."}) for i in range(count)))
+        assert {prompt.counts_by_task for prompt in prompts} == {count == 50}
+        assert prompts[3].task == "Tell me of 3."
+        said = "has 51 different values of task or data_source: metrics by task are off"
+        assert (said in caplog.text) == (count == 51)
 
 
 def test_columns_may_be_nested_and_prompts_may_be_messages(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "what?"}]
     row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "dotted"}
-    path = write(tmp_path, json.dumps(row))
-    seen: list[Any] = []
+    path, seen = write(tmp_path, json.dumps(row)), list[Any]()
     options = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth", "chat": True}
     (prompt,) = load_prompts(DataConfig(path=path, **options), lambda asked: (seen.append(asked), [1])[1])
     assert (seen, prompt.text, prompt.data["answer"]) == ([messages], "what?", "72")
@@ -422,13 +372,9 @@ def test_long_prompts_may_be_dropped_and_counted(tmp_path: Path, caplog: pytest.
 
 
 def test_another_seed_draws_other_problems() -> None:
-    texts = [
-        {p.text for p in load_prompts(tasks({"name": "chain_sum"}, size=300, seed=seed), encode)} for seed in range(4)
-    ]
+    configs = [tasks({"name": "chain_sum"}, size=300, seed=seed) for seed in range(4)]
+    texts = [{p.text for p in load_prompts(config, encode)} for config in configs]
     assert all(len(one & other) < 15 for one, other in itertools.combinations(texts, 2))
-
-
-# -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
 def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
@@ -442,23 +388,19 @@ def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> N
 
 def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.parquet"
-    config = DataConfig(path=str(path))
     path.write_bytes(b"PAR1 no more of it")
     with pytest.raises(DataError, match=r"rows\.parquet is not a Parquet file"):
-        load_prompts(config, encode)
+        texts(path)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None]}), path)
-    with pytest.raises(DataError, match=r"rows\.parquet, row 1 has neither text nor messages under 'question'"):
-        load_prompts(config, encode)
+    with pytest.raises(DataError, match=rf"rows\.parquet, row 1 {NO_TEXT}"):
+        texts(path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
-        load_prompts(config, encode)
+        texts(path)
 
 
-# -- chat --------------------------------------------------------------------------------------------------------------
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}<bot>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -468,13 +410,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def chat(**more: Any) -> DataConfig:
     return DataConfig(path="-", chat=True, **more)
-
-
-def test_a_chat_template_is_applied_to_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    ids = encoder(tokenizer, chat())("what?")
-    assert tokenizer.decode(ids) == "<user>what?<bot>"
-    assert tokenizer.decode(encoder(tokenizer, DataConfig(path="-"))("what?")) == "what?"
 
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
@@ -499,12 +434,9 @@ def test_messages_system_arguments_and_prefill(
     assert tokenizer.decode(encoder(tokenizer, chat(**options))(question)) == text
 
 
-def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
+def test_messages_and_a_system_message_need_the_chat_template(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
         encoder(tokenizer, DataConfig(path="-"))(MESSAGES)
-
-
-def test_the_system_message_needs_the_chat_template() -> None:
     with pytest.raises(ValueError, match=r"need data\.chat = true"):
         DataConfig(path="-", system="be brief")
 
@@ -526,26 +458,11 @@ def test_a_second_bos_token_is_dropped_with_a_warning(caplog: pytest.LogCaptureF
     assert caplog.text.count("both the prompts and the tokenizer add <s>") == 1
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"data\.chat = true, but .* no chat template: set data\.chat = false"):
-        encoder(tokenizer, chat())
-
-
-def test_a_chat_template_that_fails_is_one_sentence(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
-    with pytest.raises(DataError, match="refuses a prompt: a system turn is needed"):
-        encoder(tokenizer, chat())("what?")
-
-
-# -- cursor ------------------------------------------------------------------------------------------------------------
-
 SIZES = st.integers(1, 20)
 
 
 @given(SIZES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_each_row_comes_once_per_epoch_with_any_batch_sizes(
-    size: int, seed: int, shuffle: bool, batches: list[int]
-) -> None:
+def test_rows_come_once_per_epoch_with_any_batches(size: int, seed: int, shuffle: bool, batches: list[int]) -> None:
     cursor = Cursor(size, seed, shuffle)
     taken = [pair for count in batches for pair in cursor.take(count)]
     assert len(taken) == sum(batches)
@@ -556,27 +473,23 @@ def test_each_row_comes_once_per_epoch_with_any_batch_sizes(
         assert {row for row, _ in rows} <= set(range(size))
 
 
-@given(SIZES, st.booleans(), st.integers(0, 50), st.integers(1, 30))
-def test_a_restored_cursor_continues_where_it_was(size: int, shuffle: bool, before: int, after: int) -> None:
-    cursor = Cursor(size, 3, shuffle)
-    cursor.take(before)
+STAGED = tasks(*HARDER, size=40)
+
+
+@given(SIZES, st.booleans(), st.booleans(), st.integers(0, 50), st.integers(1, 60))
+def test_a_restored_cursor_continues_where_it_was(size: int, shuffle: bool, stages: bool, had: int, more: int) -> None:
+    cursor = make_cursor(STAGED, 40, seed=1) if stages else Cursor(size, 3, shuffle)
+    cursor.take(had)
     restored = Cursor(**json.loads(json.dumps(asdict(cursor))))
-    assert restored.take(after) == cursor.take(after)
+    assert restored.take(more) == cursor.take(more)
 
 
-def test_batches_do_not_change_the_order() -> None:
+def test_the_order_depends_on_seed_and_epoch_and_not_on_batches() -> None:
     one, other = Cursor(10, 0, True), Cursor(10, 0, True)
     assert one.take(25) == other.take(7) + other.take(1) + other.take(17)
 
-
-def test_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [row for row, e in Cursor(50, seed, True).take(100) if e == epoch]
 
-    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    assert len({tuple(o) for o in orders}) == 4
-    assert order(0, 1) == orders[1]
-
-
-def test_without_shuffling_rows_keep_the_order_of_the_source() -> None:
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     assert Cursor(3, 7, False).take(5) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]

@@ -35,21 +35,10 @@ class Result(NamedTuple):
 
 def settings(folder: Path, **changes: Any) -> GRPOConfig:
     plain: dict[str, Any] = {
-        "output_dir": str(folder / "trl"),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 16,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "temperature": 0.7,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
+        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations"), 4),
+        **{"max_completion_length": 16, "max_steps": 2, "learning_rate": 1e-2, "temperature": 0.7},
+        **{"output_dir": str(folder / "trl"), "logging_steps": 1, "save_strategy": "no", "report_to": []},
+        **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True},
     }
     return GRPOConfig(**plain | changes)
 

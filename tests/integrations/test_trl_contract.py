@@ -25,6 +25,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
 from tlt.spot.saving import write
 from tlt.spot.spot import SpotTrainer
+from tlt.types import SamplingParams
 
 PROMPTS = ["two and two"] * 3 + ["why?"] * 3
 
@@ -59,21 +60,10 @@ class FakeTrainer:
 
     def __init__(self, folder: Path, process: int = 0, **changes: Any) -> None:
         plain = {
-            "temperature": 0.7,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": None,
-            "repetition_penalty": 1.0,
-            "generation_kwargs": None,
-            "cache_implementation": None,
-            "use_vllm": False,
-            "use_transformers_continuous_batching": False,
-            "bf16": False,
-            "fp16": False,
-            "bf16_full_eval": False,
-            "fp16_full_eval": False,
-            "max_completion_length": 12,
-            "seed": 42,
+            **{"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0},
+            **dict.fromkeys(("generation_kwargs", "cache_implementation")),
+            **dict.fromkeys(("use_vllm", "use_transformers_continuous_batching", "bf16", "fp16"), False),
+            **{"bf16_full_eval": False, "fp16_full_eval": False, "max_completion_length": 12, "seed": 42},
             "output_dir": str(folder / "out"),
         }
         self.args = SimpleNamespace(**plain | changes)
@@ -106,10 +96,7 @@ def off() -> Rollout:
     return Rollout(speculation={"drafter": "off"})
 
 
-# -- what is given back ------------------------------------------------------------------------------------------------
-
-
-def test_it_returns_what_trl_requires(folder: Path) -> None:
+def test_it_returns_what_trl_requires_and_logs_its_metrics(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     found = Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
     assert found.keys() == {"prompt_ids", "completion_ids", "logprobs"}
@@ -120,13 +107,7 @@ def test_it_returns_what_trl_requires(folder: Path) -> None:
         assert len(ids) == 12 or ids[-1] == EOS, "the end token is kept"
         assert EOS not in ids[:-1]
     assert len({tuple(ids) for ids in found["completion_ids"]}) == len(PROMPTS), "each has a seed of its own"
-
-
-def test_it_logs_its_metrics(folder: Path) -> None:
-    trainer = FakeTrainer(folder)
-    Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
-    names = {"accept_length", "tokens_per_second", "seen_ahead"}
-    assert {f"tlt/{name}" for name in names} <= trainer.logged.keys()
+    assert {f"tlt/{name}" for name in ("accept_length", "tokens_per_second", "seen_ahead")} <= trainer.logged.keys()
     assert all(len(values) == 1 for values in trainer.logged.values())
     assert trainer.logged["tlt/seconds/rollout"][0] > 0
 
@@ -145,31 +126,26 @@ def test_the_engine_has_the_given_options_and_trls_dtype(folder: Path) -> None:
     for bf16, dtype in ((True, torch.bfloat16), (False, torch.float64)):
         mine = Rollout(speculation={"drafter": "off"}, engine={"max_rows": 2})
         mine(PROMPTS, FakeTrainer(folder, bf16=bf16))
-        assert mine._process
         assert mine._process.rollout.engine.config.max_rows == 2
         assert mine._process.target.dtype == dtype
 
 
-def test_the_cache_is_freed_between_generations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update needs the memory."""
+def test_the_end_tokens_are_those_of_trl_and_the_update_gets_the_memory_of_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released: list[bool] = []
     monkeypatch.setattr(Engine, "release", lambda engine: released.append(engine.busy))
-    off()(PROMPTS, FakeTrainer(folder))
-    assert released == [False]
-
-
-def test_the_end_tokens_are_those_of_trl(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     said = off()(PROMPTS, trainer)["completion_ids"]
     trainer.eos_token_ids = (EOS, said[0][1])
     assert off()(PROMPTS, trainer)["completion_ids"][0] == said[0][: said[0].index(said[0][1]) + 1]
+    assert released == [False, False]
 
 
 def test_the_sampling_parameters_are_the_trainers(folder: Path) -> None:
     args = FakeTrainer(folder, temperature=0.3, top_k=5, top_p=0.9).args
     found = trl_terms.to_sampling_params(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
-    expected = (0.3, 5, 0.9, 12, (1, 2))
-    assert (found.temperature, found.top_k, found.top_p, found.max_new_tokens, found.stop_token_ids) == expected
+    assert found == SamplingParams(0.3, 5, 0.9, 12, (1, 2))
     assert off()(PROMPTS, FakeTrainer(folder)) != off()(PROMPTS, FakeTrainer(folder, seed=43)), "TRL's own seed"
     args.top_k = None  # off, as 0 is
     assert trl_terms.to_sampling_params(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
@@ -177,19 +153,15 @@ def test_the_sampling_parameters_are_the_trainers(folder: Path) -> None:
 
 def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:
     trainer = FakeTrainer(folder)
-    trainer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"  # type: ignore[assignment]
+    trainer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"
     trainer.chat_template_kwargs = {"mark": "!"}
-    found = off()([[{"role": "user", "content": "go"}]], trainer)
-    assert found["prompt_ids"] == [trainer.processing_class("go!")["input_ids"]]
-    trainer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"  # type: ignore[assignment]
-    found = off()([[{"role": "user", "content": "go"}]], trainer)
-    assert found["prompt_ids"] == [trainer.processing_class("go>")["input_ids"]]
+    go = [[{"role": "user", "content": "go"}]]
+    assert off()(go, trainer)["prompt_ids"] == [trainer.processing_class("go!")["input_ids"]]
+    trainer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"
+    assert off()(go, trainer)["prompt_ids"] == [trainer.processing_class("go>")["input_ids"]]
     picture = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "go"}]}]]
     with pytest.raises(ValueError, match="does not support images"):
         off()(picture, trainer)
-
-
-# -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
@@ -202,12 +174,8 @@ def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
 
 def test_generations_of_one_global_step_have_different_seeds() -> None:
     train = places((True, 0), (True, 0), (False, 0), (True, 0), (True, 1))
-    assert [place for place in train if place[0] == "trl"] == [
-        ("trl", 0, 0),
-        ("trl", 0, 1),
-        ("trl", 0, 2),
-        ("trl", 1, 0),
-    ]
+    own = [place for place in train if place[0] == "trl"]
+    assert own == [("trl", 0, 0), ("trl", 0, 1), ("trl", 0, 2), ("trl", 1, 0)]
 
 
 def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
@@ -222,7 +190,6 @@ def test_two_evaluations_in_one_step_are_equal_and_those_of_two_data_sets_share_
     assert trainer.evaluate(mine, PROMPTS, PROMPTS) == first
     with_others = trainer.evaluate(mine, [PROMPTS[0], PROMPTS[-1]])[0]
     assert with_others[0] == first[0][0]
-    assert mine._process
     trainer.model.eval()
     seeds = []
     for texts in (["a"], ["b"]):
@@ -233,13 +200,9 @@ def test_two_evaluations_in_one_step_are_equal_and_those_of_two_data_sets_share_
 
 def test_a_group_may_span_processes(folder: Path) -> None:
     alone = off()(PROMPTS, FakeTrainer(folder))["completion_ids"]
-    parts = [off()(PROMPTS[4 * i :][:4], FakeTrainer(folder, process=i))["completion_ids"] for i in range(1)]
-    assert parts[0] == alone[:4]
+    assert off()(PROMPTS[:4], FakeTrainer(folder))["completion_ids"] == alone[:4]
     second = off()(PROMPTS[3:], FakeTrainer(folder, process=1))["completion_ids"]
     assert second == alone[3:], "a row is numbered over all processes"
-
-
-# -- traps -------------------------------------------------------------------------------------------------------------
 
 
 def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
@@ -281,9 +244,9 @@ def test_a_change_too_small_for_a_norm_in_bfloat16_is_noticed(folder: Path) -> N
     with torch.no_grad():
         trainer.model.model.layers[0].mlp.up_proj.weight[0, 0] *= 1.25
     assert before == [parameter.norm() for parameter in trainer.model.parameters()], "else this is no trap any more"
-    mine(PROMPTS, trainer)
-    assert mine._process
-    assert mine._process.updates == 2
+    for _ in range(2):
+        mine(PROMPTS, trainer)
+        assert mine._process.updates == 2, "unchanged weights are not loaded again"
 
 
 def test_a_rollout_of_another_trainer_is_refused(folder: Path) -> None:
@@ -295,9 +258,7 @@ def test_a_rollout_of_another_trainer_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_resumed_run_continues_with_its_drafters_and_a_new_run_does_not(
-    folder: Path, tmp_path: Path, resumed: bool
-) -> None:
+def test_only_a_resumed_run_continues_with_its_drafters(folder: Path, tmp_path: Path, resumed: bool) -> None:
     published = tmp_path / "tlt" / "0" / "drafter"
     trainer = FakeTrainer(folder, output_dir=str(tmp_path))
     trainer.state.global_step = 8 * resumed
@@ -305,35 +266,20 @@ def test_a_resumed_run_continues_with_its_drafters_and_a_new_run_does_not(
     options = decoder_options(trainer.model.config)
     torch.manual_seed(5)
     layer = EagleLayer(eagle_options(options, "eagle1", 32))
-    fresh = SpotTrainer(layer, _target(trainer), DrafterTrainConfig(), 0).state()
-    assert fresh
+    target = Decoder(options, torch.float64, torch.device("cpu"))
+    target.load(trainer.model.state_dict(), 0)
+    fresh = SpotTrainer(layer, target, DrafterTrainConfig(), 0).state()
     write(published, layer.options, 7, fresh, 0.5)
     mine = Rollout(speculation=speculation)
     mine(PROMPTS, trainer)
-    training = mine._process.training  # type: ignore[union-attr]
-    spot = training.worker.trainer
-    assert spot
-    assert training.saver
+    training = mine._process.training
     assert trainer.logged["tlt/drafter_version"] == [7.0]
-    same = [torch.equal(a, b) for a, b in zip(spot.in_use.parameters(), layer.parameters(), strict=True)]
+    in_use = training.worker.trainer.in_use
+    same = [torch.equal(a, b) for a, b in zip(in_use.parameters(), layer.parameters(), strict=True)]
     assert all(same) == resumed
     training.saver.save(training.version + 1, fresh, 0.5)
     training.saver.wait()
     assert [path.name for path in sorted(published.iterdir())] == ["drafter_00000007", "drafter_00000008"]
-
-
-def _target(trainer: FakeTrainer) -> Decoder:
-    target = Decoder(decoder_options(trainer.model.config), torch.float64, torch.device("cpu"))
-    target.load(trainer.model.state_dict(), 0)
-    return target
-
-
-def test_unchanged_weights_are_not_loaded_again(folder: Path) -> None:
-    trainer, mine = FakeTrainer(folder), off()
-    for _ in range(3):
-        mine(PROMPTS, trainer)
-    assert mine._process
-    assert mine._process.updates == 1
 
 
 def test_torchs_global_generator_is_not_changed(folder: Path, tmp_path: Path) -> None:
@@ -352,8 +298,7 @@ def test_the_training_mode_of_the_model_is_restored(folder: Path) -> None:
     before = [module.training for module in trainer.model.modules()]
     off()(PROMPTS, trainer)
     assert [module.training for module in trainer.model.modules()] == before
-    assert True in before
-    assert False in before
+    assert set(before) == {True, False}
 
 
 def test_a_model_that_differs_from_its_config_is_refused(folder: Path) -> None:
@@ -378,24 +323,12 @@ def test_adapters_of_lora_are_merged(folder: Path) -> None:
     assert said == off()(PROMPTS, plain)["completion_ids"]
 
 
-# -- idle time ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_process_that_ends_early_trains_until_the_last_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
-
-    class FakeWork:
-        asked = 0
-
-        def is_completed(self) -> bool:
-            self.asked += 1
-            return self.asked > 3
-
-        def wait(self) -> None:
-            waited.append("wait")
-
+    ends = iter([False, False, False, True])
+    work = SimpleNamespace(is_completed=lambda: next(ends), wait=lambda: waited.append("wait"))
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op: FakeWork())
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op: work)
 
     def meanwhile(is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -415,10 +348,9 @@ def test_several_processes_train_while_they_wait_and_one_for_its_extra_share(
     monkeypatch.setattr(SpotTrainer, "target_moved", lambda trainer: done.append("moved"))
     monkeypatch.setattr(trl, "_Others", FakeOthers)
     for processes, extra in ((1, 0.1), (2, 0.0)):
-        speculation = {"drafter": "adaptive", "window": 32, "training": {"extra": extra}}
         trainer = FakeTrainer(folder, output_dir=str(tmp_path))
         trainer.accelerator.num_processes = processes
-        mine = Rollout(speculation=speculation)
+        mine = Rollout(speculation={"drafter": "adaptive", "window": 32, "training": {"extra": extra}})
         mine(PROMPTS, trainer)
         an_update(trainer)
         mine(PROMPTS, trainer)
@@ -440,35 +372,42 @@ class FakeOthers:
 def test_responses_of_an_evaluation_are_drafts_of_the_next_and_those_of_training_are_not(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
     mine(PROMPTS, trainer)
-    assert mine._process
     store = mine._process.rollout.engine.store
     assert len(store) == 0
     trainer.evaluate(mine, PROMPTS)
     assert len(store) == len(PROMPTS)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("change", "name"),
     [
-        ({"min_p": 0.05}, "min_p"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
-        ({"cache_implementation": "static"}, "cache_implementation"),
-        ({"use_vllm": True}, "use_vllm"),
-        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
-        ({"fp16": True}, "fp16"),
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
-        ({"max_completion_length": None}, "max_completion_length"),
-        ({"temperature": 0}, "temperature"),
-        ({"bf16_full_eval": True}, "bf16_full_eval"),  # behind training it casts the model
+        (lambda trainer: trainer.model.half(), "fp16"),
+        (lambda trainer: setattr(trainer.model, "is_quantized", True), "quantized"),  # as bitsandbytes has it
+        (lambda trainer: setattr(trainer, "tools", (print,)), "tools in this TRL, .* has no _generate_single_turn"),
+        *(
+            (lambda trainer, plugin=plugin: setattr(trainer.accelerator, "state", SimpleNamespace(**plugin)), name)
+            for plugin, name in (
+                ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, "ZeRO-3"),
+                ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, "FSDP version 1"),
+                ({"fsdp_plugin": SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())}, "cpu_offload"),
+            )
+        ),
+        *(
+            (lambda trainer, name=name, value=value: setattr(trainer.args, name, value), f"does not support {name}")
+            for name, value in (
+                *[("min_p", 0.05), ("repetition_penalty", 1.1), ("generation_kwargs", {"num_beams": 2})],
+                *[("cache_implementation", "static"), ("use_vllm", True), ("fp16", True), ("temperature", 0)],
+                *[("use_transformers_continuous_batching", True), ("cast_lm_head_to_fp32", True)],
+                *[("max_completion_length", None), ("bf16_full_eval", True)],  # this casts the model behind training
+            )
+        ),
     ],
 )
-def test_an_unsupported_setting_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
-    with pytest.raises(trl_terms.UnsupportedError, match=f"tlt in TRL does not support {name}"):
-        off()(PROMPTS, FakeTrainer(folder, **changes))
+def test_an_unsupported_setting_is_refused(folder: Path, change: Callable[[FakeTrainer], Any], name: str) -> None:
+    trainer = FakeTrainer(folder)
+    change(trainer)
+    with pytest.raises(trl_terms.UnsupportedError, match=name):
+        off()(PROMPTS, trainer)
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "drop empty prompts"), ("x" * 600, "lower max_completion_length")])
@@ -485,28 +424,6 @@ def test_adapters_that_are_not_merged_are_refused_by_name(folder: Path, changes:
     shape = peft.LoraConfig(r=4, target_modules=["q_proj"], **changes)
     trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, shape)
     with pytest.raises(trl_terms.UnsupportedError, match=next(iter(changes))):
-        off()(PROMPTS, trainer)
-
-
-def accelerated(**plugins: Any) -> Callable[[FakeTrainer], Any]:
-    return lambda trainer: setattr(trainer.accelerator, "state", SimpleNamespace(**plugins))
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lambda trainer: trainer.model.half(), "fp16"),
-        (lambda trainer: setattr(trainer.model, "is_quantized", True), "quantized"),  # as bitsandbytes has it
-        (lambda trainer: setattr(trainer, "tools", (print,)), "tools in this TRL, .* has no _generate_single_turn"),
-        (accelerated(deepspeed_plugin=SimpleNamespace(zero_stage=3)), "ZeRO-3"),
-        (accelerated(fsdp_plugin=SimpleNamespace(fsdp_version=1)), "FSDP version 1"),
-        (accelerated(fsdp_plugin=SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())), "cpu_offload"),
-    ],
-)
-def test_other_unsupported_settings_are_refused(folder: Path, change: Callable[[FakeTrainer], Any], name: str) -> None:
-    trainer = FakeTrainer(folder)
-    change(trainer)
-    with pytest.raises(trl_terms.UnsupportedError, match=name):
         off()(PROMPTS, trainer)
 
 

@@ -60,8 +60,7 @@ def test_a_turn_does_not_depend_on_which_rows_continue() -> None:
 
 
 def test_each_turn_has_noise_of_its_own() -> None:
-    generation = Generation()
-    seeds = {100}
+    generation, seeds = Generation(), {100}
     text = generation.texts[0]
     for _ in range(3):
         (tokens,) = generation.next_turn([text])
@@ -105,15 +104,11 @@ def test_a_row_may_use_the_rest_of_max_completion_length() -> None:
     assert generation.next_turn([[*generation.texts[0], *tokens]]) == [[]], "nothing is left"
 
 
-def test_a_turn_whose_tokens_have_changed_is_refused() -> None:
+def test_a_turn_whose_tokens_have_changed_and_images_are_refused() -> None:
     """Some chat templates leave out the reasoning of earlier turns."""
     generation = Generation()
     with pytest.raises(UnsupportedError, match=r"tokens have changed: use a chat template"):
         generation.next_turn([generation.texts[0][:2] + generation.texts[0][3:]])
-
-
-def test_images_are_refused() -> None:
-    generation = Generation()
     with pytest.raises(UnsupportedError, match="images"):
         generation.trainer._generate_single_turn(generation.texts, ["picture"], {}, 1)
 
@@ -128,8 +123,6 @@ def test_an_unsupported_trl_is_refused_with_the_missing_method() -> None:
     with pytest.raises(UnsupportedError, match="no _tool_call_loop: install"):
         refuse_other_methods(trainer)
 
-
-# -- inside TRL --------------------------------------------------------------------------------------------------------
 
 CHAT = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"

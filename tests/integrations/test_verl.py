@@ -91,11 +91,13 @@ def expected(weights: Any, folder: Path, rank: int, step: int, prompts: list[tup
     return Counter((r.request.prompt.token_ids, tuple(r.token_ids)) for r in responses)
 
 
+def pairs(prompts: list[tuple[int, ...]], outputs: list[Any]) -> Counter[Any]:
+    return Counter((p, tuple(o.token_ids)) for p, o in zip(prompts, outputs, strict=True))
+
+
 async def ask(replica: Any, prompts: list[tuple[int, ...]], **changes: Any) -> list[Any]:
-    calls = [
-        replica.server_handle.generate.remote(list(p), dict(ASKED | changes), f"id {i}") for i, p in enumerate(prompts)
-    ]
-    return await asyncio.gather(*calls)
+    generate = replica.server_handle.generate.remote
+    return await asyncio.gather(*(generate(list(p), ASKED | changes, f"id {i}") for i, p in enumerate(prompts)))
 
 
 def test_verl_finds_both_classes_by_name() -> None:
@@ -109,8 +111,7 @@ def test_a_servers_tokens_are_those_of_plain_decoding_before_and_after_an_update
         prompts = PROMPTS * 4
         outputs = await ask(replica, prompts)
         old = read_safetensors(folder)
-        found = Counter((p, tuple(o.token_ids)) for p, o in zip(prompts, outputs, strict=True))
-        assert found == expected(old, folder, replica.replica_rank, 0, prompts)
+        assert pairs(prompts, outputs) == expected(old, folder, replica.replica_rank, 0, prompts)
         for output in outputs:
             assert output.stop_reason == "completed"
             assert len(output.log_probs) == len(output.token_ids)
@@ -125,8 +126,7 @@ def test_a_servers_tokens_are_those_of_plain_decoding_before_and_after_an_update
         await adapter.update_weights(iter(new.items()), global_steps=5)
         await adapter.resume(["weights", "kv_cache"])
         outputs = await ask(replica, prompts[::-1])
-        found = Counter((p, tuple(o.token_ids)) for p, o in zip(prompts[::-1], outputs, strict=True))
-        assert found == expected(new, folder, replica.replica_rank, 5, prompts)
+        assert pairs(prompts[::-1], outputs) == expected(new, folder, replica.replica_rank, 5, prompts)
         assert all(output.extra_fields["global_steps"] == 5 for output in outputs)
 
     asyncio.run(run())
@@ -140,11 +140,9 @@ def test_a_server_serves_verls_own_client(folder: Path, tmp_path: Path) -> None:
 
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "tlt"}}})
         client = LLMServerClient(config, balancer)
-        outputs = await asyncio.gather(
-            *(client.generate(f"{i}", prompt_ids=list(p), sampling_params=dict(ASKED)) for i, p in enumerate(PROMPTS))
-        )
-        found = Counter((p, tuple(o.token_ids)) for p, o in zip(PROMPTS, outputs, strict=True))
-        assert found == expected(read_safetensors(folder), folder, replica.replica_rank, 0, PROMPTS)
+        calls = (client.generate(str(p), prompt_ids=list(p), sampling_params=dict(ASKED)) for p in PROMPTS)
+        outputs = await asyncio.gather(*calls)
+        assert pairs(PROMPTS, outputs) == expected(read_safetensors(folder), folder, replica.replica_rank, 0, PROMPTS)
 
     asyncio.run(run())
 
@@ -160,8 +158,7 @@ def test_weights_restored_without_a_step_keep_the_step(folder: Path, tmp_path: P
         await adapter.update_weights(iter(weights.items()))
         outputs += await ask(replica, PROMPTS)
         assert {output.extra_fields["global_steps"] for output in outputs} == {4}
-        found = Counter((p, tuple(o.token_ids)) for p, o in zip(PROMPTS * 2, outputs, strict=True))
-        assert found == expected(weights, folder, replica.replica_rank, 4, PROMPTS * 2)
+        assert pairs(PROMPTS * 2, outputs) == expected(weights, folder, replica.replica_rank, 4, PROMPTS * 2)
 
     asyncio.run(run())
 
@@ -206,7 +203,7 @@ def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_toke
         found: Counter[Any] = Counter()
         for _ in range(3):
             outputs = await ask(replica, prompts)
-            found += Counter((p, tuple(o.token_ids)) for p, o in zip(prompts, outputs, strict=True))
+            found += pairs(prompts, outputs)
             await asyncio.sleep(0.5)
         assert found == expected(read_safetensors(folder), folder, replica.replica_rank, 0, prompts * 3)
         trained = await replica.server_handle.__ray_call__.remote(lambda server: server.training.is_on)
@@ -216,11 +213,9 @@ def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_toke
 
 
 def test_unsupported_options_are_refused_before_the_launch(folder: Path, tmp_path: Path) -> None:
-    config = rollout_config(tmp_path, tensor_model_parallel_size=2)
+    config, model = rollout_config(tmp_path, tensor_model_parallel_size=2), HFModelConfig(path=str(folder))
     with pytest.raises(UnsupportedError, match="tensor_model_parallel_size"):
-        get_rollout_replica_class("tlt")(
-            replica_rank=0, config=config, model_config=HFModelConfig(path=str(folder)), gpus_per_node=2
-        )
+        get_rollout_replica_class("tlt")(replica_rank=0, config=config, model_config=model, gpus_per_node=2)
 
 
 def test_adapters_and_deltas_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -242,7 +237,6 @@ def test_a_missing_weight_is_an_error_and_the_old_weights_stay(folder: Path, tmp
         with pytest.raises(Exception, match="the weights lack"):
             await adapter.update_weights(iter(some.items()), global_steps=1)
         outputs = await ask(replica, PROMPTS)
-        found = Counter((p, tuple(o.token_ids)) for p, o in zip(PROMPTS, outputs, strict=True))
-        assert found == expected(old, folder, replica.replica_rank, 0, PROMPTS)
+        assert pairs(PROMPTS, outputs) == expected(old, folder, replica.replica_rank, 0, PROMPTS)
 
     asyncio.run(run())

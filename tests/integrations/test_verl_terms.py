@@ -14,45 +14,29 @@ from tlt.integrations.versions import refuse_version
 def rollout(**changes: Any) -> SimpleNamespace:
     """Return the fields of verl's RolloutConfig that tlt reads."""
     plain = {
-        "tensor_model_parallel_size": 1,
-        "data_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "ignore_eos": False,
-        "repetition_penalty": 1.0,
-        "quantization": None,
-        "enable_rollout_routing_replay": False,
-        "mtp": SimpleNamespace(enable_rollout=False),
-        "disaggregation": SimpleNamespace(enabled=False),
-        "dtype": "bfloat16",
-        "custom": None,
-        "prompt_length": 20,
-        "response_length": 30,
-        "max_model_len": None,
+        **dict.fromkeys(("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"), 1),
+        **{"ignore_eos": False, "repetition_penalty": 1.0, "enable_rollout_routing_replay": False},
+        **{"mtp": SimpleNamespace(enable_rollout=False), "disaggregation": SimpleNamespace(enabled=False)},
+        **{"dtype": "bfloat16", "prompt_length": 20, "response_length": 30},
+        **dict.fromkeys(("quantization", "custom", "max_model_len")),
     }
     return SimpleNamespace(**plain | changes)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "value"),
     [
-        {"tensor_model_parallel_size": 2},
-        {"data_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2},
-        {"ignore_eos": True},
-        {"repetition_penalty": 1.1},
-        {"quantization": "fp8"},
-        {"enable_rollout_routing_replay": True},
-        {"mtp": SimpleNamespace(enable_rollout=True)},
-        {"disaggregation": SimpleNamespace(enabled=True)},
-        {"dtype": "float16"},
-        {"custom": {"specualtion": {}}},
+        *((f"{kind}_parallel_size", 2) for kind in ("tensor_model", "data", "pipeline_model")),
+        *[("ignore_eos", True), ("repetition_penalty", 1.1), ("quantization", "fp8"), ("dtype", "float16")],
+        *[("enable_rollout_routing_replay", True), ("mtp", SimpleNamespace(enable_rollout=True))],
+        *[("disaggregation", SimpleNamespace(enabled=True)), ("custom", {"specualtion": {}})],
     ],
 )
-def test_unsupported_options_are_refused_by_name(changes: dict[str, Any]) -> None:
+def test_unsupported_options_are_refused_by_name(name: str, value: Any) -> None:
     refuse(rollout())
     refuse(rollout(custom={"speculation": {}, "engine": {}, "folder": "x"}))
-    with pytest.raises(UnsupportedError, match="specualtion" if "custom" in changes else next(iter(changes))):
-        refuse(rollout(**changes))
+    with pytest.raises(UnsupportedError, match="specualtion" if name == "custom" else name):
+        refuse(rollout(**{name: value}))
 
 
 def test_sampling_parameters_are_verls_and_the_limit_is_the_remaining_length() -> None:
@@ -100,14 +84,11 @@ def test_seeds_do_not_depend_on_the_order_of_prompts_and_are_never_repeated() ->
     assert again.next(5) == first, "counted anew with each step"
 
 
-@pytest.mark.parametrize(("version", "is_too_old"), [("0.8.0", True), ("0.9.1", False), ("0.10.0", False)])
-def test_versions_of_verl_are_checked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, is_too_old: bool
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    if is_too_old:
-        with pytest.raises(UnsupportedError, match=r"verl 0\.8\.0 is too old, tlt supports 0\.9 to 0\.9"):
-            refuse_version("verl", "verl", TESTED)
-    else:
+def test_versions_of_verl_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for version, logged in (("0.9.1", False), ("0.10.0", True)):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         refuse_version("verl", "verl", TESTED)
-    assert ("verl 0.10.0 is newer" in caplog.text) == (version == "0.10.0")
+        assert ("verl 0.10.0 is newer" in caplog.text) == logged
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.8.0")
+    with pytest.raises(UnsupportedError, match=r"verl 0\.8\.0 is too old, tlt supports 0\.9 to 0\.9"):
+        refuse_version("verl", "verl", TESTED)

@@ -16,21 +16,13 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
     seconds = {"rollout": 4.0, "reward": 0.5, "update": 2.0, "sync": 0.5, "total": 7.0}
     seconds |= {"compare": 3.0 if step == 5 else 6.0, "total": 13.0} if compared else {}
     return {
-        "step": step,
-        "reward": step / 10,
-        "reward_std": 0.1,
+        **{"step": step, "reward": step / 10, "reward_std": 0.1, "accept_length": 2.0},
+        **{"responses": 8, "tokens": 160, "tokens_per_second": 40.0, "seconds": seconds},
         "tasks": {"gcd": {"mean": step / 10, "std": 0.1, "responses": 4}},
         "lengths": {"mean": 20.0, "median": 18, "p99": 40, "max": 41, "truncated": 0.0},
-        "accept_length": 2.0,
-        "responses": 8,
-        "tokens": 160,
-        "tokens_per_second": 40.0,
-        "seconds": seconds,
         "update": {"entropy": 0.5, "grad_norm": 1.5, "mismatch_mean": 1e-7, "mismatch_p999": 1e-6},
         "rollout": {
-            "row_passes": 80,
-            "drafted": 100,
-            "accepted": 80,
+            **{"row_passes": 80, "drafted": 100, "accepted": 80},
             "acceptance_rate": {"eagle": 0.8},
             "by_depth": {"eagle": {"1": 0.8, "2": 0.75}},
             "spot": {"version": step // 2},
@@ -50,38 +42,23 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
 
 def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> dict[str, Any]:
     return {
-        "step": step,
-        "prompt_id": index // 4,
-        "epoch": 0,
-        "index": index % 4,
-        "task": "gcd",
-        "prompt": f"What is {index // 4}?",
-        "response": response,
-        "answer": "4",
-        "reward": float(index % 3 == 0),
-        "scores": {"exact": float(index % 3 == 0)},
-        "outcome": "",
-        "advantage": 0.0,
-        "length": 9 + step,
-        "finish_reason": "stop",
+        **{"step": step, "prompt_id": index // 4, "epoch": 0, "index": index % 4, "task": "gcd"},
+        **{"prompt": f"What is {index // 4}?", "response": response, "answer": "4"},
+        **{"reward": float(index % 3 == 0), "scores": {"exact": float(index % 3 == 0)}, "outcome": ""},
+        **{"advantage": 0.0, "length": 9 + step, "finish_reason": "stop", "proposed": f"{2 + step}e1.3a1.2s"},
         "decoded": {"row_passes": 3, "drafted": 8, "accepted": 6},
-        "proposed": f"{2 + step}e1.3a1.2s",
     }
 
 
 def events(steps: int, workers: int = 2) -> list[dict[str, Any]]:
     """Return the spans of steps of 10 s each, with the mark at the end of each."""
-    found: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "tid": 1, "args": {"name": "driver"}},
-    ]
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 1, "args": {"name": "driver"}}]
     for step in range(steps):
         start = 1e15 + step * 10e6
         for process in range(1 + workers):
             span = {"ph": "X", "name": "rollout", "pid": process, "tid": 2, "ts": start, "dur": 6e6}
-            found.append(span)
-            if process:
-                found.append(span | {"name": "ROLLOUT", "tid": 1})
-                found.append(span | {"name": "IDLE", "tid": 1, "ts": start + 6e6, "dur": 4e6})
+            idle = {"name": "IDLE", "tid": 1, "ts": start + 6e6, "dur": 4e6}
+            found += [span, span | {"name": "ROLLOUT", "tid": 1}, span | idle] if process else [span]
         end = {"ph": "X", "name": "step ends", "pid": 0, "tid": 2, "ts": start + 10e6, "dur": 0}
         found.append(end | {"args": {"step": step}})
     return found

@@ -72,16 +72,9 @@ function use() {
 
 def seen_in(path: Path, width: int = 1200, use: str = "<script>function use() {}</script>") -> dict[str, Any]:
     """Open a page in a window of this width, use its controls, and return the texts."""
-    assert BROWSER
     path.write_text(path.read_text(encoding="utf-8").replace("<head>", "<head>" + SCRIPT + use, 1), encoding="utf-8")
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--window-size={width},900",
-        "--virtual-time-budget=3000",
-    ]
-    command = [BROWSER, *options, "--dump-dom", path.as_uri()]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    command = [BROWSER, *options, f"--window-size={width},900", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     found = re.search(r"SEEN(\{.*)NEES", unescape(dom), re.DOTALL)
     assert found, dom[-2000:]
@@ -130,9 +123,7 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
         "groups": ["Of the 16 newest groups, steps 0 to 7.", "reward 0.500 · step 0 · gcd · What is 0?"],
         "drafter": ["Acceptance rate by depth: eagle", "depth 1\ndepth 2\n\nOf the drafts", "Version of the drafter"],
         "energy": [
-            "measured\t80 s\t10 s",
-            "Does speculation save energy?",
-            "sums include the comparisons",
+            *("measured\t80 s\t10 s", "Does speculation save energy?", "sums include the comparisons"),
             "measured\t40 s\t32 s\t0.80",
         ],
     }
@@ -147,8 +138,7 @@ def test_several_runs_begin_with_their_differences_and_share_charts(tmp_path: Pa
     assert seen["errors"] == []
     assert seen["links"][:2] == ["#differences", "#words"]
     assert "train.learning_rate\t1\t4" in seen["sections"]["differences"]
-    assert "a: median" in seen["sections"]["learning"]
-    assert "b: median" in seen["sections"]["learning"]
+    assert all(f"{name}: median" in seen["sections"]["learning"] for name in "ab")
 
 
 def test_a_run_that_was_killed_in_its_first_step_has_a_page(tmp_path: Path) -> None:

@@ -36,13 +36,8 @@ def test_parameters_are_filled_by_their_names() -> None:
     def of_verl(solution_str: str, ground_truth: str, extra_info: Any = None, method: str = "strict") -> None: ...
 
     assert called(ours) == {"prompt": PROMPT, "answer": "42", "solution_str": SAID.text}
-    assert called(of_tlt) == {
-        "token_ids": [7, 8],
-        "response": SAID.text,
-        "length": 5,
-        "finish_reason": "length",
-        "task": "",
-    }
+    own = {"token_ids": [7, 8], "response": SAID.text, "length": 5, "finish_reason": "length", "task": ""}
+    assert called(of_tlt) == own
     assert called(of_columns) == {"prompt": PROMPT, "answer": "42", "question": "Q", "solution": "so 42"}
     assert called(of_verl) == {"solution_str": SAID.text, "ground_truth": "42", "extra_info": {"level": 3}}
     assert called(functools.partial(of_verl, method="loose")).keys() == {"solution_str", "ground_truth", "extra_info"}
@@ -67,12 +62,9 @@ def test_names_of_lists_may_be_plurals_and_those_of_tlt_are_preferred() -> None:
 
     def of_verl(solution_strs: Any, ground_truths: Any, extra_info: Any) -> None: ...
 
+    verls = {"solution_strs": SAID.text, "ground_truths": "42", "extra_info": {"level": 3}}
     assert called(ours, lists=True) == {"prompts": PROMPT, "answers": "42", "task": ""}
-    assert called(of_verl, lists=True) == {
-        "solution_strs": SAID.text,
-        "ground_truths": "42",
-        "extra_info": {"level": 3},
-    }
+    assert called(of_verl, lists=True) == verls
 
 
 def test_ground_truth_is_the_column_of_that_name_or_the_answer_column() -> None:
@@ -120,18 +112,8 @@ def test_a_column_with_a_name_of_tlt_is_ambiguous(name: str) -> None:
     assert called(lambda prompt, answer: 0.0, prompt=prompt) == {"prompt": prompt, "answer": "42"}
 
 
-@pytest.mark.parametrize(
-    ("name", "batched"),
-    [
-        ("one", False),
-        ("late", False),
-        ("many", True),
-        ("many_late", True),
-        ("callable", False),
-        ("late_callable", False),
-    ],
-)
-def test_functions_of_every_kind_get_the_same_arguments(tmp_path: Path, name: str, batched: bool) -> None:
+@pytest.mark.parametrize("name", ["one", "late", "many", "many_late", "callable", "late_callable"])
+def test_functions_of_every_kind_get_the_same_arguments(tmp_path: Path, name: str) -> None:
     (tmp_path / "of_names.py").write_text("""
 def one(question, response, scale=2.0): return scale * response.endswith(question)
 async def late(question, response, scale=2.0): return one(question, response, scale)
@@ -144,7 +126,7 @@ class Late:
     async def __call__(self, question, response): return one(question, response)
 late_callable = Late()
 """)
-    config = RewardConfig(name=f"of_names:{name}", batched=batched, folder=str(tmp_path))
+    config = RewardConfig(name=f"of_names:{name}", batched="many" in name, folder=str(tmp_path))
     scores, _ = _users(config, config, columns_of([PROMPT]))
     asked = [(Prompt(i, "", (1,), {"question": text}), SAID) for i, text in enumerate(("42", "41"))]
     assert scores(asked) == [2.0, 0.0]

@@ -81,10 +81,8 @@ class AtOnce:
     def close(self) -> None: ...
 
 
-def episodes(pool: AtOnce, record: ReplyRecord | None = None, turns: int | None = TURNS) -> Episodes:
-    made = Episodes(pool, encode, decode, turns)  # type: ignore[arg-type]
-    made.record = record or made.record
-    return made
+def episodes(pool: AtOnce, turns: int | None = TURNS) -> Episodes:
+    return Episodes(pool, encode, decode, turns)  # type: ignore[arg-type]
 
 
 def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], float]:
@@ -105,9 +103,8 @@ def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], 
         reply(opening)
         begin = len(tokens)
     while True:
-        distribution = plain_distribution(
-            target.logits([request.prompt.token_ids + tuple(tokens)])[0], request.sampling
-        )
+        context = request.prompt.token_ids + tuple(tokens)
+        distribution = plain_distribution(target.logits([context])[0], request.sampling)
         scores = [small._log(p) + g for p, g in zip(distribution, noise[len(tokens)], strict=True)]
         token = max(range(VOCAB), key=scores.__getitem__)
         tokens.append(token)
@@ -231,14 +228,6 @@ def test_a_look_ahead_draft_is_valid_across_turns_while_replies_agree() -> None:
     assert engine.stats.row_passes < 1.5 * turns, "most turns are one pass"
 
 
-def test_recorded_replies_are_not_requested_again() -> None:
-    record, pools = ReplyRecord(), [AtOnce(Game), AtOnce(Game)]
-    for pool in pools:
-        check(rollout(build(TARGET), episodes(pool, record)))
-    assert pools[0].asked > 2 * len(REQUESTS)
-    assert pools[1].asked == 0
-
-
 def test_a_comparison_with_plain_decoding_calls_the_environment_once() -> None:
     pool = AtOnce(Game)
     turns = episodes(pool)
@@ -282,38 +271,35 @@ def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:
         assert stops.reason(row) == reason
 
 
-# -- one episode, turn by turn ----------------------------------------------------------------------------------------
-
-
 class Says:
     """Environment that answers each turn with the next verdict."""
 
     def __init__(self, *verdicts: Verdict) -> None:
-        self.verdicts = iter([Verdict(0.0, reply=""), *verdicts])
+        self.verdicts = iter(verdicts)
 
     def answer_all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
         return [next(self.verdicts)]
 
 
-def ended(*verdicts: Verdict, turns: int | None = TURNS, reason: str = "stop") -> Response:
-    """Return the finished episode, in which each turn of the model is one token and an end token."""
+def saying(*verdicts: Verdict) -> AtOnce:
     pool = AtOnce(Game)
     pool.environments = Says(*verdicts)  # type: ignore[assignment]
-    found = episodes(pool, turns=turns)
+    return pool
+
+
+def ended(*verdicts: Verdict, turns: int | None = TURNS) -> Response:
+    """Return the finished episode, in which each turn of the model is one token and an end token."""
+    found = episodes(saying(Verdict(0.0, reply=""), *verdicts), turns=turns)
     (row,) = found.begin(REQUESTS[:1])
     finished: list[Response] = []
     while not finished:
         tokens = [*row.tokens, 1, STOP]
-        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), reason)
+        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
         response.replies = row.replies
         finished, rows = found.take([response])
         row = rows[0] if rows else row
     assert not found.awaits
     return finished[0]
-
-
-def test_the_reward_is_the_sum_over_turns() -> None:
-    assert ended(Verdict(0.5, reply="a"), Verdict(0.25)).reward == 0.75
 
 
 def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() -> None:
@@ -326,7 +312,6 @@ def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() 
 @pytest.mark.parametrize(
     ("verdicts", "reason", "reward"),
     [
-        ([Verdict(0.5, reply="a")] * TURNS, "turns", 0.5 * TURNS),
         ([Verdict(0.5, reply="x" * 2**20)], "reply", 0.5),
         ([Verdict(0.5, reply="a" * (MOST - 2))], "reply", 0.5),
         ([Verdict(0.5, reply="a" * (MOST - 5)), Verdict(0.0)], "stop", 0.5),
@@ -339,10 +324,7 @@ def test_limits_end_an_episode_with_its_rewards_so_far(verdicts: list[Verdict], 
 
 
 def test_a_first_text_leaves_room_for_a_token() -> None:
-    pool, says = AtOnce(Game), Says()
-    says.verdicts = iter([Verdict(0.0, reply="ab" * MOST)])
-    pool.environments = says  # type: ignore[assignment]
-    (row,) = episodes(pool).begin(REQUESTS[:1])
+    (row,) = episodes(saying(Verdict(0.0, reply="ab" * MOST))).begin(REQUESTS[:1])
     assert row.tokens == [0, 1] * (MOST // 2 - 1) + [0]
     assert row.room == 1
 
@@ -356,12 +338,8 @@ def test_an_environment_that_begins_the_conversation_is_known() -> None:
     assert found.opens
 
 
-def test_an_unfinished_turn_is_not_sent_to_the_environment() -> None:
-    found = ended(reason="length")
-    assert (found.finish_reason, found.reward) == ("length", 0.0)
-
-
 def test_a_failed_environment_leaves_no_reward_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert ended(Verdict(3e38, reply="a"), Verdict(3e38)).outcome == "not a number", "beyond float32"
     found = ended(Verdict(1.0, reply="a"), Verdict(None, "error", "KeyError: 'bonus'"))
     assert (found.reward, found.outcome) == (None, "error")
     assert "KeyError: 'bonus'" in caplog.text
@@ -369,10 +347,7 @@ def test_a_failed_environment_leaves_no_reward_and_is_logged_once(caplog: pytest
 
 def test_an_environment_that_failed_to_begin_is_not_called_again() -> None:
     """It might succeed then, and the episode would continue without its first text."""
-    pool = AtOnce(Game)
-    says = Says()
-    says.verdicts = iter([Verdict(None, "timeout", "slow"), Verdict(1.0)])
-    pool.environments = says  # type: ignore[assignment]
+    pool = saying(Verdict(None, "timeout", "slow"), Verdict(1.0))
     found = episodes(pool)
     (row,) = found.begin(REQUESTS[:1])
     ((response,), _) = found.take([Response(row.request, [1, STOP], [-1.0] * 2, [-1.0] * 2, "stop")])
@@ -393,21 +368,22 @@ def test_the_first_turn_begins_with_the_prefill() -> None:
     assert told[-1].texts == ("so bce", "bce")
 
 
-def test_a_sum_of_rewards_beyond_float32_is_not_a_number() -> None:
-    assert ended(Verdict(3e38, reply="a"), Verdict(3e38)).outcome == "not a number"
+def kept(path: Path, resume: bool = False) -> ReplyRecord:
+    record = ReplyRecord()
+    record.keep(path, resume=resume)
+    return record
 
 
 def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> None:
     verdicts = [Verdict(0.0, reply="é\n"), Verdict(0.5, reply=""), Verdict(None, "crash", "why")]
     turns = [(), ("a",), ("a", "b")]
-    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
-    record.keep(path, resume=False)
+    path = tmp_path / "replies.jsonl"
+    record = kept(path)
     for said, verdict in zip(turns, verdicts, strict=True):
         record.add(3, 2**64 - 1, said, verdict)
     with path.open("ab") as file:
         file.write(b'{"step": 3, "se')
-    again = ReplyRecord()
-    again.keep(path, resume=True)
+    again = kept(path, resume=True)
     assert [again.find(3, 2**64 - 1, said) for said in turns] == verdicts
     assert again.find(3, 2**64 - 1, ("another",)) is None, "the model said something else"
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
@@ -416,51 +392,40 @@ def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_leaves_the_replies_of_a_step_that_has_begun(tmp_path: Path) -> None:
-    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
-    record.keep(path, resume=False)
+    record = kept(tmp_path / "replies.jsonl")
     for step in (3, 4):
         record.add(step, 7, (), Verdict(0.0, reply=""))
     record.saved(4)
-    again = ReplyRecord()
-    again.keep(path, resume=True)
+    again = kept(tmp_path / "replies.jsonl", resume=True)
     assert [again.find(step, 7, ()) for step in (3, 4)] == [None, Verdict(0.0, reply="")]
 
 
 def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) -> None:
     """A resumed run may say something else in an early turn, and the same in a later one."""
-    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
-    record.keep(path, resume=False)
+    record = kept(tmp_path / "replies.jsonl")
     for said in (("a",), ("a", "b"), ("a", "b", "c"), ("x",)):
         record.add(3, 7, said, Verdict(0.5, reply=said[0]))
-    again = ReplyRecord()
-    again.keep(path, resume=True)
-    for one in (record, again):
+    for one in (record, kept(tmp_path / "replies.jsonl", resume=True)):
         assert one.find(3, 7, ("x",)) == Verdict(0.5, reply="x")
         assert one.find(3, 7, ("x", "b")) is one.find(3, 7, ("x", "b", "c")) is None
 
 
 def test_replies_that_were_not_read_are_removed(tmp_path: Path) -> None:
     """They are of another environment, and another resume would read them."""
-    path = tmp_path / "replies.jsonl"
     for seed in (1, 2):
-        record = ReplyRecord()
-        record.keep(path, resume=False)
-        record.add(3, seed, (), Verdict(0.0, reply="a"))
-    again = ReplyRecord()
-    again.keep(path, resume=True)
+        kept(tmp_path / "replies.jsonl").add(3, seed, (), Verdict(0.0, reply="a"))
+    again = kept(tmp_path / "replies.jsonl", resume=True)
     assert [again.find(3, seed, ()) for seed in (1, 2)] == [None, Verdict(0.0, reply="a")]
 
 
 def test_a_reply_is_recorded_once_and_lines_after_a_torn_end_are_whole(tmp_path: Path) -> None:
-    path, record = tmp_path / "replies.jsonl", ReplyRecord()
-    record.keep(path, resume=False)
+    path = tmp_path / "replies.jsonl"
+    record = kept(path)
     for _ in range(2):
         record.add(0, 1, (), Verdict(0.0, reply="a"))
     assert len(path.read_bytes().splitlines()) == 1
     with path.open("ab") as file:
         file.write(b'{"step": 3, "se')
-    resumed, again = ReplyRecord(), ReplyRecord()
-    resumed.keep(path, resume=True)
-    resumed.add(0, 2, (), Verdict(0.0, reply="b"))
-    again.keep(path, resume=True)
+    kept(path, resume=True).add(0, 2, (), Verdict(0.0, reply="b"))
+    again = kept(path, resume=True)
     assert [again.find(0, seed, ()) for seed in (1, 2)] == [Verdict(0.0, reply="a"), Verdict(0.0, reply="b")]

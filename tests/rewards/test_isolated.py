@@ -61,12 +61,9 @@ def isolated() -> Iterator[IsolatedScore]:
         ("die", "crash", "its process ended"),
     ],
 )
-def test_a_fault_is_named_and_the_next_answer_is_scored(
-    isolated: IsolatedScore, text: str, outcome: str, detail: str
-) -> None:
+def test_a_fault_is_named_and_the_next_is_scored(isolated: IsolatedScore, text: str, outcome: str, detail: str) -> None:
     verdict = judged(isolated, text)
-    assert verdict.reward is None
-    assert (verdict.outcome, detail in verdict.detail) == (outcome, True)
+    assert (verdict.reward, verdict.outcome, detail in verdict.detail) == (None, outcome, True)
     assert judged(isolated, "four")[:3] == (4.0, "", "")
 
 
@@ -107,11 +104,6 @@ def test_any_invalid_value_is_a_named_outcome(terms: list[Any], outcome: str, de
     assert detail in verdict.detail
 
 
-def test_the_process_is_separate_and_kept_between_calls(isolated: IsolatedScore) -> None:
-    first, second = (judged(isolated, "child").reward for _ in range(2))
-    assert first == second != os.getpid()
-
-
 def test_a_reward_process_imports_neither_torch_nor_transformers() -> None:
     """Each process would take 230 MB and four seconds more."""
     code = "import sys, tlt.rewards.isolated; print([m for m in ('torch', 'transformers') if m in sys.modules])"
@@ -122,15 +114,13 @@ def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> 
     process = int(judged(isolated, "child").reward or 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process, number)
-    assert judged(isolated, "child").reward == process
+    assert judged(isolated, "child").reward == process != os.getpid()
 
 
 def test_a_reward_that_hangs_is_killed_and_its_process_replaced() -> None:
     isolated = IsolatedScore(config(timeout_seconds=1.0))
     process = int(judged(isolated, "child").reward or 0)
-    began = time.monotonic()
     assert judged(isolated, "hang")[:2] == (None, "timeout")
-    assert 1.0 <= time.monotonic() - began < 10
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
     isolated.config = config()  # a busy machine may take longer than a second to answer
@@ -138,9 +128,7 @@ def test_a_reward_that_hangs_is_killed_and_its_process_replaced() -> None:
     isolated.close()
 
 
-def test_every_response_gets_a_reward_or_an_outcome_with_any_number_of_processes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_every_response_gets_a_reward_or_an_outcome_from_any_processes(caplog: pytest.LogCaptureFixture) -> None:
     texts = ("one", "raise", "three", "nan", "die", "raise", "")
     expected = [(3.0, ""), (None, "error"), (5.0, ""), (None, "not a number"), (None, "crash"), (None, "error")]
     for workers in (1, 2):
@@ -150,9 +138,8 @@ def test_every_response_gets_a_reward_or_an_outcome_with_any_number_of_processes
             reward(given)
             reward.close()
         assert [(r.reward, r.outcome) for r in given] == [*expected, (0.0, "")]
-    assert re.search(
-        r"no reward \(error: \S+tiny_rewards\.py:\d+: KeyError: 'bonus'; prompt 5, response 'raise'\)", caplog.text
-    )
+    said = r"no reward \(error: \S+tiny_rewards\.py:\d+: KeyError: 'bonus'; prompt 5, response 'raise'\)"
+    assert re.search(said, caplog.text)
 
 
 def test_a_pattern_that_takes_forever_is_a_timeout() -> None:

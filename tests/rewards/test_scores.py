@@ -44,42 +44,24 @@ def make_score(given: Config) -> Score:
     return score
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("<answer>72</answer>", "72"),
-        ("<answer> 1 </answer> no: <answer> 72 </answer> done", "72"),
-        ("<answer>72", ""),
-        ("72</answer>", ""),
-    ],
-)
-def test_an_answer_may_have_an_end_marker(text: str, found: str) -> None:
-    assert extract_answer(text, "<answer>", "</answer>") == found
+def test_an_answer_may_have_an_end_marker() -> None:
+    for text in ("<answer>72</answer>", "<answer> 1 </answer> no: <answer> 72 </answer> done"):
+        assert extract_answer(text, "<answer>", "</answer>") == "72"
+    assert extract_answer("<answer>72", "<answer>", "</answer>") == ""
+    assert extract_answer("72</answer>", "<answer>", "</answer>") == ""
     assert extract_answer("72; more", "", ";") == "72"
 
 
 @pytest.mark.parametrize(
     ("text", "marker", "found"),
     [
-        (" 42 \n", "", "42"),
-        ("so Answer: 42 ", "Answer:", "42"),
-        ("Answer: 1, no. Answer: 2", "Answer:", "2"),
-        ("no marker", "Answer:", ""),
-        ("Answer:", "Answer:", ""),
-        ("Answer:\n42", "Answer: ", "42"),
-        ("first\n\n42", "\n\n", "42"),
-        ("it is (a+b) 42, (a+b) 43", "(a+b)", "43"),
-        ("answer: 42", "Answer:", ""),
+        *[(" 42 \n", "", "42"), ("so Answer: 42 ", "Answer:", "42"), ("Answer: 1, no. Answer: 2", "Answer:", "2")],
+        *[("no marker", "Answer:", ""), ("Answer:", "Answer:", ""), ("answer: 42", "Answer:", "")],
+        *[("Answer:\n42", "Answer: ", "42"), ("first\n\n42", "\n\n", "42"), ("it is (a+b) 1, (a+b) 43", "(a+b)", "43")],
     ],
 )
 def test_the_answer_follows_the_last_marker(text: str, marker: str, found: str) -> None:
     assert extract_answer(text, marker) == found
-
-
-# -- exact, format, length, sums ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,16 +112,10 @@ def test_terms_of_one_name_have_different_score_names() -> None:
     assert scores == {"format": 1.0, "format_2": 0.0, "format_3": 1.0}
 
 
-# -- mathematics -------------------------------------------------------------------------------------------------------
-
-
 def test_math_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(RewardError, match=r"pip install 'tlt-rl\[math\]'"):
         make_score(config(name="math"))
-
-
-# -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 
 def test_reasoning_gym_scores_as_the_library_does() -> None:
@@ -196,9 +172,6 @@ def _score_of(task: str) -> tuple[Score, Prompt]:
     return make_score(given), asked
 
 
-# -- the user's own ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder with a module. It is not on the path of a console script."""
@@ -210,12 +183,12 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     sys.modules.pop("my_rewards", None)
 
 
-def test_a_users_function_in_the_working_directory(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(user_folder)
-    score = make_score(config(name="my_rewards:length"))
+@pytest.mark.parametrize("of_the_recipe", [True, False])
+def test_a_users_function_is_in_the_folder_of_the_recipe_or_the_working_directory(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch, of_the_recipe: bool
+) -> None:
+    if not of_the_recipe:
+        monkeypatch.chdir(user_folder)
+    folder = {"folder": str(user_folder)} if of_the_recipe else {}
+    score = make_score(config(name="my_rewards:length", **folder))
     assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5
-
-
-def test_a_users_function_in_the_folder_of_the_recipe(user_folder: Path) -> None:
-    score = make_score(config(name="my_rewards:length", folder=str(user_folder)))
-    assert score(prompt(bonus=1), answer("x")) == 2

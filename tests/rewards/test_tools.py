@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError
 from tlt.rewards.environments import Environments, Turn
-from tlt.rewards.tools import MalformedCall, Tools, calls_in, parsed, with_tools
+from tlt.rewards.tools import Tools, calls_in, parsed, with_tools
 from tlt.types import Prompt
 
 ADD = ("add", {"first": 2, "second": 3})
@@ -41,15 +41,11 @@ def test_the_call_format_of_each_family_is_read(text: str) -> None:
 
 
 def test_parameters_in_tags_are_texts() -> None:
-    """The format of Qwen3-Coder."""
+    """The format of Qwen3-Coder. One line break after the open tag and one before the closing tag belong to it."""
     text = "<tool_call>\n<function=add>\n<parameter=first>\n2\n</parameter>\n<parameter=second>\n3\n</parameter>\n"
     text += "</function>\n</tool_call>"
     assert [parsed(call) for call in calls_in(text)] == [("add", {"first": "2", "second": "3"})]
     assert desk(text) == ("5", False, 0.0)
-
-
-def test_a_parameter_in_tags_keeps_its_own_empty_lines() -> None:
-    """One line break after the open tag and one before the closing tag belong to the format."""
     call = "<function=add><parameter=first>\n\n a\n\n\n</parameter>\n</function>"
     assert parsed(call) == ("add", {"first": "\n a\n\n"})
 
@@ -96,7 +92,6 @@ def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, erro
     environments = Environments(tiny_environments.Desk, 5.0)
     texts = (f"<tool_call>{call}</tool_call>", "it is 5")
     (found,) = environments.answer_all([(PROMPT, Turn(1, 1, texts[:1]))])
-    assert found.reply is not None
     assert found.reply.startswith("Error: ")
     assert error in found.reply
     assert found.scores == {"tool_calls": 1, "malformed_calls": 1, "failed_calls": 0}
@@ -105,17 +100,13 @@ def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, erro
     assert found.scores["malformed_calls"] == 1, "of the whole episode"
 
 
-def test_a_bare_call_that_is_nested_too_deeply_is_malformed() -> None:
-    depth = 100_000
-    reply, done, _ = desk('[{"name": ' + "[" * depth + "]" * depth + "}]")
-    assert reply.startswith("Error: the call is not JSON")
-    assert not done
-
-
-def test_an_unknown_name_is_not_repeated_at_length() -> None:
-    """The error takes room from the response."""
-    with pytest.raises(MalformedCall, match=r"^there is no tool 'x{99}: the tools are add, look_up$"):
-        tiny_environments.Desk()._function("x" * 10_000)
+def test_a_bare_call_may_be_malformed_and_a_long_name_takes_little_room() -> None:
+    for call, said in (
+        ('[{"name": ' + "[" * 100_000 + "]" * 100_000 + "}]", "Error: the call is not JSON"),
+        (json.dumps({"name": "x" * 10_000, "arguments": {}}), f"Error: there is no tool '{'x' * 99}: the tools are"),
+    ):
+        reply, done, _ = desk(call)
+        assert (reply[: len(said)], done) == (said, False)
 
 
 def test_a_tool_that_raises_is_counted_separately() -> None:
@@ -133,15 +124,12 @@ def echo(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", ['["\\ud800"]', '["raise", "\\ud800"]'])
-def test_a_result_or_an_error_that_is_no_valid_text_is_a_failed_call(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_or_error_that_is_no_valid_text_is_a_failed_call(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that reads escapes makes half a surrogate pair out of valid text."""
     monkeypatch.setattr(tiny_environments.Desk, "tools", (echo,))
     call = json.dumps({"name": "echo", "arguments": {"text": text}})
     (found,) = Environments(tiny_environments.Desk, 5.0).answer_all([(PROMPT, Turn(1, 1, (call,)))])
     assert (found.outcome, found.scores["failed_calls"]) == ("", 1)
-    assert found.reply
     assert found.reply.startswith("Error: ValueError")
 
 
@@ -160,12 +148,9 @@ def test_the_chat_template_receives_the_tools() -> None:
     assert with_tools(config("Echo")).data.chat_arguments == {}
 
 
-def test_a_function_without_a_description_is_refused_at_the_start() -> None:
+def test_a_function_without_a_description_and_a_class_without_a_score_are_refused() -> None:
     with pytest.raises(RewardError, match="because it has no docstring"):
         with_tools(config("Undescribed"))
-
-
-def test_a_class_without_a_score_is_an_error() -> None:
     made = Tools()
     made.reset(PROMPT)
     with pytest.raises(NotImplementedError, match=r"Tools needs a method score\(prompt, answer\)"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +16,7 @@ import pytest
 pytest.importorskip("verifiers", reason="verifiers is not installed: make test-verifiers")
 
 import verifiers.v1 as vf
-from rich.console import Console
-from tiny import tiny_tree
+from tiny import tiny_tree, train
 
 from tlt.config import Config, parse_config
 from tlt.data.prompts import DataError, load_prompts
@@ -27,8 +26,6 @@ from tlt.rewards.environments import Environments, Turn
 from tlt.rewards.tools import with_tools
 from tlt.rewards.verdicts import Verdict
 from tlt.rewards.verifiers import Episode
-from tlt.run.display import Display
-from tlt.run.train import train
 from tlt.store.completions import read_completions
 from tlt.types import Prompt
 
@@ -113,6 +110,19 @@ async def with_runtime(self: Any, trace: Any, runtime: Any) -> float:
     return 0.0
 
 
+def refuse(module: ModuleType, why: str) -> None:
+    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
+    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
+        load_prompts(config("tiny_needs").data, lambda text: (1,))
+
+
+@pytest.fixture(autouse=True)
+def loaded_again() -> Iterator[None]:
+    load.cache_clear()
+    yield
+    load.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -124,12 +134,7 @@ async def with_runtime(self: Any, trace: Any, runtime: Any) -> float:
     ],
 )
 def test_features_that_an_episode_lacks_are_refused_by_name(changes: Callable[[], dict[str, Any]], why: str) -> None:
-    load.cache_clear()
-    module = module_of("tiny_needs", **changes())
-    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
-    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
-        load_prompts(config("tiny_needs").data, lambda text: (1,))
-    load.cache_clear()
+    refuse(module_of("tiny_needs", **changes()), why)
 
 
 class Counted(vf.State):
@@ -158,21 +163,16 @@ class Duel(vf.Env[TwoSeats]):
     ],
 )
 def test_an_environment_that_needs_more_is_refused_by_name(name: str, value: Any, why: str) -> None:
-    load.cache_clear()
     module = module_of("tiny_needs")
     if name == "Env":
         module.Env, module.__all__ = value, ["Env", "Given"]  # type: ignore[attr-defined]
     else:
         setattr(module.Given, name, value)
-    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
-    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
-        load_prompts(config("tiny_needs").data, lambda text: (1,))
-    load.cache_clear()
+    refuse(module, why)
 
 
 def test_tasks_are_loaded_once_and_no_more_than_needed() -> None:
     """A taskset may be endless."""
-    load.cache_clear()
     found = load("tiny_verifiers", "{}")
     assert found.tasks(2) == found.tasks(3)[:2] == found.tasks(2)
     assert len(found._tasks) == 3
@@ -187,24 +187,22 @@ async def two_conversations(self: Any, task: Any, agents: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "texts", "error"),
+    ("run", "error"),
     [
-        (no_turn, ("1",), "ended without a turn of the model"),
-        (two_conversations, ("1",), "lets the model play several times in an episode"),
+        (no_turn, "ended without a turn of the model"),
+        (two_conversations, "lets the model play several times in an episode"),
     ],
 )
-def test_an_episode_is_one_conversation(run: Any, texts: tuple[str, ...], error: str) -> None:
+def test_an_episode_is_one_conversation(run: Any, error: str) -> None:
     import tiny_verifiers
 
-    load.cache_clear()
     module = module_of("tiny_needs")
     module.Env, module.__all__ = type("Own", (tiny_verifiers.CountEnv,), {"run": run}), ["Env", "Given"]  # type: ignore[attr-defined]
     with patch.dict(sys.modules, {"tiny_needs": module}):
         (prompt,) = load_prompts(config("tiny_needs").data, lambda text: (1,))
-        (found,) = Environments(Episode, 20.0).answer_all([(prompt, Turn(1, 1, texts))])
+        (found,) = Environments(Episode, 20.0).answer_all([(prompt, Turn(1, 1, ("1",)))])
     assert found.outcome == "error"
     assert error in str(found)
-    load.cache_clear()
 
 
 def test_an_environment_sees_the_whole_conversation() -> None:
@@ -242,7 +240,6 @@ def test_an_environment_sees_the_whole_conversation() -> None:
         seen["ids"] = [call.id for message in trace.assistant_messages for call in message.tool_calls or []]
         return 1.0
 
-    load.cache_clear()
     module = module_of("tiny_needs", judged=vf.reward(judged))
     module.Own, module.__all__ = Own, ["Own", "Given"]  # type: ignore[attr-defined]
     module.Given.toolsets = classmethod(lambda cls, config: [Shelf(tiny_verifiers.AddConfig())])  # type: ignore[attr-defined]
@@ -253,17 +250,13 @@ def test_an_environment_sees_the_whole_conversation() -> None:
         for said in [(), (calls,), (calls, answer)]:
             (found,) = environments.answer_all([(prompt, Turn(1, 1, said))])
             seen.setdefault("replies", []).append(found.reply)
-    load.cache_clear()
     assert seen == {
         "set up": True,
         "replies": ["", "book 1\nbook 1", None],
         "segment": [calls, "book 1", "book 1", answer],
         "ended well": True,
         "nodes": [
-            (None, "?", False),
-            (0, calls, True),
-            (1, "book 1", False),
-            (2, "book 1", False),
+            *[(None, "?", False), (0, calls, True), (1, "book 1", False), (2, "book 1", False)],
             (3, answer, True),
         ],
         "ids": ["0", "1"],
@@ -288,7 +281,7 @@ def test_a_run_trains_on_it(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path, rollout={"stop_strings": list("abcdefgh "), "max_new_tokens": 96})
     tree["data"] = {"environment": "tiny_verifiers", "environment_arguments": {"most": 4}}
     tree["reward"] = {"turns": 3}
-    train(parse_config(tree), display=Display(Console(quiet=True)))
+    train(parse_config(tree))
     lines = list(read_completions(tmp_path / "run"))
     assert any(reply.startswith("No, say ") for line in lines for reply in line["replies"])
     assert len(list(read_metrics(tmp_path / "run"))) == 2

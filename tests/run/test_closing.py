@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tlt.run.closing import closing
 
 SUMMARY: dict[str, Any] = {
@@ -34,8 +32,8 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
     assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
-    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "runs/x")
-    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "")[0].plain
+    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
     assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
@@ -48,14 +46,12 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     assert one[0].plain.startswith("1 step: mean reward")
     assert one[1].plain.startswith("100.0% of 1 response had no reward")
     alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
-    assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
-        "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
-    )
     three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
-    said = "peak memory: driver 9 MiB, largest worker 8 MiB"
-    assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
-    unknown = {"against_plain": {}, "times_plain": None}
-    failed = closing(SUMMARY | unknown | {"without_reward": {"timeout": 10, "error": 2}}, "runs/x")
+    peaks = [closing(SUMMARY | {"peak_memory": peak}, "")[1].plain for peak in (alone, three)]
+    assert peaks[0] == "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
+    assert peaks[1] == "peak memory: driver 9 MiB, largest worker 8 MiB"
+    failures = {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}, "times_plain": None}
+    failed = closing(SUMMARY | failures, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see the errors above"
     assert "red" in str(failed[1].style)
     assert "plain decoding" not in failed[0].plain
@@ -69,12 +65,10 @@ def test_a_run_that_gained_little_gets_advice() -> None:
     assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("version", "said"), [(3, "version 3 is the last that was better"), (0, "no version was better")]
-)
-def test_the_last_lines_show_the_result_of_drafter_training(version: int, said: str) -> None:
+def test_the_last_lines_show_the_result_of_drafter_training() -> None:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
-    lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
+    for version, said in ((3, "version 3 is the last that was better"), (0, "no version was better")):
+        lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
+        assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
     hardly = [{"idle_seconds_trained": 0.02}] * 2
     assert "the drafter was trained" not in str(closing(SUMMARY | {"workers": hardly}, "runs/x"))
-    assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"

@@ -9,12 +9,15 @@ import re
 import shutil
 import signal
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt.config import Config, ConfigError
 from tlt.config.run import RunConfig
@@ -24,7 +27,7 @@ from tlt.metrics import read_metrics
 from tlt.models.families import ModelError
 from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
-from tlt.run import train as run_module
+from tlt.rl.update import Update
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
 from tlt.stopping import stop_request
@@ -46,10 +49,6 @@ def home(sound: Path, tmp_path: Path) -> Path:
 
 def short(home: Path, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, **{"rollout": {"max_new_tokens": 4}} | sections)
-
-
-def train(config: Config, display: Display | None = None, resume: bool = False) -> dict[str, Any]:
-    return run_module.train(config, resume, display or Display(Console(quiet=True)))
 
 
 def afresh(home: Path, **sections: dict[str, Any]) -> Config:
@@ -74,28 +73,25 @@ class Failing(Display):
             raise ValueError("what went wrong")
 
 
-def note_of(error: pytest.ExceptionInfo[Any]) -> str:
-    (note,) = error.value.__notes__
-    return note
-
-
-# -- one run at a time -------------------------------------------------------------------------------------------------
+@contextmanager
+def failing(note: str = "", kind: type[Exception] = ValueError, what: str = "what went wrong") -> Iterator[None]:
+    """Expect an error with one note."""
+    with pytest.raises(kind, match=what) as error:
+        yield
+    (found,) = error.value.__notes__
+    assert re.match(note, found)
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: Path) -> None:
-    class Second(Display):
-        said = ""
+    said = rf"another run uses .*run \(process {os.getpid()} on .+\): wait .*--run\.folder"
 
+    class Second(Display):
         def step(self, result: StepResult) -> None:
             for resume in (False, True):
-                with pytest.raises(ConfigError) as refused:
+                with pytest.raises(ConfigError, match=said):
                     train(afresh(home), resume=resume)
-                self.said = str(refused.value)
 
-    first = Second(Console(quiet=True))
-    train(afresh(home), first)
-    pid = os.getpid()
-    assert re.search(rf"another run uses .*run \(process {pid} on .+\): wait .*--run\.folder", first.said)
+    train(afresh(home), display=Second(Console(quiet=True)))
     assert [line["step"] for line in read_metrics(home / "run")] == [0, 1]
     train(afresh(home))
 
@@ -109,27 +105,18 @@ def test_a_run_that_failed_to_start_leaves_the_folder_free(home: Path) -> None:
 
 
 def test_a_folder_made_for_a_run_that_never_began_is_removed(home: Path, tmp_path: Path) -> None:
-    nowhere = short(home, model={"path": "nowhere"})
-    new = nowhere.model_copy(update={"run": nowhere.run.model_copy(update={"folder": str(tmp_path / "new")})})
-    with pytest.raises(ModelError):
-        train(new)
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "new").mkdir()
-    with pytest.raises(ModelError):
-        train(new)
-    assert (tmp_path / "new").is_dir(), "it was there before"
-
-
-# -- what is overwritten -----------------------------------------------------------------------------------------------
+    for was_there in (False, True):
+        with pytest.raises(ModelError):
+            train(short(home, model={"path": "nowhere"}, run={"folder": str(tmp_path / "new")}))
+        assert (tmp_path / "new").exists() == was_there
+        (tmp_path / "new").mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        {"reward": {"name": "tiny_rewards:none"}},
-        {"data": {"path": "nowhere.jsonl"}},
-        {"data": {"max_prompt_tokens": 1}},
-        {"model": {"path": "nowhere"}},
+        *[{"reward": {"name": "tiny_rewards:none"}}, {"model": {"path": "nowhere"}}],
+        *[{"data": {"path": "nowhere.jsonl"}}, {"data": {"max_prompt_tokens": 1}}],
     ],
     ids=str,
 )
@@ -144,31 +131,20 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     (home / "run" / "notes.txt").write_text("mine", encoding="utf-8")
     before = files(home / "run")
     sha256 = json.loads(before["summary.json"])["policy_sha256"]
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(afresh(home), Failing(0, "update"))
     previous = home / "run" / "previous"
-    assert note_of(error) == f"nothing is saved yet; the previous run is in {previous}"
+    with failing(f"nothing is saved yet; the previous run is in {previous}$"):
+        train(afresh(home), display=Failing(0, "update"))
     kept = files(previous)
     assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
     copy = shutil.copytree(previous, home / "copy")
     assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
-    with pytest.raises(ValueError, match="what went wrong"):
-        train(afresh(home), Failing(0, "update"))
+    with failing():
+        train(afresh(home), display=Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
-    left = {
-        "notes.txt",
-        ".lock",
-        "latest",
-        "report.html",
-        "config.json",
-        "reward.log",
-        "metrics.jsonl",
-        "completions.jsonl",
-        "summary.json",
-        "trace.json",
-    }
-    assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
+    left = ".lock latest report.html config.json reward.log metrics.jsonl completions.jsonl summary.json trace.json"
+    names = {*left.split(), "notes.txt", "checkpoints", "tensorboard"}
+    assert {path.name for path in (home / "run").iterdir()} == names
 
 
 def test_previous_runs_are_numbered_and_listed_oldest_first(home: Path) -> None:
@@ -186,19 +162,15 @@ def test_other_files_next_to_the_previous_run_are_kept(home: Path) -> None:
         def phase(self, step: int, name: str, total: int) -> None:
             (home / "run" / "previous" / "mine.txt").write_text("mine", encoding="utf-8")
 
-    train(afresh(home), Visitor(Console(quiet=True)))
+    train(afresh(home), display=Visitor(Console(quiet=True)))
     assert list(files(home / "run" / "previous")) == ["mine.txt"]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "checkpoints/best",
-        "checkpoints/step_2",
-        "checkpoints/step_00000002_copy",
-        "tensorboard/plugins",
-        "drafter/eagle",
-        "drafter/drafter_final",
+        *("checkpoints/best", "checkpoints/step_2", "checkpoints/step_00000002_copy", "tensorboard/plugins"),
+        *("drafter/eagle", "drafter/drafter_final"),
         *("metrics.jsonl", "config.json", "summary.json", "trace.json", "trackers.json", "completions.jsonl"),
     ],
 )
@@ -219,10 +191,13 @@ def test_a_model_in_the_folder_is_kept(home: Path) -> None:
     assert files(home / "model") == before
 
 
-def test_an_existing_log_is_kept_and_continued(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "reward.log").write_text("somebody's\n", encoding="utf-8")
-    train(short(home, run={"folder": str(tmp_path)}))
-    assert (tmp_path / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
+def test_an_existing_log_and_another_file_named_latest_are_kept(home: Path) -> None:
+    shutil.rmtree(home / "run")
+    (home / "run" / "latest").mkdir(parents=True)
+    (home / "run" / "reward.log").write_text("somebody's\n", encoding="utf-8")
+    train(short(home))
+    assert (home / "run" / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
+    assert ((home / "run" / "latest").is_dir(), (home / "run" / "latest").is_symlink()) == (True, False)
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"ste'])
@@ -241,37 +216,28 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
 
 
-# -- an error amid a run -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("phase", ["rollout", "reward", "update"])
 def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home: Path, phase: str) -> None:
     steps = {"train": {"steps": 3}}
     expected = train(afresh(home, **steps))["policy_sha256"]
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(afresh(home, **steps), Failing(2, phase))
-    assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
+    with failing(f"saved after step 2 in {home / 'run'}: continue with --resume$"):
+        train(afresh(home, **steps), display=Failing(2, phase))
     summary = train(short(home, **steps), resume=True)
     assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
 
 
 def test_an_error_during_an_update_keeps_the_previous_checkpoint(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights then belong to no step."""
-    from tlt.rl.update import Update
-
-    real, calls = Update._optimizer_step, [0]
+    real, calls = Update._optimizer_step, count(1)
 
     def fails(self: Update, *arguments: Any) -> dict[str, Any]:
-        calls[0] += 1
-        if calls[0] == 8:  # the second of the fourth step
+        if next(calls) == 8:  # the second of the fourth step
             raise ValueError("what went wrong")
         return real(self, *arguments)
 
     monkeypatch.setattr(Update, "_optimizer_step", fails)
-    config = afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2})
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(config)
-    assert note_of(error) == f"saved after step 2 in {home / 'run'}: continue with --resume"
+    with failing(f"saved after step 2 in {home / 'run'}: continue with --resume$"):
+        train(afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2}))
     found = checkpoint.latest(home / "run" / "checkpoints")
     assert found.state["step"] == 2
     assert [path.name for path in found.folder.parent.iterdir()] == ["step_00000002"]
@@ -292,9 +258,8 @@ def test_a_reward_process_that_cannot_be_restarted_loses_nothing(home: Path, mon
                 started[0].close()
 
     monkeypatch.setattr(IsolatedScore, "_start", starts_once)
-    with pytest.raises(RewardError, match="it cannot start") as error:
-        train(afresh(home), Ending(Console(quiet=True)))
-    assert note_of(error) == f"saved after step 1 in {home / 'run'}: continue with --resume"
+    with failing(f"saved after step 1 in {home / 'run'}: continue with --resume$", RewardError, "it cannot start"):
+        train(afresh(home), display=Ending(Console(quiet=True)))
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
@@ -325,25 +290,21 @@ def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
         return saved[-1]
 
     monkeypatch.setattr(checkpoint, "save", save)
-    config = afresh(home, train={"steps": 3}, run={"save_every": save_every})
-    failing = Failing(1, "save") if save_every else Failing(2, "rollout")
-    with pytest.raises(ValueError, match="what went wrong") as error:
-        train(config, failing)
-    assert note_of(error).startswith(f"the steps since then cannot be saved (the disk is full); {left}")
-
-
-# -- what a run leaves -------------------------------------------------------------------------------------------------
+    display = Failing(1, "save") if save_every else Failing(2, "rollout")
+    with failing(rf"the steps since then cannot be saved \(the disk is full\); {left}"):
+        train(afresh(home, train={"steps": 3}, run={"save_every": save_every}), display=display)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
 def test_files_have_the_permissions_of_the_umask(tmp_path: Path, home: Path, umask: int, mode: int) -> None:
+    (home / "run" / ".lock").unlink()
     before = os.umask(umask)
     try:
         train(afresh(home))
     finally:
         os.umask(before)
-    (checkpoint_folder,) = (home / "run" / "checkpoints").iterdir()
-    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in checkpoint_folder.rglob("*") if path.is_file()}
+    paths = [path for path in (home / "run" / "checkpoints").rglob("*") if path.is_file()]
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*paths, home / "run" / ".lock")}
     assert set(found.values()) == {mode}
     assert {"model.safetensors", "optimizer.safetensors"} <= found.keys()
 
@@ -357,14 +318,6 @@ def test_latest_links_to_the_newest_checkpoint(home: Path) -> None:
     assert (home / "elsewhere" / "latest").resolve() == home / "elsewhere" / "checkpoints" / "step_00000003"
 
 
-def test_another_file_named_latest_is_kept(home: Path) -> None:
-    shutil.rmtree(home / "run")
-    (home / "run" / "latest").mkdir(parents=True)
-    train(short(home))
-    assert (home / "run" / "latest").is_dir()
-    assert not (home / "run" / "latest").is_symlink()
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_cache: bool) -> None:
     config = home / "model" / "config.json"
@@ -375,22 +328,9 @@ def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_
     assert (saved["use_cache"], saved["dtype"]) == (use_cache, "float32")  # the masters
     card = (policy / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\n")
-    for said in (
-        "# model, after 2 steps",
-        "tiny_rewards:share_of_low_bytes",
-        "float32, trained under bfloat16 autocast",
-    ):
-        assert said in card
+    said = ("# model, after 2 steps", "tiny_rewards:share_of_low_bytes", "float32, trained under bfloat16 autocast")
+    assert all(words in card for words in said)
 
 
 def test_checkpoints_are_saved_by_default() -> None:
     assert 0 < RunConfig().save_every <= 50
-
-
-def test_a_lock_file_can_be_taken_by_others_of_the_group(tmp_path: Path) -> None:
-    before = os.umask(0o002)
-    try:
-        RunFolder(RunConfig(folder=str(tmp_path)), resume=False).close()
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o664

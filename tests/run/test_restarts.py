@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_recovery import recovery
@@ -46,7 +47,7 @@ class Runs:
     ],
 )
 def test_a_run_is_restarted_while_it_makes_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[int, bool]], code: int, pauses: list[float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, code: int, pauses: Any
 ) -> None:
     runs = Runs(tmp_path, ends)
     monkeypatch.setattr(restarts, "_run", runs)
@@ -57,13 +58,11 @@ def test_a_run_is_restarted_while_it_makes_progress(
     assert all(given[-2:] == ["--resume", "auto"] for given in runs.given[1:])
 
 
-@pytest.mark.parametrize(("code", "ends_with"), [(-15, 143), (15, 15), (75, 75)])
-def test_a_run_stopped_by_a_signal_is_not_restarted_with_any_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, ends_with: int
-) -> None:
+@pytest.mark.parametrize(("code", "end"), [(-15, 143), (15, 15), (75, 75)])
+def test_a_run_stopped_by_a_signal_is_not_restarted(tmp_path: Path, monkeypatch: Any, code: int, end: int) -> None:
     runs = Runs(tmp_path, [(-9, False), (code, False)], asked=True)
     monkeypatch.setattr(restarts, "_run", runs)
-    assert keep_running(["train"], 5, tmp_path, runs.pauses.append) == ends_with
+    assert keep_running(["train"], 5, tmp_path, runs.pauses.append) == end
     assert len(runs.given) == 2
 
 
@@ -117,11 +116,16 @@ def test_resume_auto_starts_a_run_without_checkpoints(tmp_path: Path) -> None:
     assert (folder / "latest").resolve().name == "step_00000001"
 
 
-@pytest.mark.slow
-def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
+def started(tmp_path: Path) -> subprocess.Popen[str]:
+    """Start a run that would take hours."""
     path = recovery.write_recipe(tmp_path, train={"steps": 100000})
     command = [sys.executable, "-m", "tlt", "train", str(path), "--restarts", "3"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
+    process = started(tmp_path)
     try:
         until = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoints" / "step_00000002").exists() and time.monotonic() < until:
@@ -136,9 +140,7 @@ def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
 
 def test_sigterm_ends_a_run_before_it_has_signal_handlers(tmp_path: Path) -> None:
     """The signal kills the run during its imports. This does not count as a lost run."""
-    path = recovery.write_recipe(tmp_path, train={"steps": 100000})
-    command = [sys.executable, "-m", "tlt", "train", str(path), "--restarts", "3"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = started(tmp_path)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None and not children.read_text():
         time.sleep(0.001)

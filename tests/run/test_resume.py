@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt.config import Config, ConfigError, RewardConfig
 from tlt.data.prompts import DataError
 from tlt.metrics import read_metrics
 from tlt.rewards import sources_sha256
-from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.resume import Contents, allowed_changes, changes_environment
 from tlt.store import checkpoint
@@ -41,19 +40,6 @@ def home(sound: Path, tmp_path: Path) -> Path:
 def short(home: Path, steps: int = 3, **sections: dict[str, Any]) -> Config:
     train_section = {"steps": steps} | sections.pop("train", {})
     return tiny_config(home, **{"rollout": {"max_new_tokens": 4}, "train": train_section} | sections)
-
-
-class Listening(Display):
-    def __init__(self) -> None:
-        super().__init__(Console(quiet=True))
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
-
-
-def train(config: Config, display: Display | None = None, **options: Any) -> dict[str, Any]:
-    return run_module.train(config, display=display or Listening(), **({"resume": False} | options))
 
 
 def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str = "float32") -> list[dict[str, Any]]:
@@ -85,23 +71,18 @@ def test_fields_that_affect_no_weight_may_change(sections: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("sections", "key"),
+    ("section", "name", "value"),
     [
-        ({"train": {"micro_batch_tokens": 7}}, "train.micro_batch_tokens"),
-        ({"train": {"logits_mb": 7}}, "train.logits_mb"),
-        ({"train": {"gradient_checkpointing": True}}, "train.gradient_checkpointing"),
-        ({"cluster": {"workers": 3}}, "cluster.workers"),
-        ({"model": {"device": "cpu"}}, "model.device"),
-        ({"engine": {"max_rows": 3}}, "engine.max_rows"),
-        ({"speculation": {"drafter": "off"}}, "speculation.drafter"),
-        ({"speculation": {"window": 8}}, "speculation.window"),
+        *[("train", "micro_batch_tokens", 7), ("train", "logits_mb", 7), ("train", "gradient_checkpointing", True)],
+        *[("cluster", "workers", 3), ("model", "device", "cpu"), ("engine", "max_rows", 3)],
+        *[("speculation", "drafter", "off"), ("speculation", "window", 8)],
     ],
 )
-def test_fields_that_affect_the_rounding_may_change_and_are_logged(sections: dict[str, Any], key: str) -> None:
-    (change,) = compared(dict(sections))
-    assert (change["key"], change["step"], change["effect"]) == (key, 2, "rounding")
-    exact = key.startswith(("engine", "speculation"))
-    assert bool(compared(dict(sections), dtype="float64")) != exact
+def test_fields_that_affect_the_rounding_may_change_and_are_logged(section: str, name: str, value: Any) -> None:
+    (change,) = compared({section: {name: value}})
+    assert (change["key"], change["step"], change["effect"]) == (f"{section}.{name}", 2, "rounding")
+    exact = section in ("engine", "speculation")
+    assert bool(compared({section: {name: value}}, dtype="float64")) != exact
 
 
 @pytest.mark.parametrize(
@@ -113,6 +94,7 @@ def test_fields_that_affect_the_rounding_may_change_and_are_logged(sections: dic
         ({"reward": {"name": "exact", "answer_marker": "="}}, "reward.answer_marker"),
         ({"data": {"path": "p.jsonl", "shuffle": False}}, "data.shuffle"),
         ({"run": {"seed": 3}}, "run.seed"),
+        ({"train": {"lora": {"alpha": 4.0}}}, "train.lora.alpha"),
         ({"train": {"steps": 50}}, "train.steps"),
     ],
 )
@@ -123,23 +105,10 @@ def test_fields_that_affect_the_result_are_refused_unless_forced(sections: dict[
     assert (change["key"], change["effect"]) == (key, "forced")
 
 
-def test_a_field_of_a_table_within_a_section_has_its_whole_key() -> None:
-    lora = {"train": {"lora": {"alpha": 4.0}}}
-    with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 4\.0, but the run .*: .*--force train\.lora\.alpha"):
-        compared(dict(lora))
-    (change,) = compared(dict(lora), force=("train.lora.alpha",))
-    assert change["key"] == "train.lora.alpha"
-
-
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    [
-        *(("reward.turns", True), ("data.environment", True), ("data.environment_arguments.size", True)),
-        *(("data.path", False), ("rollout.temperature", False)),
-    ],
-)
-def test_fields_that_change_the_replies_of_an_environment(key: str, changes: bool) -> None:
-    assert changes_environment([{"key": "train.steps"}, {"key": key}]) == changes
+def test_fields_that_change_the_replies_of_an_environment() -> None:
+    for key in ("reward.turns", "data.environment", "data.environment_arguments.size"):
+        assert changes_environment([{"key": "train.steps"}, {"key": key}])
+    assert not changes_environment([{"key": "data.path"}, {"key": "rollout.temperature"}])
 
 
 def test_another_rank_cannot_be_forced() -> None:
@@ -168,24 +137,23 @@ def test_a_model_is_identified_by_the_content_of_its_files(home: Path) -> None:
     assert train(short(home, model=moved), resume=True)["steps"] == 3
     config = home / "moved" / "config.json"
     config.write_text(config.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"the files in model\.path differ from those of the run.*--force model\.path"
-    ):
+    said = r"the files in model\.path differ from those of the run.*--force model\.path"
+    with pytest.raises(ConfigError, match=said):
         train(short(home, steps=4, model=moved), resume=True)
-    listening = Listening()
-    train(short(home, steps=4, model=moved), listening, resume=True, force=["model.path"])
-    assert "the files of model.path have changed, as forced: the result of the run changes" in listening.said
+    display, notes = Display(Console(quiet=True)), list[str]()
+    display.note = notes.append
+    train(short(home, steps=4, model=moved), True, display, force=["model.path"])
+    assert "the files of model.path have changed, as forced: the result of the run changes" in notes
 
 
 def test_forced_changes_are_logged_and_recorded(home: Path) -> None:
-    listening = Listening()
+    display, notes = Display(Console(quiet=True)), list[str]()
+    display.note = notes.append
     forced = short(home, train={"learning_rate": 0.5, "micro_batch_tokens": 32})
-    train(forced, listening, resume=True, force=["train.learning_rate"])
-    assert any("train.learning_rate was 0.001 and is 0.5, as forced" in said for said in listening.said)
-    assert any(
-        "micro_batch_tokens was 64 and is 32: from this step on, results differ by ro" in said
-        for said in listening.said
-    )
+    train(forced, True, display, force=["train.learning_rate"])
+    said = "\n".join(notes)
+    assert "train.learning_rate was 0.001 and is 0.5, as forced" in said
+    assert "micro_batch_tokens was 64 and is 32: from this step on, results differ by ro" in said
     summary = train(short(home, steps=4, train={"learning_rate": 0.5, "micro_batch_tokens": 32}), resume=True)
     recorded = {(change["key"], change["step"], change["effect"]) for change in summary["changes"]}
     assert recorded == {("train.learning_rate", 2, "forced"), ("train.micro_batch_tokens", 2, "rounding")}
@@ -193,10 +161,8 @@ def test_forced_changes_are_logged_and_recorded(home: Path) -> None:
 
 
 def test_other_prompts_can_be_forced_and_none_is_repeated(home: Path) -> None:
-    prompts = home / "prompts.jsonl"
-    prompts.write_text(
-        "\n".join(json.dumps({"question": word}) for word in ("new", "newer", "newest")), encoding="utf-8"
-    )
+    rows = [json.dumps({"question": word}) for word in ("new", "newer", "newest")]
+    (home / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(DataError, match=r"not those of the run to be resumed.*--force data\.path"):
         train(short(home), resume=True)
     train(short(home), resume=True, force=["data.path"])
@@ -228,18 +194,15 @@ def as_older(home: Path) -> None:
 def test_a_reward_and_its_columns_are_identified_by_their_content(tmp_path: Path) -> None:
     train(own_reward(tmp_path, 1))
     assert train(own_reward(tmp_path, 2), resume=True)["changes"] == []
-    with pytest.raises(
-        ConfigError, match=r"the file of the function in reward\.name has changed .*--force reward\.name"
-    ):
+    said = r"the file of the function in reward\.name has changed .*--force reward\.name"
+    with pytest.raises(ConfigError, match=said):
         train(own_reward(tmp_path, worth="-len(answer)"), resume=True)
     with pytest.raises(DataError, match=r"columns of .*prompts\.jsonl, which the reward may read.*--force data\.path"):
         train(own_reward(tmp_path, hint="b"), resume=True)
     changed = own_reward(tmp_path, 3, worth="-len(answer)", hint="b")
     summary = train(changed, resume=True, force=["reward.name", "data.path"])
-    assert {(change["key"], change["effect"]) for change in summary["changes"]} == {
-        ("reward.name", "forced"),
-        ("data.path", "forced"),
-    }
+    recorded = {(change["key"], change["effect"]) for change in summary["changes"]}
+    assert recorded == {("reward.name", "forced"), ("data.path", "forced")}
     as_older(tmp_path)
     assert train(own_reward(tmp_path, 4, worth="3", hint="c"), resume=True)["changes"] == summary["changes"]
 

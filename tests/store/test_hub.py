@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 from hub_server import Files, Hub, files_in
 from huggingface_hub import constants, file_download
-from rich.console import Console
-from tiny import QUESTIONS, tiny_config, tiny_model
+from tiny import QUESTIONS, tiny_config, tiny_model, train
 
 from tlt.cli import main
 from tlt.config import Config
 from tlt.data.prompts import load_prompts
 from tlt.data.tables import read_rows
-from tlt.run import train as run_module
-from tlt.run.display import Display
-from tlt.run.resume import ConfigError
 from tlt.store.hub import HubError, from_hub, local_data, local_model
 
 MODEL, DATA = "models/org/tiny", "datasets/org/sums"
@@ -32,13 +28,7 @@ MODEL, DATA = "models/org/tiny", "datasets/org/sums"
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Return the files of a model, and files that tlt must not download."""
     folder = tiny_model(tmp_path_factory.mktemp("weights"))
-    unwanted = (
-        "pytorch_model.bin",
-        "tiny.gguf",
-        "onnx/model.onnx",
-        "onnx/model.safetensors",
-        "consolidated.safetensors",
-    )
+    unwanted = ("pytorch_model.bin", "tiny.gguf", "onnx/model.safetensors", "consolidated.safetensors")
     return files_in(folder) | dict.fromkeys(unwanted, b"unwanted") | {"tokenization_tiny.py": b"1/0"}
 
 
@@ -47,16 +37,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Files) -> Iter
     """Return a hub with the model `org/tiny`. Its cache is in tmp_path."""
     server = Hub()
     server.commit(MODEL, weights)
-    here = {
-        "ENDPOINT": server.address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.address + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_ASSETS_CACHE": str(tmp_path / "assets"),
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-        "HF_HUB_OFFLINE": False,
-    }
-    for name, value in here.items():
-        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_TOKEN_PATH"):
+        monkeypatch.setattr(constants, name, str(tmp_path / name))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
@@ -73,15 +59,14 @@ def config(home: Path, steps: int = 1, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, **short | sections)
 
 
-def train(config: Config, **options: Any) -> dict[str, Any]:
-    return run_module.train(config, display=Display(Console(quiet=True)), **options)
+def exit_code(words: list[str]) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return ended.value.code
 
 
 def recorded(home: Path) -> dict[str, Any]:
     return json.loads((home / "run" / "config.json").read_text(encoding="utf-8"))
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_and_a_data_set_train_by_their_names(hub: Hub, tmp_path: Path) -> None:
@@ -119,13 +104,6 @@ def test_a_resumed_run_keeps_its_commits_when_the_branches_move(hub: Hub, tmp_pa
     assert local_model("org/tiny@main")[1] == f"org/tiny@main@{newer}"  # a new run has the new one
 
 
-def test_another_revision_is_refused_on_resume(hub: Hub, tmp_path: Path, weights: Files) -> None:
-    train(config(tmp_path))
-    newer = hub.commit(MODEL, weights | files_in(tiny_model(tmp_path / "other", seed=1)))
-    with pytest.raises(ConfigError, match=r"the files in model\.path differ from those of the run"):
-        train(config(tmp_path, steps=2, model={"path": f"org/tiny@{newer}"}), resume=True)
-
-
 def test_a_local_folder_is_preferred_without_a_request(hub: Hub, tmp_path: Path) -> None:
     tiny_model(tmp_path / "org" / "tiny")
     (tmp_path / "org" / "sums").write_bytes(rows("a"))
@@ -141,9 +119,6 @@ def test_names_are_resolved_once(hub: Hub, tmp_path: Path) -> None:
     asked = len(hub.requests)
     assert from_hub(found) == found
     assert len(hub.requests) == asked
-
-
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_download_continues(hub: Hub, weights: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,17 +145,11 @@ def test_offline_a_complete_cache_is_enough(hub: Hub, tmp_path: Path, monkeypatc
     assert hub.requests == []
     with pytest.raises(HubError, match=r"run hf download org/sums --repo-type dataset --revision \w{40} on a machine"):
         local_data("org/sums:train")  # which was not downloaded
-
-
-def test_offline_without_the_cache_the_command_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set: unset it, or run hf download org/tiny --revision v1 o"):
         local_model("org/tiny@v1")
 
 
-def test_without_a_connection_the_cache_is_used_or_the_network_blamed(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_connection_the_cache_is_used_or_the_network_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     local_model("org/tiny")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     assert local_model("org/tiny")[1] == f"org/tiny@{hub.heads[MODEL]}"
@@ -188,34 +157,30 @@ def test_without_a_connection_the_cache_is_used_or_the_network_blamed(
         local_model("org/other")
 
 
-def test_wrong_names_and_gated_models(hub: Hub) -> None:
-    with pytest.raises(HubError, match=r"no org/tinny on this machine, and no model of this name on the Hugging"):
-        local_model("org/tinny")
-    with pytest.raises(HubError, match=r"no data set of this name on the Hugging Face hub: correct the name, or"):
-        local_data("org/none")
-    with pytest.raises(HubError, match=r"has no revision v9: give a branch, a tag or a commit that it has"):
-        local_model("org/tiny@v9")
-    with pytest.raises(HubError, match=r"the download of the model org/a--b .* failed \("):
-        local_model("org/a--b")
-    hub.gated.add(MODEL)
-    with pytest.raises(HubError, match=r"is gated: accept its licence on its page, and set HF_TOKEN"):
-        local_model("org/tiny")
-
-
-def test_a_token_opens_a_gated_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.gated.add(MODEL)
-    monkeypatch.setenv("HF_TOKEN", "good")
-    assert (Path(local_model("org/tiny")[0]) / "config.json").is_file()
-
-
-def test_a_repository_without_safetensors(hub: Hub, weights: Files) -> None:
+@pytest.mark.parametrize(
+    ("find", "name", "said"),
+    [
+        (local_model, "org/tinny", r"no org/tinny on this machine, and no model of this name on the Hugging"),
+        (local_data, "org/none", r"no data set of this name on the Hugging Face hub: correct the name, or"),
+        (local_model, "org/tiny@v9", r"has no revision v9: give a branch, a tag or a commit that it has"),
+        (local_model, "org/a--b", r"the download of the model org/a--b .* failed \("),
+        (local_model, "org/old", r"org/old .* has no model\.safetensors, and tlt reads no other weights: give"),
+    ],
+)
+def test_names_that_lead_to_nothing(hub: Hub, weights: Files, find: Any, name: str, said: str) -> None:
     hub.commit("models/org/old", {"config.json": weights["config.json"], "pytorch_model.bin": b"pickle"})
-    with pytest.raises(HubError, match=r"org/old .* has no model\.safetensors, and tlt reads no other weights: give"):
-        local_model("org/old")
+    with pytest.raises(HubError, match=said):
+        find(name)
     assert "pytorch_model.bin" not in hub.downloaded()
 
 
-# -- data sets ---------------------------------------------------------------------------------------------------------
+def test_a_gated_model_needs_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated.add(MODEL)
+    with pytest.raises(HubError, match=r"is gated: accept its licence on its page, and set HF_TOKEN"):
+        local_model("org/tiny")
+    monkeypatch.setenv("HF_TOKEN", "good")
+    assert (Path(local_model("org/tiny")[0]) / "config.json").is_file()
+
 
 NAMED = {f"{part}/{split}-0.jsonl": rows(f"{part} {split}") for part in ("main", "hard") for split in ("train", "test")}
 CARD = """---
@@ -228,10 +193,7 @@ configs:
   data_files: "x/**"
 ---
 """
-DESCRIBED = {
-    "README.md": CARD.encode(),
-    **{f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")},
-}
+DESCRIBED = {f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")} | {"README.md": CARD.encode()}
 PLAIN = {"data/train-1.jsonl": rows("two"), "data/train-0.jsonl": rows("one"), "data/test.jsonl": rows("three")}
 MANY = {f"data/train-{number:05}.jsonl": rows(f"part {number}") for number in range(12)}
 CHOICES = {
@@ -276,28 +238,19 @@ def test_held_out_prompts_have_a_name_too(hub: Hub, tmp_path: Path) -> None:
     assert [prompt.text for prompt in load_prompts(held_out, lambda text: [1])] == ["main test"]
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_export_is_pushed(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", lambda out, facts: None)
     command = ["export", "org/tiny", "out", "--dtype", "float32", "--push", "me/mine"]
-    with pytest.raises(SystemExit) as ended:
-        main([*command[:-1], "mine"])
-    assert (ended.value.code, (tmp_path / "out").exists()) == (2, False)  # before any work
-    with pytest.raises(SystemExit) as ended:
-        main(command)
+    assert (exit_code([*command[:-1], "mine"]), (tmp_path / "out").exists()) == (2, False)  # before any work
+    assert exit_code(command) == 2
     message = capsys.readouterr().err
-    assert ended.value.code == 2
     assert "out is written, but cannot be uploaded to me/mine (" in message
     assert "run hf upload me/mine out . --private" in message
     monkeypatch.setenv("HF_TOKEN", "good")
     for out in ("first", "second"):  # into a new repository, and into one that is there
-        with pytest.raises(SystemExit) as ended:
-            main([word if word != "out" else out for word in command])
-        assert ended.value.code == 0
+        assert exit_code([word if word != "out" else out for word in command]) == 0
         assert hub.commits["models/me/mine"][hub.heads["models/me/mine"]] == files_in(tmp_path / out)
     assert hub.private == {"models/me/mine": True}
     assert f"uploaded {out} to {hub.address}/me/mine" in capsys.readouterr().out
@@ -306,15 +259,11 @@ def test_an_export_is_pushed(
 def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.commit(DATA, NAMED)
     configs: list[Config] = []
-    monkeypatch.setattr(
-        "tlt.run.train.train", lambda config, *others, **options: configs.append(from_hub(config)) or {}
-    )
+    monkeypatch.setattr("tlt.run.train.train", lambda config, *rest, **more: configs.append(from_hub(config)) or {})
     monkeypatch.setattr("tlt.run.display.closing", lambda summary, folder: [])
     names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]
     for words in (names, [*names, "--train.steps", "3"], ["--train.steps", "3", *names]):
-        with pytest.raises(SystemExit) as ended:
-            main(["train", *words])
-        assert ended.value.code == 0
+        assert exit_code(["train", *words]) == 0
     assert [config.train.steps for config in configs] == [100, 3, 3]
     assert configs[0].model.hub == f"org/tiny@{hub.heads[MODEL]}"
     assert configs[0].data.hub == f"org/sums:hard@{hub.heads[DATA]}"
@@ -323,14 +272,10 @@ def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pyte
 
 def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--train.steps", "3", "none.toml"], ["none.toml", "--train.steps", "3"], ["--force=x", "none.toml"]):
-        with pytest.raises(SystemExit):
-            main(["train", *words])
-    message = capsys.readouterr().err.splitlines()
-    assert message[:2] == 2 * [
-        "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
-    ]
-    with pytest.raises(SystemExit):
-        main(["train", "--model", "org/tiny"])
+        exit_code(["train", *words])
+    said = "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
+    assert capsys.readouterr().err.splitlines()[:2] == [said] * 2
+    exit_code(["train", "--model", "org/tiny"])
     assert capsys.readouterr().err == "tlt: give a recipe, or --model NAME --data NAME --reward NAME\n"
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from object_store import BUCKET, Cut, Environ, Forbidden, ObjectStore, object_store
-from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt import cli
 from tlt.config import Config, ConfigError
-from tlt.run.display import Display
-from tlt.run.train import train
+from tlt.config.show import resolved
+from tlt.metrics import read_metrics
 from tlt.store import checkpoint
 from tlt.store.mirror import Mirror
 
@@ -62,6 +61,10 @@ def copy(mirror: Mirror, *checkpoints: Path) -> None:
     mirror.close()
 
 
+def wait_for(mirror: Mirror) -> None:
+    mirror._copier.submit(lambda: None).result()
+
+
 def fetched(url: str, root: Path, newer_than: int = 0) -> list[str]:
     Mirror(url, 2).fetch(root, newer_than)
     return sorted(path.name for path in root.glob("*"))
@@ -79,20 +82,8 @@ def test_a_fetched_checkpoint_is_the_saved_one(tmp_path: Path, url: str) -> None
     assert fetched(url, tmp_path / "other", newer_than=10) == []
 
 
-def test_the_mirror_keeps_the_number_of_the_run(tmp_path: Path, url: str) -> None:
-    mirror = Mirror(url, 2)
-    for step in (1, 2, 3, 4):
-        mirror.copy(save(tmp_path, step))
-        mirror._copier.submit(lambda: None).result()
-    mirror.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
-    assert sorted(Mirror(url, 2)._found()) == ["step_00000003", "step_00000004"]
-
-
 @pytest.mark.parametrize("fails_at", range(4))
-def test_an_incomplete_copy_is_not_a_checkpoint(
-    tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_copy_is_none(tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (save(tmp_path / "here", step) for step in (1, 2))
     copy(Mirror(url, 2), first)
     mirror, puts = Mirror(url, 2), iter(range(10))
@@ -103,14 +94,11 @@ def test_an_incomplete_copy_is_not_a_checkpoint(
             raise OSError("the line is down")
         real(local, place)
 
-    mirror._files.put_file = put
-    try:
+    with patch.object(mirror._files, "put_file", put):
         mirror.copy(second)
-        mirror._copier.submit(lambda: None).result()
+        wait_for(mirror)
         assert Mirror(url, 2).newest == 1
         mirror.close()
-    finally:
-        del mirror._files.put_file
     assert "step_00000002 was not copied" in caplog.text
     assert "(the line is down): it is tried again" in caplog.text
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
@@ -137,16 +125,6 @@ def test_a_damaged_copy_is_skipped(tmp_path: Path, url: str, caplog: pytest.LogC
     assert "optimizer.safetensors is damaged" in caplog.text
 
 
-def test_a_failed_copy_of_the_last_checkpoint_is_repeated_at_the_end(tmp_path: Path, url: str) -> None:
-    mirror = Mirror(url, 2)
-    real, mirror._files.put_file = mirror._files.put_file, None
-    mirror.copy(save(tmp_path / "here", 1))
-    mirror._copier.submit(lambda: None).result()
-    mirror._files.put_file = real
-    mirror.close()
-    assert fetched(url, tmp_path / "there") == ["step_00000001"]
-
-
 def test_the_newest_checkpoint_is_copied_over_a_slow_connection(
     tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,29 +138,26 @@ def test_the_newest_checkpoint_is_copied_over_a_slow_connection(
         assert up.wait(30)
         real(local, place)
 
-    mirror._files.put_file = put
-    try:
+    with patch.object(mirror._files, "put_file", put):
         mirror.copy(save(tmp_path, 1))
         assert begun.wait(30)
         for step in (2, 3, 4):
             mirror.copy(save(tmp_path, step))
         threading.Timer(0.2, up.set).start()
         mirror.close()
-    finally:
-        del mirror._files.put_file
     assert f"step_00000004 is being copied to {url}" in caplog.text
     assert sorted(Mirror(url, 4)._whole()) == ["step_00000001", "step_00000004"]
 
 
 @needs_s3
-def test_a_server_that_is_lost_during_an_upload_and_returns(
+def test_a_server_that_is_lost_and_returns(
     tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"s3://{BUCKET}/{next(places)}"
     saved = [save(tmp_path / "here", step) for step in (1, 2)]
     mirror = Mirror(url, 2)
     mirror.copy(saved[0])
-    mirror._copier.submit(lambda: None).result()
+    wait_for(mirror)
 
     def goes_away(environ: Environ) -> None:
         if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("model.safetensors"):
@@ -191,7 +166,7 @@ def test_a_server_that_is_lost_during_an_upload_and_returns(
 
     store.door = goes_away
     mirror.copy(saved[1])
-    mirror._copier.submit(lambda: None).result()
+    wait_for(mirror)
     store.door = lambda environ: None
     assert "step_00000002 was not copied" in caplog.text
     store.come_back()
@@ -201,9 +176,7 @@ def test_a_server_that_is_lost_during_an_upload_and_returns(
 
 
 @needs_s3
-def test_an_upload_that_is_interrupted_once_succeeds(
-    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_interrupted_upload_succeeds(tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture) -> None:
     url, cut = f"s3://{BUCKET}/{next(places)}", set[str]()
 
     def cuts(environ: Environ) -> None:
@@ -219,15 +192,12 @@ def test_an_upload_that_is_interrupted_once_succeeds(
 
 
 @needs_s3
-def test_a_store_without_access_is_an_error_of_one_sentence(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_access_gets_one_sentence(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(url: str) -> str:
-        with pytest.raises(
-            ConfigError, match=r"run\.mirror = .* cannot be written to \([^\n]*\): check that the"
-        ) as said:
+        said = r"run\.mirror = .* cannot be written to \([^\n]*\): check that the"
+        with pytest.raises(ConfigError, match=said) as refused:
             Mirror(url, 2)
-        return str(said.value)
+        return str(refused.value)
 
     assert "The specified bucket does not exist" in refusal("s3://another/run")
     assert "The specified bucket does not exist" in refusal("s3://another")
@@ -256,7 +226,7 @@ def config_of(home: Path, folder: str, steps: int, **run: Any) -> Config:
 
 
 def run(config: Config, resume: bool = False) -> str:
-    return train(config, resume, Display(Console(quiet=True)))["policy_sha256"]
+    return train(config, resume)["policy_sha256"]
 
 
 def test_a_run_resumes_on_a_machine_without_its_folder(tmp_path: Path, url: str) -> None:
@@ -273,24 +243,14 @@ def test_a_run_resumes_on_a_machine_without_its_folder(tmp_path: Path, url: str)
     assert run(fresh, resume=True) == expected, "what is damaged here is fetched"
 
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=needs_s3)])
-def test_resume_auto_finds_a_checkpoint_that_is_only_in_the_mirror(
-    tmp_path: Path, kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tlt.config.show import resolved
-
-    if kind == "s3":
-        request.getfixturevalue("store")
-    place = f"s3://{BUCKET}/{next(places)}" if kind == "s3" else f"file://{tmp_path}/store"
-    config = config_of(tmp_path, "run", 1, mirror=place)
+def test_resume_auto_finds_a_checkpoint_of_the_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(resolved(config))
+    recipe.write_text(resolved(config_of(tmp_path, "run", 1, mirror=f"file://{tmp_path}/store")))
     for steps in (1, 2):
         with pytest.raises(SystemExit) as ended:
             cli.main(["train", str(recipe), "--resume", "auto", "--train.steps", str(steps)])
         assert ended.value.code == 0
         if steps == 1:
             shutil.rmtree(tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines][-1] == 1
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 1
     assert "resuming from step 1" in capsys.readouterr().out

@@ -70,17 +70,13 @@ def test_other_requests_are_accepted_unchanged(others: Any, vllm: Any) -> None:
         assert vllm.Processor(v2)._validate_params(others, ()) == f"theirs, of {others}"
 
 
-def test_our_requests_are_accepted_if_the_noise_is_added(vllm: Any) -> None:
+@pytest.mark.parametrize("arguments", [(), (True, ["theirs:Own", PROCESSOR])])
+def test_our_requests_are_accepted_if_the_noise_is_added_and_they_are_valid(arguments: Any, vllm: Any) -> None:
     plugin.register()
+    processor = vllm.Processor(*arguments)
     ours = params(0.0, EXTRA)
-    for processor in (vllm.Processor(), vllm.Processor(v2=True, processors=["theirs:Own", PROCESSOR])):
-        assert processor._validate_params(ours, ()) == f"theirs, of {ours}"
-
-
-@pytest.mark.parametrize("faulty", [params(0.7, EXTRA), params(0.0, {"tlt": {"seed": 1}})])
-def test_our_requests_are_refused_if_they_are_invalid(faulty: Any, vllm: Any) -> None:
-    plugin.register()
-    for processor in (vllm.Processor(), vllm.Processor(v2=True, processors=[PROCESSOR])):
+    assert processor._validate_params(ours, ()) == f"theirs, of {ours}"
+    for faulty in (params(0.7, EXTRA), params(0.0, {"tlt": {"seed": 1}})):
         with pytest.raises(ValueError, match="extra_args"):
             processor._validate_params(faulty, ())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import shutil
 import subprocess
@@ -85,15 +86,10 @@ def place() -> Any:
 
 
 def requests(place: Any, count: int, **changes: Any) -> list[Request]:
-    samplings = [
-        replace(sampling, stop_token_ids=place.sampling.stop_token_ids, max_new_tokens=160, **changes)
-        for sampling in SAMPLINGS
-    ]
+    same = {"stop_token_ids": place.sampling.stop_token_ids, "max_new_tokens": 160} | changes
     return [
-        Request(
-            place.prompts[i // 4], i % 4, 0, request_seed(0, "test", i // 4, 0, i % 4), samplings[i % len(samplings)]
-        )
-        for i in range(count)
+        Request(place.prompts[p], i, 0, request_seed(0, "test", p, 0, i), replace(SAMPLINGS[i], **same))
+        for p, i in itertools.islice(itertools.product(range(count), range(4)), count)
     ]
 
 
@@ -171,9 +167,7 @@ def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
         turns = Episodes(AtOnce(Echo), reply_encoder(place.tokenizer, recipe().data), spell, None)  # type: ignore[arg-type]
         return LocalRollout(engine, turns=turns).generate(asked, lambda response: None)[0]
 
-    ours = {
-        response.request.seed: response for response in played(Engine(place.target, recipe().engine, detokenize=spell))
-    }
+    ours = {r.request.seed: r for r in played(Engine(place.target, recipe().engine, detokenize=spell))}
     assert max(len(response.replies) for response in ours.values()) > 1
     engine = opened("off")
     assert_same(place, played(engine), ours)
@@ -236,15 +230,16 @@ def test_a_request_that_is_too_long_is_refused(opened: Any, place: Any) -> None:
         opened("off").start([Request(place.prompts[0], 0, 0, 1, sampling)])
 
 
-def test_too_little_memory_is_an_error_of_one_sentence() -> None:
-    config = recipe("--engine.kv_memory_mb", "1")
-    with pytest.raises(VllmError, match=r"vLLM cannot run .*: .*KV cache"):
-        open_target(config, config.model.path)
-
-
-def test_arguments_that_tlt_sets_are_refused() -> None:
-    config = recipe("--engine.vllm.max_num_seqs", "3")
-    with pytest.raises(VllmError, match=r"remove engine\.vllm\.max_num_seqs: tlt sets it"):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--engine.kv_memory_mb=1", r"vLLM cannot run .*: .*KV cache"),
+        ("--engine.vllm.max_num_seqs=3", r"remove engine\.vllm\.max_num_seqs: tlt sets it"),
+    ],
+)
+def test_too_little_memory_and_arguments_that_tlt_sets_are_refused(option: str, said: str) -> None:
+    config = recipe(option)
+    with pytest.raises(VllmError, match=said):
         open_target(config, config.model.path)
 
 
@@ -252,15 +247,10 @@ def test_any_vllm_draws_our_tokens_if_tlt_is_installed(place: Any) -> None:
     """vLLM loads the plugin itself, and has a speculator of its own. Other requests are unchanged. Our requests are
     refused if they cannot be drawn in this way, and this ends nothing."""
     asked = requests(place, 4)
-    rows = [
-        (list(r.prompt.token_ids), r.seed, r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in asked
-    ]
-    said = subprocess.run(
-        [sys.executable, "-c", _FOREIGN, recipe().model.path, repr(rows), repr(list(place.sampling.stop_token_ids))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    samplings = [(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in asked]
+    rows = [(list(r.prompt.token_ids), r.seed, *sampling) for r, sampling in zip(asked, samplings, strict=True)]
+    given = [recipe().model.path, repr(rows), repr(list(place.sampling.stop_token_ids))]
+    said = subprocess.run([sys.executable, "-c", _FOREIGN, *given], capture_output=True, text=True, check=False)
     expected = plain(place, asked)
     assert said.returncode == 0, said.stderr[-3000:]
     ours, theirs, refusals = [ast.literal_eval(line) for line in said.stdout.splitlines()[-3:]]

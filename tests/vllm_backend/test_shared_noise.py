@@ -56,9 +56,7 @@ def tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def requests(samplings: Sequence[SamplingParams]) -> list[Request]:
     prompts = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
     seeds = random.Random(7)
-    return [
-        Request(prompts[i % 2], i, 0, seeds.getrandbits(64), sampling) for i, sampling in enumerate([*samplings] * 4)
-    ]
+    return [Request(prompts[i % 2], i, 0, seeds.getrandbits(64), s) for i, s in enumerate([*samplings] * 4)]
 
 
 def ours(target: Any, asked: Sequence[Request]) -> dict[int, Response]:
@@ -110,20 +108,13 @@ def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[
 @pytest.mark.parametrize(
     "samplings", [[sampling] for sampling in SAMPLINGS.values()] + [list(SAMPLINGS.values())], ids=[*SAMPLINGS, "mixed"]
 )
-class TestTheSameTokens:
-    def test_by_the_logits_processor_of_runner_v2(
-        self, samplings: list[SamplingParams], target: Any, processor: type
-    ) -> None:
-        asked = requests(samplings)
-        runner = RunnerV2(target, SLOTS, processor)
-        decode(runner, runner.processor.table, asked, ours(target, asked))
-
-    def test_by_the_wrapper_of_runner_v1(
-        self, samplings: list[SamplingParams], target: Any, tested_version: None
-    ) -> None:
-        asked = requests(samplings)
-        runner = RunnerV1(target, SLOTS)
-        decode(runner, NoisySampling(runner).table, asked, ours(target, asked))
+def test_tokens_of_both_runners_are_ours(samplings: Any, target: Any, processor: type, tested_version: None) -> None:
+    """V2 takes a logits processor, and V1 a wrapper of its sampling."""
+    asked = requests(samplings)
+    expected = ours(target, asked)
+    v1, v2 = RunnerV1(target, SLOTS), RunnerV2(target, SLOTS, processor)
+    decode(v1, NoisySampling(v1).table, asked, expected)
+    decode(v2, v2.processor.table, asked, expected)
 
 
 def test_other_requests_are_not_changed(target: Any, processor: type) -> None:
@@ -138,8 +129,12 @@ def test_other_requests_are_not_changed(target: Any, processor: type) -> None:
     assert runner.live["ours"].tokens == ours(target, asked[1:])[asked[1].seed].token_ids
 
 
+def table_of(slots: int = 1) -> NoiseTable:
+    return NoiseTable(slots, torch.device("cpu"))
+
+
 def test_a_reused_slot_keeps_nothing_of_the_previous_request() -> None:
-    table = NoiseTable(1, torch.device("cpu"))
+    table = table_of()
     table.add(0, Draw(0, 5, 1, 0.5, 2, 0.5), 4)
     table.add(0, None, 4)
     logits = torch.randn(1, 9)
@@ -148,14 +143,13 @@ def test_a_reused_slot_keeps_nothing_of_the_previous_request() -> None:
 
 def test_a_request_that_never_ran_has_drawn_nothing() -> None:
     """vLLM still had it queued when it was cancelled."""
-    drawn = NoiseTable(slots=1, device=torch.device("cpu")).take({7: (4, 4)})
+    drawn = table_of().take({7: (4, 4)})
     assert (drawn[7].logprobs, drawn[7].drafted) == ([], 0)
 
 
 def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     """It returns in another slot. The previous request of that slot leaves nothing in it."""
-    table = NoiseTable(slots=2, device=torch.device("cpu"))
-    logits, draw = torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
+    table, logits, draw = table_of(2), torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
     table.add(1, Draw(2, 5, 2, 1.0, 0, 1.0), 6)
     table.apply(logits.clone(), torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3]))
     table.add(0, draw, 6)
@@ -165,16 +159,14 @@ def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     table.add(1, draw, 6)
     table.apply(logits[2:].clone(), torch.tensor([1]), torch.tensor([3]))
     found = table.take({1: (0, 3)})[1]
-    expected = NoiseTable(slots=1, device=torch.device("cpu"))
+    expected = table_of()
     expected.add(0, draw, 6)
     expected.apply(logits.clone(), torch.tensor([0, 0, 0]), torch.tensor([1, 2, 3]))
     assert found.logprobs == expected.take({1: (0, 3)})[1].logprobs
     assert (found.drafted, found.drafts) == (3, 1), "tokens, in one pass"
 
 
-def test_a_preempted_request_of_runner_v1_keeps_its_slot_while_all_places_are_taken(
-    target: Any, tested_version: None
-) -> None:
+def test_a_preempted_request_of_runner_v1_keeps_its_slot(target: Any, tested_version: None) -> None:
     """It left the batch, but the runner still knows it."""
     asked = requests([SAMPLINGS["tempered"]])[:2]
     said, runner = ours(target, asked), RunnerV1(target, 1)
@@ -197,7 +189,7 @@ def test_a_preempted_request_of_runner_v1_keeps_its_slot_while_all_places_are_ta
 
 def test_draws_within_a_prompt_do_not_change_the_record() -> None:
     """A long prompt is computed in parts, and once more after a preemption."""
-    table, slot = NoiseTable(1, torch.device("cpu")), torch.tensor([0])
+    table, slot = table_of(), torch.tensor([0])
     table.add(0, Draw(1, 5, 900, 1.0, 0, 1.0), 256)
     for position in range(899, 899 + 256):
         table.apply(torch.randn(1, 9), slot, torch.tensor([position]))
@@ -208,9 +200,7 @@ def test_draws_within_a_prompt_do_not_change_the_record() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_request_that_continues_a_long_response_has_room_for_the_rest(
-    version: int, target: Any, processor: type, tested_version: None
-) -> None:
+def test_a_continued_response_has_room(version: int, target: Any, processor: type, tested_version: None) -> None:
     """Its prompt includes that part."""
     asked = requests([replace(SAMPLINGS["temperature 1"], max_new_tokens=302)])[0]
     runner: Any = RunnerV1(target, 1) if version == 1 else RunnerV2(target, 1, processor)
@@ -219,26 +209,25 @@ def test_a_request_that_continues_a_long_response_has_room_for_the_rest(
     for _ in range(2):
         runner.step({})
     logprobs = [logprob for logprob, _ in table.take({0: (300, 302)})[0].logprobs]
-    assert len(logprobs) == 2
-    assert all(logprob < 0 for logprob in logprobs)
+    assert [logprob < 0 for logprob in logprobs] == [True, True]
 
 
 @pytest.mark.parametrize("key", [None, 7])
 def test_two_requests_of_one_key_are_both_drawn(key: int | None) -> None:
     """A caller that needs no log-probs need not give each request its own key."""
-    table, seeds = NoiseTable(slots=2, device=torch.device("cpu")), (5, 6)
+    table, seeds = table_of(2), (5, 6)
     for slot, seed in enumerate(seeds):
         table.add(slot, Draw(key, seed, 1, 1.0, 3, 1.0), 4)
     logits = torch.randn(1, 64).expand(2, -1)
     scores = table.apply(logits.clone(), torch.tensor([0, 1]), torch.tensor([0, 0]))
     for slot, seed in enumerate(seeds):
-        alone = NoiseTable(slots=1, device=torch.device("cpu"))
+        alone = table_of()
         alone.add(0, Draw(1, seed, 1, 1.0, 3, 1.0), 4)
         assert torch.equal(scores[slot], alone.apply(logits[:1].clone(), torch.tensor([0]), torch.tensor([0]))[0])
 
 
 def test_nothing_is_recorded_unless_requested() -> None:
-    table = NoiseTable(slots=1, device=torch.device("cpu"))
+    table = table_of()
     for seed in range(9):
         table.add(0, Draw(None, seed, 1, 1.0, 0, 1.0), 4)
     assert not table._left
@@ -249,43 +238,43 @@ def test_scores_are_not_rounded_to_the_dtype_of_the_logits(target: Any, tested_v
     runner = SimpleNamespace(_sample=lambda logits, drafts: given.append(logits))
     noisy = NoisySampling.__new__(NoisySampling)
     noisy.runner, noisy._sample = runner, runner._sample
-    noisy.table = NoiseTable(slots=1, device=torch.device("cpu"))
+    noisy.table = table_of()
     noisy.table.add(0, Draw(1, 3, 1, 1.0, 0, 1.0), 4)
     noisy._rows = lambda drafts: (torch.tensor([0]), torch.tensor([0]))
     logits = torch.zeros(1, 4096, dtype=torch.bfloat16)
     noisy(logits, None)
-    alone = NoiseTable(slots=1, device=torch.device("cpu"))
+    alone = table_of()
     alone.add(0, Draw(1, 3, 1, 1.0, 0, 1.0), 4)
     assert torch.equal(given[0], alone.apply(logits.float(), torch.tensor([0]), torch.tensor([0])))
     assert given[0].dtype == torch.float32
 
 
 def test_a_record_longer_than_any_before_makes_room() -> None:
-    table = NoiseTable(1, torch.device("cpu"))
+    table = table_of()
     table.add(0, Draw(3, 5, 1, 1.0, 0, 1.0), 1000)
     for position in (0, 999):
         table.apply(torch.randn(1, 9), torch.tensor([0]), torch.tensor([position]))
     logprobs = table.take({3: (0, 1000)})[3].logprobs
-    assert logprobs[0][0] < 0
-    assert logprobs[999][0] < 0
+    assert (logprobs[0][0] < 0, logprobs[999][0] < 0) == (True, True)
 
 
-class TestWhatTravelsWithARequest:
-    def test_the_noise_arguments_are_read_as_written(self) -> None:
-        draw = Draw(1, 2**64 - 1, 3, 0.5, 4, 0.5)
-        assert Draw.of(draw.as_extra([b"1234"]) | {"other": 1}) == draw
-        assert Draw.of(None) is Draw.of({}) is Draw.of({"other": 1}) is None
+def test_the_noise_arguments_are_read_as_written() -> None:
+    draw = Draw(1, 2**64 - 1, 3, 0.5, 4, 0.5)
+    assert Draw.of(draw.as_extra([b"1234"]) | {"other": 1}) == draw
+    assert Draw.of(None) is Draw.of({}) is Draw.of({"other": 1}) is None
 
-    @pytest.mark.parametrize("fault", [{"seed": -1}, {"prompt_tokens": 0}, {"top_p": 0.0}, {"colour": 1}])
-    def test_invalid_noise_arguments_are_refused(self, fault: dict[str, Any]) -> None:
-        extra = Draw(1, 2, 3, 0.5, 4, 0.5).as_extra()
-        extra[KEY] |= fault
-        with pytest.raises(ValueError, match="extra_args"):
-            Draw.of(extra)
 
-    def test_the_noise_needs_greedy_decoding(self, processor: Any) -> None:
-        params = params_of(requests([SAMPLINGS["tempered"]])[0], 0)
+@pytest.mark.parametrize("fault", [{"seed": -1}, {"prompt_tokens": 0}, {"top_p": 0.0}, {"colour": 1}])
+def test_invalid_noise_arguments_are_refused(fault: dict[str, Any]) -> None:
+    extra = Draw(1, 2, 3, 0.5, 4, 0.5).as_extra()
+    extra[KEY] |= fault
+    with pytest.raises(ValueError, match="extra_args"):
+        Draw.of(extra)
+
+
+def test_the_noise_needs_greedy_decoding(processor: Any) -> None:
+    params = params_of(requests([SAMPLINGS["tempered"]])[0], 0)
+    processor.validate_params(params)
+    params.temperature = 1.0
+    with pytest.raises(ValueError, match="must be 0"):
         processor.validate_params(params)
-        params.temperature = 1.0
-        with pytest.raises(ValueError, match="must be 0"):
-            processor.validate_params(params)

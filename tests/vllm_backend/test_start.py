@@ -21,6 +21,8 @@ from tlt.vllm import target
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment
 from tlt.vllm.versions import VllmError
 
+OWN = ["their:Own"]
+
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_vllm_starts_with_sleep_mode_only_if_memory_is_freed(sleeps: bool) -> None:
@@ -29,39 +31,35 @@ def test_vllm_starts_with_sleep_mode_only_if_memory_is_freed(sleeps: bool) -> No
     assert arguments["enable_sleep_mode"] is sleeps
 
 
-@pytest.mark.parametrize(("evaluated", "longest"), [(None, 39), (20, 39), (40, 49)])
-def test_the_longest_responses_of_training_and_evaluation_fit(
-    evaluated: int | None, longest: int, started: list[fake_vllm.LLM], tmp_path: Path
-) -> None:
-    lengths = {"rollout": {"max_new_tokens": 30}, "eval": {"max_new_tokens": evaluated}}
-    open_target(fake_vllm.by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 9}, **lengths)), None)
-    assert started[0].longest == longest
+def test_the_longest_responses_of_training_and_evaluation_fit(started: list[fake_vllm.LLM], tmp_path: Path) -> None:
+    for evaluated, longest in ((None, 39), (20, 39), (40, 49)):
+        lengths = {"rollout": {"max_new_tokens": 30}, "eval": {"max_new_tokens": evaluated}}
+        open_target(fake_vllm.by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 9}, **lengths)), None)
+        assert started[-1].longest == longest
 
 
-@pytest.mark.parametrize(
-    ("v2", "given", "expected"),
-    [
-        (True, {}, [PROCESSOR]),
-        (True, {"logits_processors": ["their:Own"]}, ["their:Own", PROCESSOR]),
-        (False, {"logits_processors": ["their:Own"]}, ["their:Own"]),
-        (False, {}, None),
-    ],
-)
-def test_the_noise_of_runner_v2_comes_after_processors_of_the_recipe(
-    v2: bool, given: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class EngineArgs(SimpleNamespace):
-        def create_engine_config(self) -> Any:
-            return SimpleNamespace(use_v2_model_runner=v2)
-
+def with_arguments(monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
+    """Let vLLM's engine be its arguments, which are of this type."""
     contents = {
-        "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
+        "vllm.engine.arg_utils": {"EngineArgs": arguments},
         "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=lambda given: given)},
     }
     for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine", *contents):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents.get(name, {}))
-    engine = EngineConfig(vllm=given)
+
+
+@pytest.mark.parametrize(
+    ("v2", "given", "expected"),
+    [(True, [], [PROCESSOR]), (True, OWN, [*OWN, PROCESSOR]), (False, OWN, OWN), (False, [], None)],
+)
+def test_the_noise_of_runner_v2_comes_last(v2: bool, given: Any, expected: Any, monkeypatch: Any) -> None:
+    class EngineArgs(SimpleNamespace):
+        def create_engine_config(self) -> Any:
+            return SimpleNamespace(use_v2_model_runner=v2)
+
+    with_arguments(monkeypatch, EngineArgs)
+    engine = EngineConfig(vllm={"logits_processors": given} if given else {})
     started = target._start(engine_arguments(ModelConfig(path="folder"), engine, None, 100, False))
     assert getattr(started, "logits_processors", None) == expected
 
@@ -69,13 +67,7 @@ def test_the_noise_of_runner_v2_comes_after_processors_of_the_recipe(
 def test_an_unknown_argument_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_the_model(model: str) -> None: ...
 
-    contents = {
-        "vllm.engine.arg_utils": {"EngineArgs": only_the_model},
-        "vllm.v1.engine.llm_engine": {"LLMEngine": None},
-    }
-    for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine", *contents):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(contents.get(name, {}))
+    with_arguments(monkeypatch, only_the_model)
     with pytest.raises(VllmError, match=r"engine\.vllm\.enforce_eagre"):
         target._start({"model": "folder", "enforce_eagre": True})
 

@@ -20,6 +20,7 @@ from tlt.config import Config
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
 from tlt.engine.engine import Engine
 from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.sampling import gumbel_noise
@@ -30,6 +31,8 @@ from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
+
+from test_coordinator import config_of, train
 
 
 def opened(config: Config) -> VllmEngine:
@@ -114,9 +117,7 @@ def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_
         list(engine.generate(asked))
 
 
-def test_a_response_continues_after_an_end_token_that_is_not_among_its_stop_tokens(
-    started: Any, tmp_path: Path
-) -> None:
+def test_a_response_continues_after_an_end_token_that_is_no_stop_token(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
@@ -170,9 +171,7 @@ def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("fault", ["no noise", "noise of another position"])
-def test_a_vllm_that_draws_other_tokens_is_refused(
-    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_other_draws_are_refused(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     config = fake_vllm.by_vllm(tiny_config(tmp_path))
     target = open_target(config, config.model.path)
     policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
@@ -225,12 +224,7 @@ def test_new_weights_clear_the_prefix_cache_even_with_active_rows(started: Any, 
 
 
 def weights_of(config: Config) -> dict[str, torch.Tensor]:
-    from tlt.models.weights import read_safetensors
-
     return dict(read_safetensors(config.model.path))
-
-
-# -- the learned drafter -----------------------------------------------------------------------------------------------
 
 
 def learned(home: Path, kind: Any = "eagle1") -> Path:
@@ -249,9 +243,13 @@ def test_another_drafter_replaces_the_one_in_use(started: Any, tmp_path: Path) -
     assert started[0].arguments["speculative_config"]["method"] == "eagle"
     other = EagleLayer(eagle_options(engine.target.options, "eagle1", 16))
     engine.draft_with(other)
-    given = started[0].runner.drafter.model.tensors
-    assert given.keys() == checkpoint_tensors(other).keys()
-    assert all(torch.equal(given[name], tensor) for name, tensor in checkpoint_tensors(other).items())
+    assert_in_use(started[0], other)
+
+
+def assert_in_use(llm: fake_vllm.LLM, layer: EagleLayer) -> None:
+    given, in_use = llm.runner.drafter.model.tensors, checkpoint_tensors(layer)
+    assert given.keys() == in_use.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in in_use.items())
 
 
 def test_the_drafter_uses_the_noise(started: Any, tmp_path: Path) -> None:
@@ -271,23 +269,14 @@ TRAINING = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
 
 
 def run_of(home: Path, drafts: str) -> Config:
-    from test_coordinator import config_of
-
-    speculation = {
-        "drafter": drafts,
-        "path": str(learned(home)) if drafts == "eagle" else None,
-        "training": TRAINING,
-        "depth": 1,
-    }
-    config = config_of(home, 2, speculation=speculation, rollout=SHORT)
-    return fake_vllm.by_vllm(config)
+    path = str(learned(home)) if drafts == "eagle" else None
+    speculation = {"drafter": drafts, "path": path, "training": TRAINING, "depth": 1}
+    return fake_vllm.by_vllm(config_of(home, 2, speculation=speculation, rollout=SHORT))
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> tuple[str, Any]:
     """Return the results of our own engine."""
-    from test_coordinator import config_of, train
-
     return train(config_of(tmp_path, 2, rollout=SHORT))[:2]
 
 
@@ -303,11 +292,7 @@ def loses_one(method: str, when: str, number: int) -> Callable[[int, str], str]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_ends_with_the_same_tokens_with_any_lost_worker(
-    when: str, started: Any, plain: Any, tmp_path: Path
-) -> None:
-    from test_coordinator import train
-
+def test_a_step_has_the_same_tokens_with_any_lost_worker(when: str, started: Any, plain: Any, tmp_path: Path) -> None:
     digest, learned_from, pool = train(run_of(tmp_path, "off"), loses=loses_one("decode", when, 7))
     assert (digest, learned_from) == plain
     assert len(started) == 3, "one for each worker, and one in the place of the lost one"
@@ -315,19 +300,13 @@ def test_a_step_ends_with_the_same_tokens_with_any_lost_worker(
 
 
 def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> None:
-    from test_coordinator import train
-
     digest, learned_from, pool = train(run_of(tmp_path, "adaptive"), random.Random(3).randrange)
     assert (digest, learned_from) == plain
     assert any(method == "look_ahead" for _, method in pool.log)
     assert all(worker.spot.trainer is None for worker in pool.workers), "no learned drafter is in use"
 
 
-def test_idle_workers_train_the_drafter_and_all_use_the_published_one(
-    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from test_coordinator import config_of, train
-
+def test_idle_workers_train_the_drafter_of_all(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def longer(config: Config) -> Config:
         """Change the recipe so that the third rollout trains on responses of the first one."""
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
@@ -342,6 +321,4 @@ def test_idle_workers_train_the_drafter_and_all_use_the_published_one(
     assert any(worker.spot.trainer.trainer.steps > 0 for worker in pool.workers)
     assert log.count("take_drafter") >= 2
     for llm, worker in zip(started, pool.workers, strict=True):
-        given, in_use = llm.runner.drafter.model.tensors, checkpoint_tensors(worker.spot.trainer.in_use)
-        assert given.keys() == in_use.keys()
-        assert all(torch.equal(given[name], tensor) for name, tensor in in_use.items())
+        assert_in_use(llm, worker.spot.trainer.in_use)

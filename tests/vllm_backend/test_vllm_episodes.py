@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 
 from test_episodes import AtOnce
-from test_turns import Stops, config_of, train, two
+from test_turns import config_of, train, two
 from tiny_environments import Echo
 
 
@@ -60,9 +60,8 @@ def test_episodes_are_those_of_our_engine(drafter: str, started: Any, tmp_path: 
 def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path: Path) -> None:
     config = fake_vllm.by_vllm(config_of(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), list[Transcript]()
-    responses = played(
-        open_engine(config, open_target(config, config.model.path), on_harvest=given.append), place, config
-    )
+    engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
+    responses = played(engine, place, config)
     expected = set[tuple[int, int]]()  # first entry and length of each turn
     for response in responses:
         before = len(response.request.prompt.token_ids)
@@ -78,11 +77,3 @@ def test_a_run_ends_with_the_same_sha256_with_any_lost_worker(started: Any, tmp_
     config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "adaptive"}))
     assert train(config, lambda i, m: "after" if i and m == "decode" and next(calls) == 2 else "") == ours
     assert next(calls) > 2
-
-
-def test_a_killed_and_resumed_run_ends_the_same(started: Any, tmp_path: Path) -> None:
-    ours = train(two(home(tmp_path, "ours"), speculation={"drafter": "off"}))
-    config = fake_vllm.by_vllm(two(home(tmp_path, "vllm"), speculation={"drafter": "off"}, run={"save_every": 1}))
-    with pytest.raises(KeyboardInterrupt):
-        train(config, display=Stops(1, response=2))
-    assert train(config, resume=True) == ours
