@@ -33,9 +33,6 @@ def group(row: int, *rewards: float | None, lengths: list[int] | None = None) ->
     return Group(PROMPTS[row], responses)
 
 
-# -- who is used -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rewards", "comparable", "spread"),
     [
@@ -53,9 +50,6 @@ def test_comparable_and_spread_by_hand(rewards: tuple[float | None, ...], compar
     assert has_spread(given) is spread
     assert usable([given], make_config()) == [given] * comparable
     assert usable([given], make_config(rollout={"max_waves": 2})) == [given] * spread
-
-
-# -- the batch ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_response_without_a_reward_has_no_effect() -> None:
@@ -84,9 +78,6 @@ def test_truncated_responses_count_in_advantages_but_are_masked(masks: bool, mas
     assert batch.rewards == [[1.0, 0.0], [2.0, 4.0]]
 
 
-# -- overlong ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_penalty_changes_advantages_but_not_rewards_or_spread() -> None:
     config = make_config(rollout={"overlong_tokens": 4, "max_waves": 1}, train={"advantage": "dr_grpo"})
     given = group(0, 1.0, 1.0, 0.0, lengths=[8, 6, 10])
@@ -94,9 +85,6 @@ def test_the_penalty_changes_advantages_but_not_rewards_or_spread() -> None:
     assert make_batch([given], config).advantages == pytest.approx([1 / 3, 5 / 6, -7 / 6])
     assert [response.reward for response in given.responses] == [1.0, 1.0, 0.0]
     assert not has_spread(group(0, 1.0, 1.0, lengths=[6, 10]))
-
-
-# -- in a checkpoint ---------------------------------------------------------------------------------------------------
 
 
 def test_groups_are_restored_from_json_bit_for_bit() -> None:

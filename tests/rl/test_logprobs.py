@@ -31,9 +31,9 @@ def random_head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Ten
     return hidden, head, torch.randint(V, (T,), generator=generator)
 
 
-def distribution_under(head: Tensor) -> Any:
+def distribution_under(head: Tensor, temperature: float = 1.0) -> Any:
     def distribution(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = torch.log_softmax(hidden @ head.T, -1)
+        log_p = torch.log_softmax(hidden @ head.T / temperature, -1)
         return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1).detach()
 
     return distribution
@@ -59,8 +59,7 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(
 def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
     hidden, head, targets = random_head()
     pull = torch.linspace(-1, 2, T, dtype=torch.float64)
-    log_p = torch.log_softmax(hidden @ head.T / temperature, -1)
-    theirs = log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    theirs = distribution_under(head, temperature)(hidden, targets)
     ours = LogProbs.apply(hidden @ head.T, targets, temperature)
     gradients = [torch.autograd.grad((logprobs * pull).sum(), (hidden, head)) for logprobs, _ in (ours, theirs)]
     for found, expected in zip((*ours, *gradients[0]), (*theirs, *gradients[1]), strict=True):
@@ -120,9 +119,6 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperat
 def test_a_chunk_has_the_configured_size(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     policy = make_policy(save_weights(tmp_path, vocab_size=10_000, layers=1), dtype)
     assert chunk_tokens(policy.model, 1) == tokens  # 2 ** 20 / (10,000 * 4); under autocast log-probs are float32
-
-
-# -- memory at a real vocabulary ---------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):

@@ -37,22 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str, **changes: Any) -> Any:
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    others: dict[str, Any] = {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **sizes | FAMILIES.get(family, {}) | changes)
+    config = AutoConfig.for_model(family, **sizes | heads | others | FAMILIES.get(family, {}) | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
 
 
@@ -110,36 +99,26 @@ def updated(policy: Policy, batch: TrainBatch) -> tuple[dict[str, float], dict[s
     """Return metrics, the first gradient that the optimizer gets, and the number of tokens that went through the
     policy."""
     gradients: dict[str, Tensor] = {}
-    tokens, before = [0], policy.passes.packer.pack
+    tokens, pack = list[int](), policy.passes.packer.pack
 
     def look(*_: Any) -> None:
-        gradients.update({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
+        if not gradients:
+            gradients.update({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
 
     def count(batch: TrainBatch, layout: Any) -> Any:
-        micro = before(batch, layout)
-        tokens[0] += micro.input_ids.numel()
+        micro = pack(batch, layout)
+        tokens.append(micro.input_ids.numel())
         return micro
 
-    policy.optimizer.register_step_pre_hook(lambda *_: None if gradients else look())
+    policy.optimizer.register_step_pre_hook(look)
     policy.passes.packer.pack = count  # type: ignore[method-assign]
-    return policy.update(batch, 0), gradients, tokens[0]
+    return policy.update(batch, 0), gradients, sum(tokens)
 
 
-def assert_same(folder: Path, batch: TrainBatch, **train: Any) -> None:
-    """Check that sharing changes only the number of computed tokens."""
-    (ours, shared, fewer), (theirs, apart, tokens) = (
-        updated(make_policy(folder, shares, **train), batch) for shares in (True, False)
-    )
-    assert fewer < tokens
-    mismatch = ("mismatch_mean", "mismatch_p999")  # computed in float32
-    for name, value in theirs.items():
-        assert ours[name] == pytest.approx(value, abs=1e-6 if name in mismatch else 1e-10), name
+def assert_same(shared: dict[str, Tensor], apart: dict[str, Tensor]) -> None:
     assert shared.keys() == apart.keys()
     for name, gradient in apart.items():
         torch.testing.assert_close(shared[name], gradient, rtol=0, atol=1e-10, msg=name)
-
-
-# -- the update --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,16 +128,13 @@ def test_loss_and_gradient_equal_those_of_a_prompt_per_response(folders: Callabl
     ours, theirs = make_policy(folders(family), True), make_policy(folders(family), False, micro_batch_tokens=1)
     (metrics, shared, fewer), (expected, apart, tokens) = updated(ours, batch), updated(theirs, batch)
     assert fewer < tokens
-    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-10)
-    assert metrics["entropy"] == pytest.approx(expected["entropy"], abs=1e-10)
-    for name, gradient in apart.items():
-        torch.testing.assert_close(shared[name], gradient, rtol=0, atol=1e-10, msg=name)
+    assert [metrics[n] for n in ("loss", "entropy")] == pytest.approx([expected[n] for n in ("loss", "entropy")], abs=1e-10)
+    assert_same(shared, apart)
 
 
 @pytest.mark.parametrize(
     "train",
     [
-        {"micro_batch_tokens": 1},
         {"micro_batch_tokens": 20},
         {"micro_batch_tokens": 10_000},
         {"kl_weight": 0.1, "loss": "dapo"},
@@ -173,15 +149,13 @@ def test_loss_and_gradient_equal_those_of_a_prompt_per_response(folders: Callabl
 def test_every_objective_shares_prompts(folders: Callable[[str], Path], train: dict[str, Any]) -> None:
     batch = grouped_batch()
     batch.rewards = [[1.0, 0.0, 0.0, 2.0], [1.0, 0.0, 1.0, 0.5, 0.7], [1.0, 0.0]]
-    if train.get("micro_batch_tokens") == 1:
-        policy = make_policy(folders("qwen3"), True, **train)
-        sizes = [len(row) for layout in policy.passes.packer.plan(batch, range(11)) for row in layout.rows]
-        assert sizes == [1] * 11, "no two responses fit a micro-batch"
-        return
-    assert_same(folders("qwen3"), batch, **train)
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
+    (ours, shared, fewer), (theirs, apart, tokens) = (
+        updated(make_policy(folders("qwen3"), shares, **train), batch) for shares in (True, False)
+    )
+    assert fewer < tokens
+    for name, value in theirs.items():  # the mismatch is computed in float32
+        assert ours[name] == pytest.approx(value, abs=1e-6 if "mismatch" in name else 1e-10), name
+    assert_same(shared, apart)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -237,9 +211,6 @@ def test_no_mask_is_as_large_as_the_row() -> None:
     assert [mask.shape for mask in row._masks.values()] == [(10, 60)]
 
 
-# -- models that cannot share ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [({"softcap": 30.0}, "softcap"), ({"s_aux": torch.zeros(4)}, "s_aux"), ({"dropout": 0.1}, "dropout")],
@@ -279,9 +250,6 @@ def test_prompts_are_not_shared_if_the_model_computes_differently(caplog: pytest
     inner.forward = lambda x, position_ids: before(x, torch.arange(x.shape[1])[None])
     assert not share_prefixes(model)
     assert "differ from those of each sequence alone" in caplog.text
-
-
-# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
 def test_layout_by_hand() -> None:
