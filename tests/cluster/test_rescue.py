@@ -26,10 +26,7 @@ from tlt.types import TrainBatch
 
 
 def config_of(home: Path, stop_within: float = 60.0) -> Config:
-    config = workers(home, 2)
-    return config.model_copy(
-        update={"run": config.run.model_copy(update={"save_every": 0, "stop_within": stop_within})}
-    )
+    return workers(home, 2, run={"save_every": 0, "stop_within": stop_within})
 
 
 def saved(config: Config) -> list[str]:

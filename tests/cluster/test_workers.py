@@ -24,9 +24,9 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
+import test_coordinator as in_process
 from rich.console import Console
 from test_recovery import recovery
-from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from tlt.cluster import remote
@@ -47,13 +47,10 @@ STEPS = 4
 
 
 def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any]) -> Config:
-    reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
-    rollout = {"stop_strings": list("abcdefghij ")}
-    run = {"folder": str(home / folder), "seed": 1} | sections.pop("run", {})
-    train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
-    train |= sections.pop("train", {})
-    cluster = {"workers": workers, "slice_seconds": 0.01} | sections.pop("cluster", {})
-    return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
+    sections["run"] = {"folder": str(home / folder)} | sections.get("run", {})
+    sections["train"] = {"steps": STEPS} | sections.get("train", {})
+    sections["cluster"] = {"slice_seconds": 0.01} | sections.get("cluster", {})
+    return in_process.config_of(home, workers, **sections)
 
 
 def workers_of(folder: str) -> list[int]:
@@ -99,6 +96,7 @@ def watched_by(killer: Killer) -> Any:
 
     def join(pool: Any, *rest: Any) -> Any:
         killer.folder = pool.folder
+        assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
         return real(pool, *rest)
 
     return patch.object(remote, "join", join)
@@ -112,24 +110,12 @@ def shm() -> Callable[[], set[str]]:
     return lambda: {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} - before
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
     run = {"save_every": 1, "keep": 1}
     in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
     killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0})
-    real = remote.join
-
-    def join(pool: Any, *rest: Any) -> Any:
-        killer.folder = pool.folder
-        assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
-        return real(pool, *rest)
-
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with patch.object(remote, "join", join):
+    with watched_by(killer):
         disturbed = run_module.train(config_of(home, 2, "disturbed", run=run), True, killer)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert killer.killed == 2
@@ -231,14 +217,7 @@ def quiet() -> Display:
 
 def in_this_process(config: Config) -> str:
     """Return the sha256 of the same run by two workers in this process, without sums between processes."""
-    from pools import TestPool, ThreadWorker
-
-    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
-        pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
-        return remote.join(pool, config, *rest)
-
-    with patch("tlt.run.parts._many_workers", many_workers):
-        return run_module.train(config, False, quiet())["policy_sha256"]
+    return in_process.train(config)[0]
 
 
 @pytest.mark.slow
@@ -350,11 +329,8 @@ class HoldsALock(Exception):
 def test_an_error_that_cannot_be_pickled_is_sent_as_text(error: Exception, said: str) -> None:
     found = pickle.loads(pickle.dumps(portable(error)))
     assert (type(found), str(found)) == (RuntimeError, said)
-
-
-def test_an_error_that_can_be_pickled_is_sent() -> None:
-    error = OSError(28, "No space left on device")
-    assert portable(error) is error
+    full = OSError(28, "No space left on device")
+    assert portable(full) is full
 
 
 def test_cores_are_shared_evenly() -> None:
@@ -365,6 +341,8 @@ def test_cores_are_shared_evenly() -> None:
         assert [share_of_cores(index, 2) for index in (0, 1)] == [[4], [4]]
 
 
+TESTS = Path(__file__).parents[1]
+PATHS = os.pathsep.join(map(str, (TESTS / "cluster", TESTS, TESTS.parent / "src")))
 JOINS = """
 import faulthandler, sys
 from pathlib import Path
@@ -385,9 +363,7 @@ def test_an_existing_ray_cluster_is_joined_if_it_is_large_enough(home: Path) -> 
     own = RayPool(config_of(home, 2, "own"), home)
     try:
         address = ray.get_runtime_context().gcs_address
-        tests = Path(__file__).parents[1]
-        paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
-        environment = os.environ | {"RAY_AUTH_MODE": "token", "PYTHONPATH": paths}
+        environment = os.environ | {"RAY_AUTH_MODE": "token", "PYTHONPATH": PATHS}
 
         def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-c", JOINS, str(home), str(workers), address, folder]
@@ -425,10 +401,8 @@ def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
     script = JOINS.replace(
         'cluster={"address": address}', 'cluster={"address": address, "allow_no_token": folder == "y"}'
     )
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled"}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": PATHS, "RAY_AUTH_MODE": "disabled"}
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         server = subprocess.Popen([sys.executable, "-c", SERVES, folder], env=environment, **pipes)
