@@ -59,16 +59,6 @@ def test_a_saved_drafter_is_loaded_unchanged(model: Model, tmp_path: Path) -> No
     assert torch.equal(layer.fc.weight, weights_of(states[0])["fc.weight"]), "a drafter's folder as any other"
 
 
-def test_training_continues_from_a_save(model: Model, tmp_path: Path) -> None:
-    want = state(model)
-    write(tmp_path, options(model), 1, want, None)
-    found = loaded(model, tmp_path)
-    spot = SpotTrainer(found.layer, model.decoder, CONFIG)
-    spot.load_state(found.state)
-    assert same(spot.state(), want)
-    assert spot.trainer.steps == 12
-
-
 def test_only_trained_tensors_are_saved(model: Model, tmp_path: Path) -> None:
     """The target's embedding and head are not in it."""
     write(tmp_path, options(model), 1, state(model), None)
