@@ -11,7 +11,6 @@ import pytest
 from pools import StandIn
 
 from tlt.cluster.crew import Crew, Done
-from tlt.cluster.deadlines import Deadlines
 from tlt.cluster.pool import ClusterError, WorkerLost
 from tlt.rl.parallel import Broken
 
@@ -136,20 +135,6 @@ def test_a_worker_that_waits_for_the_state_of_a_hanging_one_is_not_replaced() ->
     assert pool.replaced == [1]
     crew.wait_until_ready()
     assert pool.replaced == [1, 0]
-
-
-def test_a_deadline_follows_the_recent_durations_of_a_call() -> None:
-    deadlines = Deadlines(patience=5.0)
-    assert (deadlines.seconds("decode"), deadlines.seconds("update")) == (5.0, 60.0)
-    deadlines.took("update", 0.1)
-    assert deadlines.seconds("update") == 5.0
-    deadlines.took("update", 40.0)
-    deadlines.took("update", 0.5)
-    assert deadlines.seconds("update") == 400.0
-    for _ in range(5):
-        deadlines.took("update", 2.0)
-    assert deadlines.seconds("update") == 20.0
-    assert deadlines.seconds("save") == 60.0
 
 
 def without_room(taken: Any = "done") -> Any:

@@ -214,14 +214,6 @@ def test_the_bits_do_not_depend_on_the_number_of_members(folder: Path, way: dict
     assert not all(torch.equal(other[name], expected[name]) for name in expected), "the order is of no account here"
 
 
-def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
-    batch = TrainBatch([], [], [], [])
-    ((_, before),) = updated(folder, 1, batch)
-    for metrics, tensors in updated(folder, 2, batch):
-        assert metrics["loss"] == 0
-        assert all(torch.equal(tensors[name], before[name]) for name in before)
-
-
 def silence_of_connections() -> set[int]:
     """Return the timeouts of this process's connections in milliseconds, listening ones included."""
     found: set[int] = set()

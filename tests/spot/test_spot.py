@@ -173,17 +173,6 @@ def test_without_finite_training_data_nothing_is_trained(model: Model, items: li
         assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
 
 
-def test_the_given_layer_is_not_changed(model: Model, items: list[Harvest]) -> None:
-    layer = fresh_layer(model)
-    spot = make_spot(model, items, layer=layer)
-    spot.train(0)
-    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
-    state = state_of(spot)
-    kept = {name: tensor.clone() for name, tensor in state.items()}
-    spot.train(0)
-    assert same(state, kept), "nor is a state, once given away"
-
-
 def test_an_evaluation_has_many_responses_and_is_the_same_until_the_target_changes(
     model: Model, items: list[Harvest]
 ) -> None:
