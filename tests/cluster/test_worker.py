@@ -71,12 +71,6 @@ def found(ahead: list[Ahead]) -> list[tuple[int, list[int], int, bool]]:
     return [(a.seed, a.tokens.tolist(), a.version, a.ended) for a in ahead]
 
 
-def test_look_ahead_tokens_are_those_of_the_response(folder: Path) -> None:
-    answers = decoded(looking(folder), 0, FIRST, SECOND)
-    done = looking(folder).look_ahead(AheadWork(0, [FIRST, SECOND], []), ALL)
-    assert found(done) == [(10, answers[10], 0, True), (11, answers[11], 0, True)]
-
-
 def test_unfinished_look_ahead_continues_in_the_next_call(folder: Path) -> None:
     worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
     for length in (1, 2):

@@ -148,28 +148,21 @@ def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
     monkeypatch.setattr("tlt.cluster.control._EVERY", 0.2)
 
     class Steers(Killer):
-        def kill(self) -> None:
-            (pid,) = [i for i in marked(self.folder) if b"gcs_server" in Path(f"/proc/{i}/cmdline").read_bytes()]
-            os.kill(pid, signal.SIGKILL)
-            time.sleep(2.0)
-
         def phase(self, step: int, name: str, total: int) -> None:
             if (step, name) in self.moments:
-                self.kill()
+                (pid,) = [i for i in marked(self.folder) if b"gcs_server" in Path(f"/proc/{i}/cmdline").read_bytes()]
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(2.0)
 
-    killer = Steers({(1, "rollout"): 0.0})
-    config = config_of(home, 2, "disturbed", run={"save_every": 1})
-    with (
-        watched_by(killer),
-        pytest.raises(ClusterError, match=r"control process at .* does not answer") as lost,
-    ):
+    killer, config = Steers({(1, "rollout"): 0.0}), config_of(home, 2, "disturbed", run={"save_every": 1})
+    silent = r"control process at .* does not answer"
+    with watched_by(killer), pytest.raises(ClusterError, match=silent) as lost:
         run_module.train(config, False, killer)
     assert re.match(rf"saved after step \d in {config.run.folder}: continue with --resume", lost.value.__notes__[0])
     assert marked(killer.folder) == []
     assert "gcs" not in "".join(capfd.readouterr())
-    assert run_module.train(config, True, quiet())["policy_sha256"] == in_this_process(
-        config_of(home, 2, "undisturbed")
-    )
+    expected = in_this_process(config_of(home, 2, "undisturbed"))
+    assert run_module.train(config, True, quiet())["policy_sha256"] == expected
 
 
 @pytest.mark.slow
@@ -349,10 +342,23 @@ from pathlib import Path
 faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
 from tlt.run import train as run
-home, workers, address, folder = sys.argv[1:]
-config = config_of(Path(home), int(workers), folder, cluster={"address": address}, train={"steps": 1})
+home, workers, address, folder, allow = sys.argv[1:]
+cluster = {"address": address, "allow_no_token": allow == "allow"}
+config = config_of(Path(home), int(workers), folder, cluster=cluster, train={"steps": 1})
 print(run.train(config, False, quiet())["policy_sha256"])
 """
+
+
+def joined(
+    home: Path, workers: int, address: str, environment: dict[str, str], *, allow: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Let a process train with workers of this cluster. `allow`: whether it needs a token."""
+    command = [sys.executable, "-c", JOINS, str(home), str(workers), address, f"joined{workers}{allow}", allow]
+    environment = environment | {"PYTHONPATH": PATHS}
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"it hangs: {(late.stderr or b'').decode()[-4000:]}")
 
 
 @pytest.mark.slow
@@ -362,25 +368,13 @@ def test_an_existing_ray_cluster_is_joined_if_it_is_large_enough(home: Path) -> 
 
     own = RayPool(config_of(home, 2, "own"), home)
     try:
-        address = ray.get_runtime_context().gcs_address
-        environment = os.environ | {"RAY_AUTH_MODE": "token", "PYTHONPATH": PATHS}
-
-        def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-c", JOINS, str(home), str(workers), address, folder]
-            try:
-                return subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=120, check=False
-                )
-            except subprocess.TimeoutExpired as late:
-                pytest.fail(f"{folder} hangs: {(late.stderr or b'').decode()[-4000:]}")
-
+        address, environment = ray.get_runtime_context().gcs_address, os.environ | {"RAY_AUTH_MODE": "token"}
         for actor in own._actors:
             ray.kill(actor)
         expected = in_this_process(config_of(home, 2, "undisturbed", train={"steps": 1}))
-        ran = joined(2, "joined")
+        ran = joined(home, 2, address, environment)
         assert ran.stdout.strip() == expected, ran.stderr[-2000:]
-        refused = joined(3, "too many")
-        assert "cluster.workers = 3, but there are 2 CPUs" in refused.stderr
+        assert "cluster.workers = 3, but there are 2 CPUs" in joined(home, 3, address, environment).stderr
         assert len(ray.nodes()) == 1
     finally:
         own.close()
@@ -398,9 +392,6 @@ sys.stdin.read()
 @pytest.mark.slow
 def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
     """An option allows it. The cluster is one of this test's own, on loopback."""
-    script = JOINS.replace(
-        'cluster={"address": address}', 'cluster={"address": address, "allow_no_token": folder == "y"}'
-    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": PATHS, "RAY_AUTH_MODE": "disabled"}
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
@@ -409,11 +400,7 @@ def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
         try:
             assert server.stdout
             address = server.stdout.readline().strip()
-            command = [sys.executable, "-c", script, str(home), "2", address]
-            refused, allowed = (
-                subprocess.run([*command, answer], env=environment, capture_output=True, text=True, timeout=120)
-                for answer in "ny"
-            )
+            refused, allowed = (joined(home, 2, address, environment, allow=answer) for answer in ("", "allow"))
         finally:
             server.communicate("")
     assert "requires no token" in refused.stderr.splitlines()[-1]

@@ -71,13 +71,6 @@ def test_shards_are_complete_and_need_about_equal_work(tokens: list[int], shards
         assert sum(own) - min(own, default=0) <= sum(tokens) / shards, "it had least when it was given its last one"
 
 
-def test_the_longest_response_is_assigned_first() -> None:
-    tokens = [10, 20, 10, 50, 10, 10, 30]
-    groups = [[i] for i in range(7)]
-    assert own_shards(groups, lambda part: tokens[part[0]], member(0, 1, 3)) == [[3], [2, 5, 6], [0, 1, 4]]
-    assert own_shards(groups, lambda part: tokens[part[0]], member(1, 2, 3)) == [[2, 5, 6], [0, 1, 4]]
-
-
 @pytest.mark.parametrize(
     ("sizes", "shards", "expected"),
     [

@@ -112,10 +112,11 @@ def all_of(policy: Policy) -> dict[str, np.ndarray]:
 def updated(
     group: ProcessGroup, folder: Path, batch: TrainBatch, train: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, float], dict[str, np.ndarray], str]:
-    """Return metrics, weights and moments after two updates, and the digest."""
+    """Return metrics, weights and moments after two updates and one without a gradient, and the digest."""
     policy = make_policy(group, folder, train, dtype)
     policy.update(batch, 0, group)
     metrics = policy.update(batch, 1, group)
+    policy.update(replace(batch, advantages=[0.0] * len(batch.advantages)), 2, group)
     return metrics, all_of(policy), policy.sha256()
 
 
@@ -221,20 +222,6 @@ def test_all_members_name_values_that_are_not_finite(folder: Path) -> None:
     for loss, weight in together(2, fails, folder, idle, batch):
         assert loss.startswith("the loss is not finite in step 4")
         assert weight.startswith("model.layers.1.mlp.up_proj.weight of the policy is not finite after step 4")
-
-
-def twice(group: ProcessGroup, folder: Path, batch: TrainBatch) -> dict[str, np.ndarray]:
-    policy = make_policy(group, folder, {})
-    policy.update(batch, 0, group)
-    policy.update(replace(batch, advantages=[0.0] * len(batch.advantages)), 1, group)
-    return all_of(policy)
-
-
-def test_a_step_without_gradients_equals_one_with_zero_gradients(folder: Path) -> None:
-    """No member computes a pass, and the optimizer continues with its moments."""
-    batch = random_batch(VOCAB)
-    for tensors in together(2, twice, folder, batch):
-        close(tensors, twice(Alone(), folder, batch))
 
 
 def held(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[int, int, int]:

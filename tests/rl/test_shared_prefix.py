@@ -252,16 +252,6 @@ def test_prompts_are_not_shared_if_the_model_computes_differently(caplog: pytest
     assert "differ from those of each sequence alone" in caplog.text
 
 
-def test_layout_by_hand() -> None:
-    micro = pack_shared([[0, 1], [2]], [(1, 2), (1, 2), (3,)], [[5, 6], [7], [8]], CPU)
-    assert micro.sequences == [0, 1, 2]
-    assert micro.input_ids.tolist() == [[1, 2, 5, 6, 7, 3, 8]]
-    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
-    assert micro.targets.tolist() == [5, 6, 7, 8]
-    places = micro.predicting(torch.arange(7.0)[None, :, None])
-    assert places.flatten().tolist() == [1, 2, 1, 5]
-
-
 def test_sharing_is_chosen_if_it_saves_more_than_its_attention_calls_cost() -> None:
     assert shared_tokens(20, [30] * 8) == 20 + 8 * 30
     assert shared_tokens(2, [30] * 8) == 8 * 32, "14 tokens are saved, and 9 calls cost 18"
