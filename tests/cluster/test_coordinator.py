@@ -170,15 +170,6 @@ def test_the_loss_of_all_workers_is_an_error_of_one_sentence(home: Path) -> None
         train(config_of(home, 2), loses=lambda worker, method: "before" if method == "update" else "")
 
 
-def test_a_worker_that_never_starts_is_left_out(home: Path) -> None:
-    def never(worker: int, method: str) -> str:
-        return "before" if worker == 1 and method in ("take_state", "decode") else ""
-
-    *found, pool = train(config_of(home, 2), loses=never)
-    assert found == [*train(config_of(home, 2))[:2]]
-    assert (1, "update") not in pool.log
-
-
 def never_gets_past(method: str, *, step: int) -> Loses:
     """Lose worker 1 in each call of this method from this step on, as if its node had too little memory."""
     calls = count()
@@ -198,19 +189,6 @@ def test_a_worker_that_is_lost_repeatedly_at_the_same_call_is_left_out(
     (told,) = [record.getMessage() for record in caplog.records if "times in a row" in record.getMessage()]
     assert told.startswith("1 of 2 workers are left, and the run continues with them; worker 1 is tried again")
     assert f"worker 1 was lost 4 times in a row; worker 1 was lost during {method} (" in told
-
-
-def test_an_update_is_repeated_after_each_loss_of_another_worker(home: Path, undisturbed: Any) -> None:
-    """Two of three workers fail in turn, until both are left out."""
-    _, *expected = undisturbed
-    attempts = [count() for _ in range(3)]
-
-    def loses(worker: int, method: str) -> str:
-        return "amid" if worker and method == "update" and next(attempts[worker]) % 2 == worker - 1 else ""
-
-    *found, pool = train(config_of(home, 3), loses=loses)
-    assert found == expected
-    assert [pool.log.count((worker, "update")) for worker in range(3)] == [8 + STEPS, 7, 8]
 
 
 def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path) -> None:
@@ -250,14 +228,6 @@ def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
     if amid != "sync":
         assert updates.count(one) < updates.count(1 - min(one, 1)), "the first update was made without it"
     assert sorted(updates[-size:]) == list(range(size)), "it is there for the last one"
-
-
-def test_a_run_may_start_with_fewer_workers_than_configured(home: Path, undisturbed: Any) -> None:
-    size, *expected = undisturbed
-    config = config_of(home, size, cluster={"grace": 0.05, "min_workers": 1})
-    *found, pool = train(config, room=lambda: 1)
-    assert found == expected
-    assert {worker for worker, _ in pool.log} == {0}
 
 
 @pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])

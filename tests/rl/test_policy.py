@@ -58,9 +58,9 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return model
 
 
-def plain_logprobs(model: Any, prompt: tuple[int, ...], response: list[int], temperature: float = 1.0) -> Tensor:
+def plain_logprobs(model: Any, prompt: tuple[int, ...], response: list[int]) -> Tensor:
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
 def plain_loss(model: Any, batch: TrainBatch, members: range, old: list[Tensor], loss: str = "grpo") -> Tensor:
@@ -79,10 +79,9 @@ def plain_loss(model: Any, batch: TrainBatch, members: range, old: list[Tensor],
     return total
 
 
-def all_plain_logprobs(model: Any, batch: TrainBatch, temperature: float = 1.0) -> list[Tensor]:
+def all_plain_logprobs(model: Any, batch: TrainBatch) -> list[Tensor]:
     with torch.no_grad():
-        pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
-        return [plain_logprobs(model, p, r, temperature) for p, r in pairs]
+        return [plain_logprobs(model, p, r) for p, r in zip(batch.prompt_ids, batch.response_ids, strict=True)]
 
 
 def gradient_of_update(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
@@ -107,17 +106,6 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert (ours[name] - theirs[name]).abs().max() <= tolerance, name
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_packed_logprobs_equal_those_of_each_sequence_alone(
-    folder: Path, dtype: torch.dtype, tolerance: float, temperature: float
-) -> None:
-    policy, batch = make_policy(folder, dtype, temperature), random_batch(VOCAB)
-    expected = all_plain_logprobs(plain_model(folder), batch, temperature)
-    for ours, theirs in zip(policy.logprobs(batch), expected, strict=True):
-        assert ours == pytest.approx(theirs.tolist(), rel=0, abs=tolerance)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
@@ -479,22 +467,20 @@ def test_a_step_without_gradients_equals_one_with_zero_gradients(folder: Path) -
     assert sha256(policy.state_dict()) == sha256(twin.state_dict())
 
 
-def plain_entropies(model: Any, batch: TrainBatch) -> list[Tensor]:
+def plain_entropies(model: Any, batch: TrainBatch, temperature: float = 1.0) -> list[Tensor]:
     """Return the entropy at each token of each response, by transformers and torch alone."""
+    pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
     with torch.no_grad():
-        logits = [
-            model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-            for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)
-        ]
+        logits = [model(torch.tensor([[*p, *r]])).logits[0, len(p) - 1 : -1] / temperature for p, r in pairs]
     return [torch.distributions.Categorical(logits=one).entropy() for one in logits]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_mean_entropy_is_over_all_tokens_with_any_loss(folder: Path, loss: str) -> None:
     batch = random_batch(VOCAB)
-    expected = torch.cat(plain_entropies(plain_model(folder), batch)).mean().item()
+    expected = torch.cat(plain_entropies(plain_model(folder), batch, 0.6)).mean().item()
     for untaught in ((), (2,)):
-        found = make_policy(folder, loss=loss).update(without_spread(batch, untaught), 0)["entropy"]
+        found = make_policy(folder, temperature=0.6, loss=loss).update(without_spread(batch, untaught), 0)["entropy"]
         assert found == pytest.approx(expected, rel=1e-9), "a single one is measured itself"
 
 
@@ -591,9 +577,3 @@ def test_bfloat16_trains_float32_masters(folder: Path) -> None:
     one, other = before["model.embed_tokens.weight"], policy.state_dict()["model.embed_tokens.weight"]
     assert (one != other).double().mean() > 0.9
     assert (one.bfloat16() != other.bfloat16()).double().mean() < 0.1  # bfloat16 weights would have lost such a step
-
-
-def test_bfloat16_computes_in_bfloat16(folder: Path) -> None:
-    half, full = (make_policy(folder, t).logprobs(random_batch(VOCAB)) for t in (torch.bfloat16, torch.float32))
-    gaps = [abs(a - b) for one, other in zip(half, full, strict=True) for a, b in zip(one, other, strict=True)]
-    assert 1e-4 < max(gaps) < 0.5
