@@ -39,9 +39,7 @@ def by_vllm(home: Path, workers: int, train: Any = None, **speculation: Any) -> 
     ("workers", "speculation", "expected"),
     [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "off"), (1, {}, "off"), (1, {"path": "folder"}, "eagle")],
 )
-def test_adaptive_in_vllm_is_look_ahead_if_workers_can_be_idle(
-    workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_adaptive_in_vllm_looks_ahead(workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path) -> None:
     """Look-ahead needs idle workers. Without them nothing would draft."""
     assert by_vllm(tmp_path, workers, **speculation).speculation.drafter == expected
 

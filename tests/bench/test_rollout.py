@@ -153,9 +153,7 @@ def test_strategies_take_turns(home: Path, tmp_path: Path, monkeypatch: pytest.M
     assert max(len(tokens) for tokens in before) > 20
 
 
-def test_strategies_that_decode_other_tokens_are_not_compared(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strategies_with_other_tokens_are_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TLT_AUDIT")  # the ledger would see it first
     monkeypatch.setattr(engine, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
     with pytest.raises(AssertionError, match="other tokens"):

@@ -93,9 +93,7 @@ def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> Non
 
 @given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))
 @settings(max_examples=3, phases=[Phase.generate])
-def test_the_result_does_not_depend_on_the_schedule(
-    home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str
-) -> None:
+def test_the_result_is_that_of_any_schedule(home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str) -> None:
     workers, digest, learned = undisturbed
     config = config_of(home, workers, engine={"max_rows": slots}, speculation={"drafter": drafter})
     assert train(config, choose=lambda n: seed.randrange(n))[:2] == (digest, learned)
@@ -103,9 +101,7 @@ def test_the_result_does_not_depend_on_the_schedule(
 
 @given(data=st.data())
 @settings(max_examples=5, phases=[Phase.generate])  # to shrink an example takes minutes
-def test_the_result_does_not_depend_on_workers_lost_at_any_call(
-    home: Path, undisturbed: Any, data: st.DataObject
-) -> None:
+def test_the_result_does_not_depend_on_lost_workers(home: Path, undisturbed: Any, data: st.DataObject) -> None:
     workers, digest, learned = undisturbed
     random = data.draw(st.randoms(use_true_random=False))
     share = data.draw(st.sampled_from([0.02, 0.1]))
@@ -201,9 +197,7 @@ def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path) -
 
 
 @pytest.mark.parametrize("amid", ["decode", "update", "sync"])
-def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
-    home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_admits_new_workers(home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is missing in the first step, and back in the second. The policy is that of a run with all workers."""
     monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
     size, *expected = undisturbed

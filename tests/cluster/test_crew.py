@@ -157,9 +157,7 @@ def lost(pool: Any, **options: Any) -> Crew:
     return crew
 
 
-def test_lost_capacity_is_logged_and_the_run_continues_without_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_without_lost_capacity(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline does not count meanwhile. When there is room, the new worker takes the present state."""
     monkeypatch.setattr("tlt.cluster.capacity._LOG_AFTER", 0.05)
     monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
@@ -199,9 +197,7 @@ def test_a_replacement_that_cannot_start_does_not_end_the_run() -> None:
     assert "there is no model on this node" in crew.trouble
 
 
-def test_a_worker_that_is_lost_often_is_restarted_after_growing_pauses(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pauses_of_a_lost_worker_grow(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pool: Any = Scripted(lambda call: WorkerLost("its node has no memory") if call.method == "die" else {})

@@ -163,9 +163,7 @@ def test_a_run_with_a_trained_drafter_begins_at_rest(home: Path, rate: float | N
 
 
 @pytest.mark.parametrize("changed", ["nothing", "the files are damaged", "the recipe's drafter has another window"])
-def test_a_resumed_run_continues_with_the_published_drafter(
-    home: Path, tmp_path: Path, published: Published, changed: str
-) -> None:
+def test_resumed_runs_use_the_published_drafter(home: Path, tmp_path: Path, published: Published, changed: str) -> None:
     """If no drafter can be used, later ones have higher numbers, because the saver keeps the highest."""
     before, config = published.training, config_of(home, "adaptive")
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path)})})

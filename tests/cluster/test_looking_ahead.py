@@ -76,9 +76,7 @@ def test_no_request_is_decoded_twice_or_too_many_steps_ahead() -> None:
         "of what is expected to be as long the nearest",
     ],
 )
-def test_requests_with_the_longest_expected_responses_come_first(
-    given: list[int], found: tuple[Ahead, ...], order: list[int]
-) -> None:
+def test_requests_likely_to_be_longest_come_first(given: list[int], found: tuple[Ahead, ...], order: list[int]) -> None:
     assert [request.seed for request in in_order(requests(*given), looking(*found).store)] == order
 
 
@@ -158,9 +156,7 @@ def test_rows_are_dealt_by_their_expected_rounds() -> None:
     found=st.dictionaries(st.integers(0, 39), st.tuples(st.integers(0, 99), st.booleans())),
     workers=st.integers(1, 5),
 )
-def test_every_row_is_assigned_once_and_groups_are_not_mixed(
-    rows: list[int], found: dict[int, tuple[int, bool]], workers: int
-) -> None:
+def test_rows_are_assigned_once_by_groups(rows: list[int], found: dict[int, tuple[int, bool]], workers: int) -> None:
     ahead = looking(*(known(seed, length, ended) for seed, (length, ended) in found.items()))
     groups = dealt(ahead, rows, workers)
     assert sorted(seed for group in groups for seed in group) == sorted(rows)
@@ -177,9 +173,7 @@ def test_every_row_is_assigned_once_and_groups_are_not_mixed(
         (RolloutStats(), 1.0, 1.0),
     ],
 )
-def test_tokens_per_pass_are_measured_with_and_without_look_ahead(
-    stats: RolloutStats, plain: float, ahead: float
-) -> None:
+def test_tokens_per_pass_with_and_without_look_ahead(stats: RolloutStats, plain: float, ahead: float) -> None:
     found = looking()
     found.end(stats)
     assert (found.accept_length, found.accept_length_ahead) == (plain, ahead)

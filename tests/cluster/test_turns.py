@@ -73,9 +73,7 @@ def test_the_tokens_are_those_of_one_worker(tmp_path: Path, undisturbed: tuple[s
 
 
 @pytest.mark.parametrize("method", ["", "decode"])
-def test_the_result_does_not_depend_on_drafters_and_lost_workers(
-    tmp_path: Path, undisturbed: tuple[str, Any], method: str
-) -> None:
+def test_drafters_and_lost_workers_change_nothing(tmp_path: Path, undisturbed: tuple[str, Any], method: str) -> None:
     calls = iter(range(100))
     lost = train(two(tmp_path), lambda i, m: "after" if i and m == method and next(calls) == 2 else "")
     assert lost == undisturbed
@@ -122,9 +120,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> list[Episodes]:
     return found
 
 
-def test_a_worker_lost_while_a_tool_runs_changes_nothing(
-    tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
-) -> None:
+def test_a_worker_lost_in_a_tool_call(tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]) -> None:
     lost: list[int] = []
 
     def loses(worker: int, method: str) -> str:
@@ -137,9 +133,7 @@ def test_a_worker_lost_while_a_tool_runs_changes_nothing(
     assert lost
 
 
-def test_a_run_killed_while_a_tool_runs_ends_the_same(
-    tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
-) -> None:
+def test_a_run_killed_in_a_tool_resumes(tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]) -> None:
     class StopsDuringACall(Stops):
         def response(self, response: Any) -> None:
             self.left = 0 if waiting[-1].awaits else 1

@@ -215,9 +215,7 @@ def in_this_process(config: Config) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["*/ray/session_*", "run/worker_0.log"])
-def test_sigterm_while_workers_start_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_sigterm_stops_a_run_whose_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """It arrives while Ray starts, which has a handler of its own, and while the driver waits in Ray for the first
     answer."""
     monkeypatch.setenv("TMPDIR", folder := tempfile.mkdtemp(prefix="tlt", dir="/tmp"))

@@ -85,9 +85,7 @@ def test_an_epsilon_of_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize(("advantage", "share"), [(rloo, 1.0), (dr_grpo, 2 / 3)])
-def test_the_mean_over_all_groups_is_the_policy_gradient(
-    advantage: Callable[[Sequence[float]], list[float]], share: float
-) -> None:
+def test_the_mean_is_the_policy_gradient(advantage: Callable[[Sequence[float]], list[float]], share: float) -> None:
     """Four actions and groups of three, all 64 weighted by their probability. RLOO is unbiased, and Dr. GRPO is too
     small by (n - 1) / n."""
     scores = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)

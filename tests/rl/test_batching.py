@@ -68,9 +68,7 @@ def test_no_other_cut_needs_less_work(lengths: list[int], budget: int, size: int
 
 @settings(max_examples=60, deadline=None)
 @given(SEQUENCES, st.integers(1, 40))
-def test_a_token_attends_to_earlier_ones_of_its_sequence_and_predicts_the_next(
-    sequences: list[tuple[list[int], list[int]]], budget: int
-) -> None:
+def test_a_token_attends_to_its_own_sequence(sequences: list[tuple[list[int], list[int]]], budget: int) -> None:
     prompts, responses = [p for p, _ in sequences], [r for _, r in sequences]
     whole = [p + r for p, r in sequences]
     for rows in plan([*map(len, whole)], budget, SIZE):

@@ -136,9 +136,7 @@ def test_shards_by_hand() -> None:
 
 
 @given(st.lists(groups, min_size=1, max_size=20), st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2]))
-def test_no_shard_has_more_responses_than_the_stated_maximum(
-    drawn: list[Any], more: int, workers: int, updates: int
-) -> None:
+def test_no_shard_exceeds_most_responses(drawn: list[Any], more: int, workers: int, updates: int) -> None:
     prompts = len(drawn) + more
     config = config_of(prompts, workers, updates_per_step=min(updates, prompts))
     batch = make_batch([group_of(number, *one) for number, one in enumerate(drawn)], config)

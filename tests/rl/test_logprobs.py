@@ -41,9 +41,7 @@ def distribution_under(head: Tensor, temperature: float = 1.0) -> Any:
 
 @pytest.mark.parametrize("tokens", [1, 3, T - 1, T, 1000])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
-def test_values_and_gradients_are_those_of_all_tokens_at_once(
-    tokens: int, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_values_and_gradients_of_chunks_are_those_of_all(tokens: int, dtype: torch.dtype, tolerance: float) -> None:
     hidden, head, targets = random_head(dtype)
     pull = torch.linspace(-1, 2, T, dtype=dtype)
     found = []

@@ -80,9 +80,7 @@ def test_shards_are_complete_and_need_about_equal_work(tokens: list[int], shards
         ([1, 1], 3, [[0], [1], []]),
     ],
 )
-def test_responses_to_one_prompt_stay_together_unless_a_shard_gets_too_large(
-    sizes: list[int], shards: int, expected: list[list[int]]
-) -> None:
+def test_responses_to_a_prompt_stay_together(sizes: list[int], shards: int, expected: list[list[int]]) -> None:
     """A prompt has 10 tokens, and a response 4."""
     numbers = iter(range(sum(sizes)))
     groups = [[next(numbers) for _ in range(size)] for size in sizes]

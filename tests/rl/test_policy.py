@@ -110,9 +110,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_update_does_not_depend_on_the_micro_batches(
-    folder: Path, starting: Path, loss: str, micro_batch_tokens: int
-) -> None:
+def test_micro_batches_do_not_affect_updates(folder: Path, starting: Path, loss: str, micro_batch_tokens: int) -> None:
     """It does not depend on the packing either, because a budget of 1 packs nothing."""
     settings = {"loss": loss, "kl_weight": 0.1, "importance_cap": 2.0}
     policies = [make_policy(folder, reference=starting, micro_batch_tokens=n, **settings) for n in (40, micro_batch_tokens)]

@@ -165,9 +165,7 @@ def all_begun(members: list[Policy], shards: list[TrainBatch]) -> Held:
 
 
 @pytest.mark.parametrize(("size", "before"), [(2, twice), (3, all_begun)])
-def test_a_shard_computed_twice_counts_once_and_each_member_has_shards(
-    folder: Path, expected: str, size: int, before: Before
-) -> None:
+def test_a_shard_counts_once_and_each_member_has_shards(folder: Path, expected: str, size: int, before: Before) -> None:
     assert updated(folder, size, before, steps=2)[0] == expected
 
 

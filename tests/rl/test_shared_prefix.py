@@ -260,9 +260,7 @@ def test_sharing_is_chosen_if_it_saves_more_than_its_attention_calls_cost() -> N
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=20), st.integers(1, 60))
-def test_every_response_has_one_place_after_its_prompt_within_the_budget(
-    drawn: list[tuple[int, int]], most: int
-) -> None:
+def test_responses_have_one_place_after_their_prompt_within_the_budget(drawn: list[tuple[int, int]], most: int) -> None:
     prompts = [tuple([k] * (3 * k + 1)) for k, _ in drawn]
     responses = [[9] * own for _, own in drawn]
     layouts = plan_shared(by_prompt(range(len(drawn)), prompts), prompts, responses, most)

@@ -18,9 +18,7 @@ def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:
 
 
 @given(start=st.integers(0, 20), length=st.integers(1, 20), prompt_length=st.integers(1, 30))
-def test_drafted_counts_entries_whose_next_draft_token_is_of_the_response(
-    start: int, length: int, prompt_length: int
-) -> None:
+def test_drafted_counts_entries_with_a_draft_token_of_the_response(start: int, length: int, prompt_length: int) -> None:
     """Entry p predicts token p + 2, and its teacher is entry p + 1 of the same response."""
     entries = range(start, start + length)
     want = sum(p + 1 in entries and p + 2 >= prompt_length for p in entries)

@@ -79,9 +79,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(40))
-def test_a_kill_at_any_moment_leaves_the_last_complete_save(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
-) -> None:
+def test_a_kill_leaves_a_whole_save(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     """The process ends before or after each write to the disk, with partly written files. The next save works."""
     old, new = state(model, 1), state(model, 2)
     write(tmp_path, options(model), 1, old, None)
@@ -121,9 +119,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_save(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_caller_does_not_wait_and_only_the_newest_is_written(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_caller_does_not_wait_for_the_disk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, written = threading.Event(), []
 
     def slow(folder: Path, options: Any, number: int, *rest: Any, **more: Any) -> None:

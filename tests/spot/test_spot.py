@@ -107,9 +107,7 @@ def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items:
     assert not same(before, state_of(spot))
 
 
-def test_after_a_change_of_the_task_it_trains_first_draft_tokens_at_the_full_rate(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_after_a_change_of_the_task_it_trains_first_tokens_at_the_full_rate(model: Model, items: list[Harvest]) -> None:
     layer = fresh_layer(model)
     layer.acceptance_rate = 0.9
     spot = make_spot(model, items, layer=layer)
@@ -173,9 +171,7 @@ def test_without_finite_training_data_nothing_is_trained(model: Model, items: li
         assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
 
 
-def test_an_evaluation_has_many_responses_and_is_the_same_until_the_target_changes(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_an_evaluation_has_many_responses_and_is_fixed_for_a_target(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items, now=items)
     evidence = spot.held_out()
     assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.held_out()]
@@ -187,9 +183,7 @@ def test_an_evaluation_has_many_responses_and_is_the_same_until_the_target_chang
     assert spot.evaluate()._replace(seconds=0.0) == pytest.approx(before), "later data are of those who end first"
 
 
-def test_drafters_are_evaluated_on_the_last_rollout_and_trained_on_earlier_ones(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_drafters_are_evaluated_on_the_last_rollout_and_trained_on_others(model: Model, items: list[Harvest]) -> None:
     """So evaluations have data that no drafter was trained on, and all data are used for training later."""
     spot = make_spot(model, items)
     sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
@@ -287,9 +281,7 @@ def test_a_better_candidate_is_published_and_is_then_the_reference(model: Model,
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 
 
-def test_the_draft_vocabulary_is_part_of_the_state_and_published(
-    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_draft_vocabulary_is_published(model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
     spot, other = make_spot(model, items), make_spot(model, items)
     spot.train(0)
@@ -306,9 +298,7 @@ def test_the_draft_vocabulary_is_part_of_the_state_and_published(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("part", ["weight", "moment", "mean", "candidate"])
-def test_training_that_is_not_finite_restarts_from_the_drafter_in_use(
-    model: Model, items: list[Harvest], part: str, value: float
-) -> None:
+def test_training_that_is_not_finite_restarts(model: Model, items: list[Harvest], part: str, value: float) -> None:
     spot = make_spot(model, items)
     spot.train(0)
     layer = spot.publish(state_of(spot), 0.5)
@@ -360,9 +350,7 @@ def test_the_teacher_is_the_target_of_the_datas_version(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (4.5, 3), (99, 64)])
-def test_training_data_are_kept_for_the_steps_whose_heads_fit(
-    model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int
-) -> None:
+def test_data_are_kept_if_heads_fit(model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int) -> None:
     monkeypatch.setattr("tlt.spot.spot._HEADS", int(heads * model.decoder.head.nbytes))
     assert make_spot(model, []).buffer.whole.maxlen == steps + 1, "and those of the last rollout"
 
@@ -383,9 +371,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("first", ["training", "an evaluation"])
-def test_computed_data_are_no_micro_batch_until_they_are_trained_on(
-    model: Model, items: list[Harvest], first: str
-) -> None:
+def test_computed_data_are_no_micro_batch_until_training(model: Model, items: list[Harvest], first: str) -> None:
     """Data computed for an evaluation are not trained on."""
     spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
     for _ in range(2):  # a rollout before the last one, both without harvest so far

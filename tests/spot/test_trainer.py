@@ -41,9 +41,7 @@ def harvest(kind: Kind, start: int, length: int, prompt_length: int = 0, seed: i
 
 @pytest.mark.parametrize("window", [3, 8, 64])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_column_equals_sequential_drafting(
-    model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int
-) -> None:
+def test_packs_draft_like_the_twin(model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int) -> None:
     """Several sequences in a pack, of different lengths, some from the middle of a text, with attention blocks of any
     size. The twin drafts the true tokens, one after the other."""
     layer, steps = make_layer(model.decoder, kind, window), 5
@@ -75,9 +73,7 @@ def make_trainer(model: Model, **config: Any) -> DrafterTrainer:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_is_the_mean_over_draft_tokens_of_responses(
-    model: Model, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_loss_is_the_mean_over_draft_tokens(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Column t of entry i predicts token i + t + 2. Its teacher is the head on the target's last state of entry i + t +
     1. Later columns count at every fourth entry of the pack, another one in each step. Sixteen times the smooth L1
     distance between the input of the head and that state is added."""
@@ -125,9 +121,7 @@ def test_an_evaluation_in_chunks_equals_the_whole_evaluation(model: Model, monke
     ]
 
 
-def test_distributions_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_distributions_are_compared_on_the_draft_vocabulary(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
     items, made, mass = mixed_items(), make_trainer(model, unroll=2), torch.zeros(11, dtype=torch.float64)
     made.prepare(items, from_scratch=False)
