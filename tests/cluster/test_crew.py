@@ -181,13 +181,6 @@ def test_a_run_goes_on_without_lost_capacity(caplog: pytest.LogCaptureFixture, m
     assert first != second, "the state of long ago"
 
 
-def test_too_few_workers_end_the_run() -> None:
-    crew = lost(without_room(), grace=0.05, least=2)
-    left = r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker"
-    with pytest.raises(ClusterError, match=left):
-        crew.wait_until_ready()
-
-
 def test_a_replacement_that_cannot_start_does_not_end_the_run() -> None:
     pool = without_room(ValueError("there is no model on this node"))
     pool.room = True
@@ -303,14 +296,6 @@ def test_answers_that_arrive_together_are_kept() -> None:
     assert crew.call_one("tuner_state") == "tuner_state"
     crew.wait_until_ready()
     assert {(done.worker, done.method) for done in crew.take_kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
-
-
-def test_errors_of_several_workers_end_the_run_once() -> None:
-    pool: Any = Scripted(lambda call: MemoryError(f"worker {call.index}") if call.method == "logprobs" else 0, size=3)
-    crew = Crew(pool, patience=60.0)
-    with pytest.raises(MemoryError, match="worker 0"):
-        crew.call_all("logprobs")
-    assert crew.call_all("rollback") == dict.fromkeys(range(3), 0)
 
 
 def test_a_worker_that_sends_its_state_is_not_late() -> None:
