@@ -165,23 +165,3 @@ def test_the_peer_decodes_the_requested_tokens(home: Path) -> None:
     found = peers(tiny_config(home).model, torch.device("cpu"), [[1, 2, 3], [4, 5, 6]], 5)
     assert {"transformers.generate", "transformers.generate_batch"} <= set(found)
     found["transformers.generate"]()
-
-
-def test_all_strategies_use_the_number_of_threads_that_is_best_for_plain_decoding(home: Path) -> None:
-    config = tiny_config(home)
-    _, prompts, target, params = open_workplace(config)
-    speeds = {1: 5.0, 2: 3.0}
-
-    def decode(self: Any, contenders: Any, *arguments: Any, timed: bool) -> None:
-        for contender in contenders:
-            contender.speeds.append(speeds[torch.get_num_threads()])
-
-    before = torch.get_num_threads()
-    bench = rollout._Bench(config, target, None, prompts, params, threads=2)
-    try:
-        with patch.object(rollout._Bench, "_decode", decode):
-            for best in (1, 2):
-                speeds[2] = 4.0 * best
-                assert bench._best_threads(1, 2) == best == torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)

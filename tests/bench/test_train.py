@@ -24,7 +24,7 @@ import one_run
 import train as bench
 from pools import TestPool, ThreadWorker
 from tiny import tiny_config
-from turns import BenchError, Pausing, Process
+from turns import Pausing, Process
 
 from tlt.cluster.remote import join
 from tlt.cluster.sweeper import MARK, marked
@@ -171,27 +171,6 @@ def test_runs_that_cannot_be_compared_are_refused(home: Path, tmp_path: Path) ->
         bench.bench_train(config_of(home, speculation={"drafter": "suffix"}), 2, 1, ["plain"], None)
 
 
-class Fails(InThread):
-    def __init__(self, config_file: Path, threads: int, program: str) -> None:
-        self.left = [{}, {"seconds": 1.0}]
-
-    def wait(self) -> dict[str, float] | None:
-        return self.left.pop(0) if self.left else None
-
-    def go(self) -> None: ...
-
-    def end(self) -> int:
-        return 3
-
-
-def test_a_run_that_fails_is_named(home: Path) -> None:
-    with (
-        patch.object(bench, "Process", Fails),
-        pytest.raises(BenchError, match="the frozen run ended with exit code 3"),
-    ):
-        bench.bench_train(config_of(home), 1, 2, ["frozen"], None)
-
-
 @pytest.mark.slow
 def test_a_process_takes_turns_and_ends_with_its_parent(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, reward=REWARD, train={"steps": 2, "learning_rate": 1e-3}, run={"save_every": 1})
@@ -212,13 +191,6 @@ def test_a_process_takes_turns_and_ends_with_its_parent(tmp_path: Path) -> None:
     assert told == pytest.approx([seconds["total"] - seconds["save"] for seconds in lines], abs=1e-6)
     left = Process(tmp_path / "bench.json", 1)
     assert left.end() == -9
-
-
-def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        bench.main(["recipes/longtail.toml", "--modes", "plain,plane"])
-    assert exit_.value.code == 2
-    assert f"--modes: unknown mode 'plane', use {', '.join(bench.MODES)}\n" in capsys.readouterr().err
 
 
 def test_a_run_does_nothing_between_its_turns() -> None:

@@ -64,20 +64,6 @@ def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46, 5e-324])
-def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:
-    """All probability is on the best token, as in the engine. There is nothing to learn then, and no value is NaN."""
-    model = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model
-    tokens = torch.arange(5)
-    best = model(tokens[None]).logits[0].argmax(-1)
-    micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
-    logprobs, entropy = token_logprobs(model, micro, temperature, 256, False)
-    logprobs.sum().backward()
-    assert logprobs.tolist() == entropy.tolist() == [0.0] * 4
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
 def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:
     return Policy(folder, dtype, CPU, TrainConfig(learning_rate=1e-3, **train), RolloutConfig())
 
