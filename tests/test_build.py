@@ -68,7 +68,6 @@ def test_workers_that_share_cores_do_not_look_ahead(
 
 
 def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> None:
-    """Else it would spend rounds to measure it."""
     config = tiny_config(tmp_path, cluster={"workers": 2}, speculation={"drafter": "adaptive"})
     target = make_target(config.model)
     tuner = make_tuner(config.speculation, config.engine, target, starting_drafter(config, target.options))

@@ -193,12 +193,10 @@ MANY = [Prompt(row, f"prompt {row}", (row, row + 1)) for row in range(40)]
 
 
 def spread_in(rows: set[int]) -> Callable[[Prompt, int], float]:
-    """Return a reward that differs only within the groups of these prompts."""
     return lambda prompt, index: float(index) if prompt.prompt_id in rows else 0.5
 
 
 def drawn(fake: Fake) -> list[int]:
-    """Return the prompts of all requests, in order."""
     return [r.prompt.prompt_id for r in fake.requests if r.index == 0]
 
 

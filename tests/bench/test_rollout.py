@@ -34,7 +34,6 @@ def bench(home: Path, file: Path, tail: int = 0, look_ahead: int = 0, **sections
 
 @pytest.fixture(scope="module")
 def result(home: Path) -> dict[str, Any]:
-    """Return the result of a benchmark with all drafters."""
     config = tiny_config(home)
     save_drafter(EagleLayer(eagle_options(decoder_options(read_config(config.model.path)), "eagle3", 16)), home / "d")
     speculation = {"drafter": "adaptive", "path": str(home / "d")}

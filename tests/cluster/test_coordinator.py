@@ -270,7 +270,6 @@ LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False
 
 
 def ahead_of(config: Config) -> dict[str, int]:
-    """Return the look-ahead counters of a run, summed over its steps."""
     lines = [line["rollout"] for line in read_metrics(Path(config.run.folder))]
     names = ("ahead_tokens", "ahead_passes", "ahead_drafted", "seen_ahead")
     return {name: sum(line[name] for line in lines) for name in names}
@@ -356,7 +355,6 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 
 
 def test_acceptance_rates_and_alarms_cover_all_workers(home: Path) -> None:
-    """An alarm of the first worker is shown. The acceptance rate is the mean over workers."""
     config, turn, decode = config_of(home, 2), count(), ThreadWorker.decode
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:

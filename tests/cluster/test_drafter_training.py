@@ -260,8 +260,6 @@ def test_all_workers_drop_older_data_after_a_change_of_the_task(home: Path, acce
 
 
 class Calls:
-    """Crew whose calls the test answers."""
-
     def __init__(self, workers: int = 3) -> None:
         self.present = list(range(workers))
         self.made: list[tuple[Any, ...]] = []

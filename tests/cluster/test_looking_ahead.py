@@ -26,7 +26,6 @@ from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingPara
 
 
 def request(seed: int) -> Request:
-    """Return a request. There are ten for each prompt."""
     return Request(Prompt(seed // 10, "", (seed // 10,)), seed % 10, 0, seed, SamplingParams())
 
 

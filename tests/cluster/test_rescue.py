@@ -98,7 +98,6 @@ def test_a_signal_does_not_disturb_the_end_of_a_finished_run(tmp_path: Path, mon
 
 
 def test_a_step_with_a_finished_update_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the second period, and is saved."""
     config = config_of(tmp_path, stop_within=0.4)
     asked: list[int] = []
 

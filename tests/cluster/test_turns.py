@@ -47,7 +47,6 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
 
 
 def train(config: Config, loses: Loses = lambda i, m: "", **options: Any) -> Any:
-    """Return the policy's sha256, and the text of each response."""
     return run(config, loses=loses, **options)[0], responses_in(config)
 
 
@@ -58,7 +57,6 @@ def responses_in(config: Config) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> tuple[str, Any]:
-    """Return the result of two workers with plain decoding."""
     found = train(two(home, speculation={"drafter": "off"}))
     assert max(len(line["replies"]) for line in read_completions(home / "run")) > 1, "episodes of several turns"
     return found

@@ -29,7 +29,6 @@ FIRST, SECOND = request(10), request(11)
 
 
 def looking(home: Path) -> Worker:
-    """Return a worker whose only drafts are look-ahead drafts."""
     return Worker(tiny_config(home, speculation={"drafter": "off"}), 0, home / "model")
 
 

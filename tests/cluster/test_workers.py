@@ -54,7 +54,6 @@ def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any])
 
 
 def workers_of(folder: str) -> list[int]:
-    """Return the process ids of the actors, in any order."""
     return [pid for pid in marked(folder) if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
@@ -91,7 +90,6 @@ class Killer(Display):
 
 
 def watched_by(killer: Killer) -> Any:
-    """Give the folder of the run's pool to the killer."""
     real = remote.join
 
     def join(pool: Any, *rest: Any) -> Any:

@@ -149,7 +149,6 @@ def test_the_largest_micro_batch_leaves_nothing_behind(
 
 
 def test_a_device_that_runs_out_of_memory_names_a_field(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate was that the update fits."""
     config = config_of(home)
     policy = policy_of(config)
 

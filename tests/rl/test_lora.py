@@ -100,7 +100,6 @@ def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path, monkeypatch: p
 
 
 def with_peft(base: Path, adapters: Path) -> Any:
-    """Return PEFT's own model."""
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     return peft.PeftModel.from_pretrained(plain, str(adapters), autocast_adapter_dtype=False).eval()
 

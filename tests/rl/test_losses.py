@@ -40,7 +40,6 @@ def inputs(
 
 
 def one_token(ratio: float, advantage: float, clip: Clip) -> tuple[LossOutputs, float]:
-    """Return the loss of one token, and its gradient with respect to the log-prob."""
     given, policy = inputs([ratio], [advantage])
     out = clipped_policy_loss(given, clip)
     (gradient,) = torch.autograd.grad(out.loss, policy)

@@ -42,19 +42,15 @@ VOCAB = 31
 
 
 def member(rank: int, size: int, shards: int) -> Any:
-    """Return a member of a group, with the fields that `own_shards` reads."""
     return SimpleNamespace(rank=rank, size=size, shards=shards)
 
 
 class Steady:
-    """Worker that never fails."""
-
     dies_at = -1
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6), st.data())
 def test_shards_are_complete_and_need_about_equal_work(tokens: list[int], shards: int, data: st.DataObject) -> None:
-    """They are the same with any number of members."""
     size, everyone = data.draw(st.integers(1, shards)), range(len(tokens))
 
     def dealt(rank: int, size: int) -> list[list[int]]:
@@ -154,7 +150,6 @@ def test_early_shards_in_host_memory_are_summed_on_the_device() -> None:
 def updated(
     folder: Path, size: int, batch: TrainBatch, shards: int = 0, dtype: torch.dtype = torch.float64, **train: Any
 ) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    """Return metrics, weights and moments of every member after two updates."""
     config, rollout = TrainConfig(learning_rate=1e-2, **{"micro_batch_tokens": 24} | train), RolloutConfig(max_new_tokens=12)
     policies = [Policy(folder, dtype, CPU, config, rollout) for _ in range(size)]  # not safe in threads
 

@@ -52,7 +52,6 @@ def make_decoder(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
 
 
 def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Return logits [N, V] at each token."""
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(tokens[None]).logits[0]
 

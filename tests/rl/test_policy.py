@@ -85,7 +85,6 @@ def all_plain_logprobs(model: Any, batch: TrainBatch) -> list[Tensor]:
 
 
 def gradient_of_update(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
-    """Return the gradient that `update` passes to the optimizer."""
     found: dict[str, Tensor] = {}
 
     def look(*_: Any) -> None:
@@ -150,7 +149,6 @@ def test_an_empty_batch_changes_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 def spoil_gradients(policy: Policy, spoilt: Iterator[bool]) -> None:
-    """Make the gradient of each listed backward pass NaN."""
     weight = policy.model.get_input_embeddings().weight
     weight.register_hook(lambda gradient: gradient * (math.nan if next(spoilt) else 1.0))
 
@@ -250,7 +248,6 @@ def test_every_epoch_uses_the_log_probs_from_before_the_first(
 
 
 def test_carried_responses_have_the_ratio_to_the_policy_that_decoded_them(folder: Path) -> None:
-    """There are one or several optimizer steps."""
     batch, model = random_batch(VOCAB), plain_model(folder)
     old = all_plain_logprobs(model, batch)
     for i in (0, 3):
@@ -300,7 +297,6 @@ def with_replies(batch: TrainBatch, seed: int = 0) -> TrainBatch:
 
 
 def sampled(batch: TrainBatch, tokens: list[Tensor]) -> list[Tensor]:
-    """Keep what belongs to tokens that the model sampled."""
     return [one[torch.tensor(batch.mask(i))] for i, one in enumerate(tokens)]
 
 
@@ -416,7 +412,6 @@ def without_spread(batch: TrainBatch, members: Iterable[int]) -> TrainBatch:
 
 
 def seen_before_passes(policy: Policy, look: Callable[[Any, MicroBatch], Any]) -> list[Any]:
-    """Return a list that gets what `look` returns before each pass."""
     seen, before = [], policy.passes.logprobs
 
     def logprobs(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -466,7 +461,6 @@ def test_a_step_without_gradients_equals_one_with_zero_gradients(folder: Path) -
 
 
 def plain_entropies(model: Any, batch: TrainBatch, temperature: float = 1.0) -> list[Tensor]:
-    """Return the entropy at each token of each response, by transformers and torch alone."""
     pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
     with torch.no_grad():
         logits = [model(torch.tensor([[*p, *r]])).logits[0, len(p) - 1 : -1] / temperature for p, r in pairs]

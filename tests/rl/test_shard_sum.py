@@ -79,7 +79,6 @@ def expected(folder: Path) -> str:
 
 
 def until(count: int) -> Callable[[], bool]:
-    """Stop after `count` micro-batches."""
     left = iter(range(count - 1))
     return lambda: next(left, None) is None
 
@@ -170,7 +169,6 @@ def test_a_shard_counts_once_and_each_member_has_shards(folder: Path, expected: 
 
 
 def test_responses_of_the_previous_step_keep_their_old_logprobs(folder: Path) -> None:
-    """This holds as in an update without early shards."""
     batch, alone, member = batch_of(), make_policy(folder), make_policy(folder)
     batch.old_logprobs = {i: [-3.0] * len(batch.response_ids[i]) for i in range(0, 2 * PROMPTS, 3)}
     held = {k: member.early_update(k, shard, whole) for k, shard in enumerate(early_shards(member, batch)[:2])}
@@ -195,7 +193,6 @@ def test_responses_of_the_previous_step_keep_their_old_logprobs(folder: Path) ->
     ids=str,
 )
 def test_other_objectives(folder: Path, train: dict[str, Any]) -> None:
-    """Gradients of early shards are computed, or their log-probs."""
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         members[0].early_update(0, shards[0], until(1))

@@ -82,7 +82,6 @@ def _found(receiver: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders of a model with its own head, and of one whose head is the embedding."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("untied", "tied")}
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "eos_token_id": VOCAB - 1}
     for name, folder in found.items():
@@ -96,7 +95,6 @@ def folder(folders: dict[str, Path]) -> Path:
 
 
 def make_policy(group: ProcessGroup, folder: Path, train: dict[str, Any], dtype: torch.dtype = torch.float64) -> Policy:
-    """Return a policy, sharded if there are several members."""
     settings = {"learning_rate": 1e-2, "micro_batch_tokens": 24, "max_grad_norm": 0.1, "shard": group.size > 1}
     config, kind = TrainConfig(**settings | train), Policy if group.size == 1 else ShardedPolicy
     policy = kind(folder, dtype, CPU, config, RolloutConfig(max_new_tokens=12))
@@ -112,7 +110,6 @@ def all_of(policy: Policy) -> dict[str, np.ndarray]:
 def updated(
     group: ProcessGroup, folder: Path, batch: TrainBatch, train: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, float], dict[str, np.ndarray], str]:
-    """Return metrics, weights and moments after two updates and one without a gradient, and the digest."""
     policy = make_policy(group, folder, train, dtype)
     policy.update(batch, 0, group)
     metrics = policy.update(batch, 1, group)
@@ -129,7 +126,6 @@ def updated_once(group: ProcessGroup, folder: Path, batch: TrainBatch, is_dry: b
 
 
 def test_a_dry_run_of_shards_changes_nothing(folder: Path) -> None:
-    """All members make it together."""
     dry, plain = (together(2, updated_once, folder, random_batch(VOCAB), is_dry) for is_dry in (True, False))
     assert dry == plain == [(True, plain[0][1])] * 2
 
@@ -255,7 +251,6 @@ def test_each_member_has_its_part_of_the_memory(folder: Path) -> None:
 
 
 def save_between(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
-    """Make two updates, with a checkpoint after the first."""
     policy = make_policy(group, folder, {})
     policy.update(batch, 0, group)
     policy.save(place)
@@ -350,7 +345,6 @@ def lost(group: ProcessGroup, folder: Path, batch: TrainBatch, method: str) -> t
 
 @pytest.mark.parametrize(("size", "method"), [(3, "update"), (2, "logits")])
 def test_a_lost_member_breaks_the_group_soon(folder: Path, size: int, method: str) -> None:
-    """It is lost in an update, or in the comparison with the engine."""
     *others, dead = together(size, lost, folder, random_batch(VOCAB), method)
     assert dead is None
     for said, seconds in others:

@@ -47,7 +47,6 @@ def build(family: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a folder with a random model of a family."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:

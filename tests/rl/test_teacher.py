@@ -70,7 +70,6 @@ def test_recomputed_data_equal_those_of_our_engine(kind: Any, world: Any) -> Non
 
 
 def test_entries_of_earlier_turns_are_left_out(world: Any) -> None:
-    """Hidden states depend on the whole context, though."""
     recompute, tokens = recompute_of(world), tuple(range(1, 3 * WINDOW))
     (*_, whole) = recompute._harvest(Transcript(2, tokens), never)
     for first in (whole.end - WINDOW - 3, whole.end - 3):

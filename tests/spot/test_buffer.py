@@ -126,7 +126,6 @@ def test_dropped_responses_are_not_trained_on() -> None:
 
 
 def test_a_sample_is_of_one_version() -> None:
-    """It has one teacher: the head of that version."""
     buffer = HarvestBuffer(10_000, steps=3)
     for version in range(3):
         for _ in range(4):

@@ -17,7 +17,6 @@ BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
 
 
 def stretch(schedule: Schedule, found: Evaluation, seconds: float = 0.0) -> Evaluation | None:
-    """Train for one interval in one call, and evaluate."""
     schedule.trained(SpotReport(RULE.stretch, 40, seconds))
     return schedule.evaluated(found)
 

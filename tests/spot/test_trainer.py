@@ -254,7 +254,6 @@ def rollout(model: Model, prompts: range) -> list[Harvest]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_few_steps_improve_held_out_responses(name: str) -> None:
-    """The distributions come closer at every draft token, with each loss."""
     model = make_model(seed=1, dtype=torch.float32)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(model.decoder.options, "eagle3", 32))
