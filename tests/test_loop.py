@@ -281,7 +281,8 @@ def test_every_prompt_is_drawn_once_per_epoch_and_trained_on_at_most_once() -> N
         settled += now
     carried = [group.prompt.prompt_id for group in parts.carried]
     assert sorted(r.prompt.prompt_id for r in fake.requests if r.index == r.epoch == 0) == list(range(40))
-    assert [*(row for batch in fake.batches for row in trained(batch)), *carried] == [r for r in drawn(fake) if r in rows]
+    used = [row for batch in fake.batches for row in trained(batch)]
+    assert used + carried == [row for row in drawn(fake) if row in rows]
     assert sorted([*settled, *carried]) == sorted(drawn(fake))
 
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.rl.batching import pack
 from tlt.rl.logprobs import LogProbs, chunk_tokens, in_chunks, token_logprobs
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy

@@ -96,7 +96,7 @@ def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path, monkeypatch: p
     export(tmp_path / "policy", tmp_path / "whole", "hf", "float32")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float64).eval()
     assert (logits(whole) - logits(policy.model)).abs().max() < 1e-4  # it is written in float32
-    assert is_tied(whole_model(tmp_path / "policy", torch.float32)), "without an adapter of its own, the head stays tied"
+    assert is_tied(whole_model(tmp_path / "policy", torch.float32)), "the head has no adapter"
 
 
 def with_peft(base: Path, adapters: Path) -> Any:
@@ -201,7 +201,7 @@ def test_adapters_of_another_rank_are_refused(folder: Path, tmp_path: Path) -> N
         adapted(tmp_path / "policy", folder, rank=3)
 
 
-def test_loading_a_folder_of_adapters_is_an_error_that_names_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_a_folder_of_adapters_names_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
     run(tmp_path, "run", steps=1)
     with pytest.raises(ModelError, match=r"holds only adapters: run tlt export .*policy FOLDER to merge them"):

@@ -150,7 +150,8 @@ def test_early_shards_in_host_memory_are_summed_on_the_device() -> None:
 def updated(
     folder: Path, size: int, batch: TrainBatch, shards: int = 0, dtype: torch.dtype = torch.float64, **train: Any
 ) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    config, rollout = TrainConfig(learning_rate=1e-2, **{"micro_batch_tokens": 24} | train), RolloutConfig(max_new_tokens=12)
+    config = TrainConfig(learning_rate=1e-2, **{"micro_batch_tokens": 24} | train)
+    rollout = RolloutConfig(max_new_tokens=12)
     policies = [Policy(folder, dtype, CPU, config, rollout) for _ in range(size)]  # not safe in threads
 
     def act(group: ProcessGroup) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -140,7 +140,7 @@ class Recurrent(Decoder):
     ],
     ids=["the rope's base", "the rope's scaling", "the norms", "positions in trees", "state of wrong drafts"],
 )
-def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, kind: Any, change: Callable[[Any], Any]) -> None:
+def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, kind: Any, change: Any) -> None:
     folder = sound(tmp_path)
     options = decoder_options(read_config(folder))
     decoder = kind(replace(options, **change(options)), torch.float32, CPU)

@@ -107,12 +107,12 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
         assert (ours[name] - theirs[name]).abs().max() <= tolerance, name
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_micro_batches_do_not_affect_updates(folder: Path, starting: Path, loss: str, micro_batch_tokens: int) -> None:
+def test_micro_batches_do_not_affect_updates(folder: Path, starting: Path, loss: str, budget: int) -> None:
     """It does not depend on the packing either, because a budget of 1 packs nothing."""
     settings = {"loss": loss, "kl_weight": 0.1, "importance_cap": 2.0}
-    policies = [make_policy(folder, reference=starting, micro_batch_tokens=n, **settings) for n in (40, micro_batch_tokens)]
+    policies = [make_policy(folder, reference=starting, micro_batch_tokens=n, **settings) for n in (40, budget)]
     ours, theirs = (policy.update(random_batch(VOCAB), 0) for policy in policies)
     assert ours == pytest.approx(theirs, abs=1e-9)
     # Adam divides by the root of the squared gradient: where that is 0 up to rounding, its sign alone decides

@@ -11,7 +11,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig, EngineConfig
@@ -89,9 +88,11 @@ def test_the_loss_is_the_mean_over_draft_tokens(model: Model, monkeypatch: pytes
     for t, column in enumerate(columns):
         each, distances, seen = [], [], []
         for entry, (item, i) in enumerate(places):
-            if (t > 0 and entry % 4 != 2) or i + t + 1 >= len(item.tokens) or item.start + i + t + 2 < item.prompt_length:
+            teacher = i + t + 1
+            is_drafted = teacher < len(item.tokens) and item.start + teacher + 1 >= item.prompt_length
+            if not is_drafted or (t > 0 and entry % 4 != 2):
                 continue
-            state = item.features[i + t + 1, -16:]
+            state = item.features[teacher, -16:]
             p, log_q = torch.softmax(head @ state, -1), torch.log_softmax(head @ column[entry], -1)
             each.append(LOSSES[name](p[None], log_q[None]).item())
             seen.append(1 - total_variation(p, log_q).item())
