@@ -32,7 +32,8 @@ def test_a_benchmark_decodes_the_prompts_of_training(tmp_path: Path) -> None:
 
 def by_vllm(home: Path, workers: int, train: Any = None, **speculation: Any) -> Config:
     named = {"speculation": {"drafter": "adaptive"} | speculation, "cluster": {"workers": workers}}
-    return settled(tiny_config(home, model={"dtype": "float32"}, engine={"backend": "vllm"}, train=train or {}, **named))
+    engine = {"backend": "vllm"}
+    return settled(tiny_config(home, model={"dtype": "float32"}, engine=engine, train=train or {}, **named))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +43,7 @@ class Fake:
         self.events.append("sync")
         self.loaded.append((policy.state_dict()["weight"].item(), version))
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-        early: Any = None,
-    ) -> tuple[list[Response], RolloutStats]:
+    def generate(self, requests: Sequence[Request], on_response: Any, coming: Any = (), early: Any = None) -> Any:
         self.events.append("generate")
         self.requests += requests
         responses = [answer(request) for request in requests]

@@ -91,15 +91,21 @@ def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path) -> None:
     assert drafter.acceptance_rate == training.worker.trainer.in_use.acceptance_rate
 
 
-def test_a_failing_trainer_is_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout, plain = make(config_of(tmp_path)), make(tiny_config(tmp_path))
+def test_a_failing_trainer_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout, plain, calls = make(config_of(tmp_path)), make(tiny_config(tmp_path)), list[None]()
 
     def broken(self: SpotTrainer, seconds: float, stop: Any) -> Any:
+        calls.append(None)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(SpotTrainer, "train", broken)
-    for step in range(3):
+    for step in range(4):
         assert_equal_tokens(rollout, plain, step)
+    assert len(calls) == 1
+    assert "out of memory" in caplog.text
+    assert "the run continues without it" in caplog.text
     assert rollout.training
     assert rollout.training.worker.trainer is None
 
@@ -139,7 +145,8 @@ def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path, damaged: bool)
     assert (after.in_use is None) == damaged
     assert before.schedule.state() == after.schedule.state()
     if not damaged:
-        for one, other in zip(*(it.worker.trainer.in_use.parameters() for it in (before, after)), strict=True):  # pyright: ignore
+        pair: Any = (before, after)
+        for one, other in zip(*(it.worker.trainer.in_use.parameters() for it in pair), strict=True):
             assert torch.allclose(one, other, atol=1e-6)
     assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]
 
