@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,13 +28,11 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
-
 from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
 from tlt.types import Prompt, Request, Row, SamplingParams
-
 
 SHORT, LONG = (3, 32, 5), (4, 40, 6)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""

@@ -16,7 +16,6 @@ from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Row, SamplingParams
 
-
 ALL = 600.0  # seconds
 AT_ONCE = 0.0  # one round
 

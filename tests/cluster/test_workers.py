@@ -23,8 +23,8 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-import torch
 import test_coordinator as in_process
+import torch
 from rich.console import Console
 from test_recovery import recovery
 from transformers import AutoModelForCausalLM

@@ -133,6 +133,8 @@ def test_shards_by_hand() -> None:
     found = cut(batch, lambda i: True, 10, 1)
     assert found.early == [of(2) + of(4), of(0) + of(7), of(3) + of(5), of(8) + of(9)]
     assert found.late == of(1) + of(6)
+    assert in_shards([0, 1], 2, prompts=2, workers=2) == [], "the other one may be the only one, and the longest"
+    assert in_shards([0, 1], 2, prompts=3, workers=2) == [[0]]
 
 
 @given(st.lists(groups, min_size=1, max_size=20), st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2]))

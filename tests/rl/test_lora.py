@@ -24,7 +24,6 @@ from tlt.metrics import read_metrics
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.hugging_face import is_tied
-
 from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
 from tlt.rl.update import Update

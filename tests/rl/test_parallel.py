@@ -6,7 +6,6 @@ import math
 import os
 import socket
 import threading
-
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path

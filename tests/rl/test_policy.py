@@ -116,9 +116,7 @@ def test_micro_batches_do_not_affect_updates(folder: Path, starting: Path, loss:
     ours, theirs = (policy.update(random_batch(VOCAB), 0) for policy in policies)
     assert ours == pytest.approx(theirs, abs=1e-9)
     # Adam divides by the root of the squared gradient: where that is 0 up to rounding, its sign alone decides
-    one, other = (
-        {n: t for n, t in policy.optimizer_state().items() if n.endswith("exp_avg")} for policy in policies
-    )
+    one, other = ({n: t for n, t in policy.optimizer_state().items() if n.endswith("exp_avg")} for policy in policies)
     assert_close(one, other, 1e-9)
 
 

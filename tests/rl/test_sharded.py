@@ -30,7 +30,6 @@ from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 from tlt.rl import dry_run
 from tlt.rl.finite import NotFinite
-
 from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
@@ -276,9 +275,7 @@ def test_checkpoints_are_equal_and_can_be_loaded_with_and_without_shards(folder:
     assert files[0] == files[1]
     for name in ("policy/config.json", "policy/generation_config.json"):
         assert (one / name).read_bytes() == (many / name).read_bytes()
-    saved, expected = (
-        {k: v.numpy() for k, v in read_safetensors(place / "policy").items()} for place in (many, one)
-    )
+    saved, expected = ({k: v.numpy() for k, v in read_safetensors(place / "policy").items()} for place in (many, one))
     close(saved, expected)
     close(go_on(Alone(), batch, many), whole)
     for member in together(3, go_on, batch, one):

@@ -107,7 +107,7 @@ def test_samples_are_from_earlier_rollouts_and_newer_items_are_drawn_more_often(
     drawn = Counter(buffer.sample(10, rng)[0].target_version for _ in range(11_000))
     weights = {version: 0.97 ** (20 - version) for version in (0, 10, 20)}
     expected = {version: 11_000 * weight / sum(weights.values()) for version, weight in weights.items()}
-    assert dict(drawn) == pytest.approx(expected, rel=0.03)
+    assert dict(drawn) == pytest.approx(expected, rel=0.06)
 
 
 def test_dropped_responses_are_not_trained_on() -> None:
