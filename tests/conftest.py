@@ -45,3 +45,9 @@ def quick_rewards(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with patch("tlt.rewards.isolated.multiprocessing", SimpleNamespace(get_context=lambda method: forks)):
         yield
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the model and the runs of a file's tests."""
+    return tmp_path_factory.mktemp("home")

@@ -30,49 +30,32 @@ def test_a_benchmark_decodes_the_prompts_of_training(tmp_path: Path) -> None:
     assert open_workplace(config).sampling == parts.sampling
 
 
-def by_vllm(home: Path, workers: int, **speculation: Any) -> Config:
-    config = tiny_config(
-        home,
-        model={"dtype": "float32"},
-        engine={"backend": "vllm"},
-        speculation={"drafter": "adaptive"} | speculation,
-        cluster={"workers": workers},
-    )
-    return settled(config)
+def by_vllm(home: Path, workers: int, train: Any = None, **speculation: Any) -> Config:
+    named = {"speculation": {"drafter": "adaptive"} | speculation, "cluster": {"workers": workers}}
+    engine = {"backend": "vllm"}
+    return settled(tiny_config(home, model={"dtype": "float32"}, engine=engine, train=train or {}, **named))
 
 
 @pytest.mark.parametrize(
     ("workers", "speculation", "expected"),
     [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "off"), (1, {}, "off"), (1, {"path": "folder"}, "eagle")],
 )
-def test_adaptive_in_vllm_is_look_ahead_if_workers_can_be_idle(
-    workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_adaptive_in_vllm_looks_ahead(workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path) -> None:
     """Look-ahead needs idle workers. Without them nothing would draft."""
     assert by_vllm(tmp_path, workers, **speculation).speculation.drafter == expected
 
 
-def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Path) -> None:
-    config = by_vllm(tmp_path, 2, path="folder")
-    assert "look-ahead, with vLLM (folder is not used" in about_model(config)
+def test_notes_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name a drafter that look-ahead leaves out, workers that share a CPU, and an untested family."""
+    assert "look-ahead, with vLLM (folder is not used" in about_model(by_vllm(tmp_path, 2, path="folder"))
     assert "not used" not in about_model(by_vllm(tmp_path, 2))
-
-
-@pytest.mark.parametrize(
-    ("cluster", "is_said"),
-    [({"workers": 2}, True), ({"workers": 1}, False), ({"workers": 2, "address": "auto"}, False)],
-)
-def test_a_note_suggests_one_worker_if_workers_share_a_cpu(
-    cluster: dict[str, Any], is_said: bool, tmp_path: Path
-) -> None:
-    assert ("one worker with all cores may be faster" in about_model(tiny_config(tmp_path, cluster=cluster))) == is_said
-
-
-def test_an_untested_family_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(tmp_path)
-    assert "not tested" not in about_model(config)
+    for workers, address, is_said in [(2, None, True), (1, None, False), (2, "auto", False)]:
+        about = about_model(tiny_config(tmp_path, cluster={"workers": workers, "address": address}))
+        assert ("one worker with all cores may be faster" in about) == is_said
+        assert "not tested" not in about
     monkeypatch.setattr("tlt.run.about.TRIED", frozenset())
-    assert "(qwen3 is not tested with tlt yet: it is checked at each sync)" in about_model(config)
+    untested = "(qwen3 is not tested with tlt yet: it is checked at each sync)"
+    assert untested in about_model(tiny_config(tmp_path))
 
 
 @pytest.mark.parametrize(("workers", "cores", "steps"), [(2, 2, 4), (3, 2, 0), (1, 1, 4)])
@@ -86,7 +69,6 @@ def test_workers_that_share_cores_do_not_look_ahead(
 
 
 def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> None:
-    """Else it would spend rounds to measure it."""
     config = tiny_config(tmp_path, cluster={"workers": 2}, speculation={"drafter": "adaptive"})
     target = make_target(config.model)
     tuner = make_tuner(config.speculation, config.engine, target, starting_drafter(config, target.options))
@@ -97,20 +79,13 @@ def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> 
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_sharded_policy_trains_no_drafter_of_vllm(shard: bool, tmp_path: Path) -> None:
     """It cannot compute the hidden states that vLLM does not return."""
-    config = by_vllm(tmp_path, 2, drafter="eagle", path="folder")
-    config = config.model_copy(update={"train": config.train.model_copy(update={"shard": shard})})
+    config = by_vllm(tmp_path, 2, {"shard": shard}, drafter="eagle", path="folder")
     assert backend_of(config.engine).trains_drafter(config) != shard
-
-
-VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model": {"dtype": "float32"}}
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_vllm_refuses_an_untied_head_of_a_tied_config(tmp_path: Path, target: str) -> None:
     """The error comes before vLLM starts. Its weights would differ from the policy's after the first update."""
-    lora: dict[str, Any] = {"rank": 2, "targets": ["q_proj", target]}
-    config = tiny_config(tmp_path, **VLLM, train={"lora": lora})
-    with pytest.raises(
-        ModelError, match=f"targets has {target}, and the model's head is tied.* engine.backend = 'tlt'"
-    ):
+    config = by_vllm(tmp_path, 1, {"lora": {"rank": 2, "targets": ["q_proj", target]}}, drafter="off")
+    with pytest.raises(ModelError, match=f"targets has {target}, and the model's head is tied.*backend = 'tlt'"):
         open_target(config, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +43,7 @@ class Fake:
         self.events.append("sync")
         self.loaded.append((policy.state_dict()["weight"].item(), version))
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-        early: Any = None,
-    ) -> tuple[list[Response], RolloutStats]:
+    def generate(self, requests: Sequence[Request], on_response: Any, coming: Any = (), early: Any = None) -> Any:
         self.events.append("generate")
         self.requests += requests
         responses = [answer(request) for request in requests]
@@ -112,22 +106,10 @@ def answer(request: Request) -> Response:
     return Response(request, token_ids, logprobs, full, reason, text)
 
 
-def make_config(prompts_per_step: int = 2, steps: int = 2, max_waves: int = 0, leftover: str = "carry") -> Config:
-    return parse_config(
-        {
-            "model": {"path": "-"},
-            "data": {"path": "-"},
-            "reward": {"name": "exact"},
-            "rollout": {
-                "prompts_per_step": prompts_per_step,
-                "group_size": G,
-                "max_waves": max_waves,
-                "leftover": leftover,
-            },
-            "train": {"steps": steps},
-            "run": {"seed": 9},
-        }
-    )
+def make_config(prompts_per_step: int = 2, steps: int = 2, **rollout: Any) -> Config:
+    rollout |= {"prompts_per_step": prompts_per_step, "group_size": G}
+    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}, "run": {"seed": 9}}
+    return parse_config(tree | {"rollout": rollout, "train": {"steps": steps}})
 
 
 def make_parts(fake: Fake, shuffle: bool = False, prompts: Sequence[Prompt] = PROMPTS) -> Parts:
@@ -139,9 +121,6 @@ def run(fake: Fake, config: Config, first: int = 0, shuffle: bool = False) -> li
     return [one_step(parts, config, fake, step) for step in range(first, config.train.steps)]
 
 
-# -- the order ---------------------------------------------------------------------------------------------------------
-
-
 def test_rollout_reward_update_sync_in_this_order() -> None:
     fake = Fake()
     run(fake, make_config(prompts_per_step=1, steps=1))
@@ -151,27 +130,13 @@ def test_rollout_reward_update_sync_in_this_order() -> None:
 
 
 def test_the_engine_gets_the_weights_of_each_update_with_their_version() -> None:
-    fake = Fake()
+    """A resumed run counts from its first step."""
+    fake, resumed = Fake(), Fake()
     run(fake, make_config(steps=3))
     assert fake.loaded == [(1.0, 1), (2.0, 2), (3.0, 3)]
-
-
-def test_a_resumed_run_counts_from_its_first_step() -> None:
-    fake = Fake()
-    results = run(fake, make_config(steps=4), first=2)
-    assert [r.metrics.step for r in results] == [2, 3]
-    assert [version for _, version in fake.loaded] == [3, 4]
-    assert [r.metrics.update["step_seen"] for r in results] == [2.0, 3.0]
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def test_each_prompt_gets_a_group_with_the_runs_sampling_parameters() -> None:
-    fake = Fake()
-    run(fake, make_config(steps=1))
-    assert [(r.prompt.prompt_id, r.index) for r in fake.requests] == [(p, i) for p in (0, 1) for i in range(G)]
-    assert {r.sampling for r in fake.requests} == {SamplingParams(temperature=0.7)}
+    results = run(resumed, make_config(steps=4), first=2)
+    assert [version for _, version in resumed.loaded] == [3, 4]
+    assert [(r.metrics.step, r.metrics.update["step_seen"]) for r in results] == [(2, 2.0), (3, 3.0)]
 
 
 def test_every_request_of_a_run_has_a_seed_of_its_own() -> None:
@@ -180,6 +145,7 @@ def test_every_request_of_a_run_has_a_seed_of_its_own() -> None:
     assert len({r.seed for r in fake.requests}) == len(fake.requests) == 6 * 2 * G
     for r in fake.requests:
         assert r.seed == request_seed(9, "train", r.prompt.prompt_id, r.epoch, r.index)
+        assert r.sampling == SamplingParams(temperature=0.7)
 
 
 def test_a_batch_that_spans_epochs_has_separate_groups_of_one_prompt() -> None:
@@ -190,12 +156,9 @@ def test_a_batch_that_spans_epochs_has_separate_groups_of_one_prompt() -> None:
     assert all(len({r.request.epoch for r in group.responses}) == 1 for group in result.groups)
 
 
-# -- the batch ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_by_hand() -> None:
     fake = Fake()
-    run(fake, make_config(prompts_per_step=2, steps=1))
+    run(fake, make_config(steps=1))
     (batch,) = fake.batches
     assert batch.prompt_ids == [(0, 1)] * 3 + [(1, 2)] * 3
     assert batch.response_ids == [[0], [1, 1], [2, 2, 2], [10, 10], [11, 11, 11], [12, 12, 12, 12]]
@@ -206,22 +169,16 @@ def test_a_batch_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_arrival_has_no_effect(seed: int) -> None:
+    """A reward that draws random numbers or has a memory is computed in prompt order."""
     still, shuffled = Fake(), Fake(shuffle=seed)
     ours, theirs = run(still, make_config(4)), run(shuffled, make_config(4))
     assert still.batches == shuffled.batches
+    asked = [[event for event in fake.events if event[0] == "reward" and len(event) == 2] for fake in (still, shuffled)]
+    assert asked[0] == asked[1]
     for one, other in zip(ours, theirs, strict=True):
         assert one.groups == other.groups
         assert [[r.request.index for r in group.responses] for group in other.groups] == [list(range(G))] * 4
-        assert one.metrics.reward == other.metrics.reward
-        assert one.metrics.lengths == other.metrics.lengths
-
-
-def test_rewards_are_computed_in_prompt_order() -> None:
-    """The order of arrival must not affect a reward that draws random numbers or has a memory."""
-    fake = Fake(shuffle=1)
-    run(fake, make_config(steps=1))
-    asked = [event[1] for event in fake.events if isinstance(event, tuple) and event[0] == "reward" and len(event) == 2]
-    assert asked == [f"{p}/0/{i}" for p in (0, 1) for i in range(G)]
+        assert (one.metrics.reward, one.metrics.lengths) == (other.metrics.reward, other.metrics.lengths)
 
 
 # -- dynamic sampling --------------------------------------------------------------------------------------------------
@@ -230,12 +187,10 @@ MANY = [Prompt(row, f"prompt {row}", (row, row + 1)) for row in range(40)]
 
 
 def spread_in(rows: set[int]) -> Callable[[Prompt, int], float]:
-    """Return a reward that differs only within the groups of these prompts."""
     return lambda prompt, index: float(index) if prompt.prompt_id in rows else 0.5
 
 
 def drawn(fake: Fake) -> list[int]:
-    """Return the prompts of all requests, in order."""
     return [r.prompt.prompt_id for r in fake.requests if r.index == 0]
 
 
@@ -278,7 +233,7 @@ def test_the_batch_is_the_first_groups_in_prompt_order_and_the_rest_open_the_nex
 
 def test_groups_left_over_may_be_dropped() -> None:
     fake = Fake(score=spread_in({1, 2, 3, 5, 6}))
-    parts = make_parts(fake, prompts=[Prompt(i, f"prompt {i}", (i, i + 1)) for i in range(8)])
+    parts = make_parts(fake, prompts=MANY)
     for step in range(2):
         one_step(parts, make_config(max_waves=9, leftover="drop"), fake, step)
     assert [trained(batch) for batch in fake.batches] == [[1, 2], [5, 6]]
@@ -289,8 +244,8 @@ def test_groups_left_over_may_be_dropped() -> None:
 def test_waves_are_bounded_and_the_step_then_uses_the_groups_so_far() -> None:
     fake = Fake(score=spread_in({5}))
     parts = make_parts(fake, prompts=MANY)
-    one_step(parts, make_config(prompts_per_step=2, max_waves=2), fake, 0)
-    result = one_step(parts, make_config(prompts_per_step=2, max_waves=3), fake, 1)
+    one_step(parts, make_config(max_waves=2), fake, 0)
+    result = one_step(parts, make_config(max_waves=3), fake, 1)
     assert [trained(batch) for batch in fake.batches] == [[], [5]]
     assert drawn(fake) == list(range(10))
     assert result.metrics.batch["waves"] == 3
@@ -302,22 +257,27 @@ def test_dynamic_sampling_does_not_depend_on_the_order_of_arrival(seed: int) -> 
     still, shuffled = (Fake(shuffle=s, score=spread_in({1, 2, 3, 6, 7, 9, 12, 13, 14, 15, 17})) for s in (None, seed))
     for fake in (still, shuffled):
         parts = make_parts(fake, prompts=MANY)
-        config = make_config(prompts_per_step=3, steps=3, max_waves=4)
-        for step in range(config.train.steps):
-            one_step(parts, config, fake, step)
-    assert still.batches == shuffled.batches
-    assert still.requests == shuffled.requests
+        for step in range(3):
+            one_step(parts, make_config(prompts_per_step=3, max_waves=4), fake, step)
+    assert (still.batches, still.requests) == (shuffled.batches, shuffled.requests)
 
 
 def test_every_prompt_is_drawn_once_per_epoch_and_trained_on_at_most_once() -> None:
+    """A group is settled once, in the step that trains on it or drops it."""
     rows = {row for row in range(40) if row % 3}
     fake = Fake(score=spread_in(rows))
     parts = make_parts(fake, shuffle=True, prompts=MANY)
+    settled: list[int] = []
     while parts.cursor.epoch == 0:
-        one_step(parts, make_config(prompts_per_step=4, max_waves=9), fake, 0)
+        result = one_step(parts, make_config(prompts_per_step=4, max_waves=9), fake, 0)
+        now = [group.prompt.prompt_id for group in result.settled]
+        assert set(trained(fake.batches[-1])) <= set(now)
+        settled += now
+    carried = [group.prompt.prompt_id for group in parts.carried]
     assert sorted(r.prompt.prompt_id for r in fake.requests if r.index == r.epoch == 0) == list(range(40))
-    used = [row for batch in fake.batches for row in trained(batch)] + [g.prompt.prompt_id for g in parts.carried]
-    assert used == [row for row in drawn(fake) if row in rows]
+    used = [row for batch in fake.batches for row in trained(batch)]
+    assert used + carried == [row for row in drawn(fake) if row in rows]
+    assert sorted([*settled, *carried]) == sorted(drawn(fake))
 
 
 def test_counters_of_all_waves_are_summed() -> None:
@@ -328,29 +288,11 @@ def test_counters_of_all_waves_are_summed() -> None:
     assert metrics.reward == pytest.approx((6 * 0.5 + 2 * (0 + 1 + 2)) / 12)  # of all that was decoded
 
 
-def test_a_group_is_settled_once_in_the_step_that_trains_on_it_or_drops_it() -> None:
-    fake = Fake(score=spread_in({1, 2, 3, 5, 6, 7, 8, 9}))
-    parts = make_parts(fake, prompts=MANY)
-    decoded, settled, carried = [], [], []
-    for step in range(2):
-        result = one_step(parts, make_config(max_waves=9), fake, step)
-        decoded += [group.prompt.prompt_id for group in result.groups]
-        now = [group.prompt.prompt_id for group in result.settled]
-        assert set(trained(fake.batches[step])) <= set(now)
-        settled += now
-        carried.append([group.prompt.prompt_id for group in parts.carried])
-    assert carried[0], "else this says little"
-    assert sorted([*settled, *carried[-1]]) == sorted(decoded)
-
-
 def test_without_dynamic_sampling_groups_without_spread_are_kept() -> None:
     fake = Fake(score=spread_in({1}))
     (result,) = run(fake, make_config(steps=1))
     assert trained(fake.batches[0]) == [0, 1]
     assert result.metrics.batch["without_spread"] == 1
-
-
-# -- responses without a reward ----------------------------------------------------------------------------------------
 
 
 def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
@@ -373,13 +315,10 @@ def test_equal_rewards_are_explained_only_in_the_first_step(caplog: pytest.LogCa
     assert [said.partition(",")[0] for said in caplog.messages] == ["all 6 rewards of the first step are 0"]
 
 
-def test_a_step_without_rewards_is_logged_and_a_second_one_ends_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_step_without_rewards_is_logged_and_a_second_one_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     fake = Fake(score=lambda prompt, index: None)
-    with pytest.raises(
-        RewardError, match=r"none of the 6 responses of step 2 has a reward .* nor has any response of the previous"
-    ):
+    ends = r"none of the 6 responses of step 2 has a reward .* nor has any response of the previous"
+    with pytest.raises(RewardError, match=ends):
         run(fake, make_config(steps=9))
     assert [batch.response_ids for batch in fake.batches] == [[]]
     assert "of step 1 has a reward" in caplog.text
@@ -411,9 +350,6 @@ def test_logits_of_the_engine_that_are_not_finite_end_the_run(value: float) -> N
     with pytest.raises(NotFinite, match=r"logits are not finite in step 1, at token 3 of response 1 to prompt 1"):
         run(fake, make_config(steps=1))
     assert not fake.batches
-
-
-# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_by_hand() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +16,13 @@ from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 
 
 class Decoding:
-    """Rollout that records the requests it decodes, and whether gradients are enabled."""
+    """Rollout that records the requests it decodes."""
 
     def __init__(self) -> None:
         self.coordinator = SimpleNamespace(early=SimpleNamespace(most=4))
         self.log: list[tuple[list[int], Any]] = []
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-        early: Any = None,
-    ) -> tuple[list[Response], RolloutStats]:
+    def generate(self, requests: Sequence[Request], on_response: Any, coming: Any = (), early: Any = None) -> Any:
         self.log.append(([request.seed for request in requests], early))
         responses = [Response(request, [7, 8, 9], [], [-1.0, 0.0, -2.0], "stop") for request in requests]
         for response in responses:
@@ -38,11 +32,11 @@ class Decoding:
 
 def test_a_step_returns_responses_decoded_before_the_last_update() -> None:
     steps = [[Request(Prompt(step, "", (1,)), 0, 0, seed=step, sampling=SamplingParams())] for step in range(3)]
-    decoding = Decoding()
-    rollout = OneStepOff(decoding)  # type: ignore[arg-type]
-    heard: list[Response] = []
+    decoding: Any = Decoding()
+    rollout, heard = OneStepOff(decoding), list[Response]()
     for step, requests in enumerate(steps):
-        responses, _ = rollout.generate(requests, heard.append, iter(steps[step + 1 :]), f"groups of step {step}")  # type: ignore[arg-type]
+        early: Any = f"groups of step {step}"
+        responses, _ = rollout.generate(requests, heard.append, iter(steps[step + 1 :]), early)
         assert [response.request.seed for response in responses] == [step]
         assert heard.pop(0) is responses[0]
         assert responses[0].old_logprobs == [-1.0, 0.0, -2.0]

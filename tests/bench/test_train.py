@@ -24,7 +24,7 @@ import one_run
 import train as bench
 from pools import TestPool, ThreadWorker
 from tiny import tiny_config
-from turns import BenchError, Pausing, Process
+from turns import Pausing, Process
 
 from tlt.cluster.remote import join
 from tlt.cluster.sweeper import MARK, marked
@@ -113,26 +113,23 @@ def test_modes_with_a_frozen_drafter_do_not_train_it(home: Path, result: dict[st
     assert sum(line["rollout"]["drafter_tokens"] for line in lines) > 0
 
 
-# -- forks -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pair(home: Path) -> tuple[Path, Path, Config]:
     """Return a recorded run with all its policies, and a copy of it."""
     config = bench.mode_config(config_of(home), "plain", 1, STEPS, keep=STEPS, folder="forks")
     folder = Path(config.run.folder)
     folder.mkdir(parents=True)
-    (folder / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    (folder / "bench.json").write_text(config.model_dump_json(), encoding="utf-8")
     one_run.main(str(folder / "bench.json"), 1, lambda report: None)
     shutil.copytree(folder, home / "copy")
     return folder, home / "copy", config
 
 
-def turned(copy: Path, step: int) -> None:
-    """Return the run with another token in the first response of this step, and with other tokens after it."""
-    lines = [json.loads(line) for line in (copy / forks.FILE).read_text(encoding="utf-8").splitlines()]
-    for line in lines[step:]:
-        line[0]["responses"][0]["token_ids"][0] = 7
+def lines_of(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / forks.FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def write(copy: Path, lines: list[Any]) -> None:
     (copy / forks.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -144,32 +141,27 @@ def test_equal_runs_have_no_fork(pair: tuple[Path, Path, Config]) -> None:
 def test_a_fork_is_checked_at_its_first_step_with_the_policy_before_it(
     pair: tuple[Path, Path, Config], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first response of this step has another token, and later steps have too."""
     plain, copy, config = pair
-    turned(copy, step)
+    lines = lines_of(copy)
+    for line in lines[step:]:
+        line[0]["responses"][0]["token_ids"][0] = 7
+    write(copy, lines)
     found = forks.compare("copy", plain, copy, config)
     assert (found.first, found.explained, found.unexplained) == (step, 0, 1)
-    assert (found.forks[0].step, found.forks[0].position) == (step, 0)
-    gaps = {found.forks[0].gap}
-    monkeypatch.setattr(forks, "EXPLAINED_GAP", {"float64": found.forks[0].gap * 1.001})
+    (fork,) = found.forks
+    assert (fork.step, fork.position) == (step, 0)
+    monkeypatch.setattr(forks, "EXPLAINED_GAP", {"float64": fork.gap * 1.001})
     assert forks.compare("copy", plain, copy, config).explained == 1
-    monkeypatch.setattr(forks, "_policy_before", lambda folder, step, config: home_policy(plain, step))
-    assert {fork.gap for fork in forks.compare("copy", plain, copy, config).forks}.isdisjoint(gaps)
-
-
-def home_policy(folder: Path, step: int) -> Path:
-    """Return the policy after the step."""
-    return folder / "checkpoints" / f"step_{step + 1:08d}" / "policy"
+    after = plain / "checkpoints" / f"step_{step + 1:08d}" / "policy"
+    monkeypatch.setattr(forks, "_policy_before", lambda folder, step, config: after)
+    assert fork.gap not in {fork.gap for fork in forks.compare("copy", plain, copy, config).forks}
 
 
 def test_a_run_that_ends_early_differs(pair: tuple[Path, Path, Config]) -> None:
     plain, copy, config = pair
-    shutil.copy(plain / forks.FILE, copy / forks.FILE)
-    lines = (copy / forks.FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    (copy / forks.FILE).write_text("".join(lines[:-1]), encoding="utf-8")
+    write(copy, lines_of(plain)[:-1])
     assert forks.compare("copy", plain, copy, config) == forks.Comparison(STEPS - 1, unexplained=1)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_runs_that_cannot_be_compared_are_refused(home: Path, tmp_path: Path) -> None:
@@ -177,27 +169,6 @@ def test_runs_that_cannot_be_compared_are_refused(home: Path, tmp_path: Path) ->
         bench.bench_train(config_of(home, speculation={"path": None}), 2, 1, ["plain", "frozen"], None)
     with pytest.raises(ConfigError, match="'adaptive'"):
         bench.bench_train(config_of(home, speculation={"drafter": "suffix"}), 2, 1, ["plain"], None)
-
-
-class Fails(InThread):
-    def __init__(self, config_file: Path, threads: int, program: str) -> None:
-        self.left = [{}, {"seconds": 1.0}]
-
-    def wait(self) -> dict[str, float] | None:
-        return self.left.pop(0) if self.left else None
-
-    def go(self) -> None: ...
-
-    def end(self) -> int:
-        return 3
-
-
-def test_a_run_that_fails_is_named(home: Path) -> None:
-    with (
-        patch.object(bench, "Process", Fails),
-        pytest.raises(BenchError, match="the frozen run ended with exit code 3"),
-    ):
-        bench.bench_train(config_of(home), 1, 2, ["frozen"], None)
 
 
 @pytest.mark.slow
@@ -220,13 +191,6 @@ def test_a_process_takes_turns_and_ends_with_its_parent(tmp_path: Path) -> None:
     assert told == pytest.approx([seconds["total"] - seconds["save"] for seconds in lines], abs=1e-6)
     left = Process(tmp_path / "bench.json", 1)
     assert left.end() == -9
-
-
-def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        bench.main(["recipes/longtail.toml", "--modes", "plain,plane"])
-    assert exit_.value.code == 2
-    assert f"--modes: unknown mode 'plane', use {', '.join(bench.MODES)}\n" in capsys.readouterr().err
 
 
 def test_a_run_does_nothing_between_its_turns() -> None:

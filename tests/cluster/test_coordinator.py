@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -35,18 +34,16 @@ STEPS = 2
 AT_ONCE = 1e-9  # seconds of a slice: one round
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
 def config_of(home: Path, workers: int, **sections: dict[str, Any]) -> Config:
-    reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
-    cluster = {"workers": workers, "slice_seconds": AT_ONCE} | sections.pop("cluster", {})
-    train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
-    run = {"folder": str(home / "run"), "overwrite": True, "seed": 1}
-    sections["rollout"] = {"stop_strings": list("abcdefghij ")} | sections.get("rollout", {})  # lengths of all kinds
-    return tiny_config(home, reward=reward, cluster=cluster, train=train, run=run, **sections)
+    """Return a configuration with rollouts of one round at a time and lengths of all kinds. `sections` change it."""
+    defaults: dict[str, dict[str, Any]] = {
+        "reward": {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
+        "cluster": {"workers": workers, "slice_seconds": AT_ONCE},
+        "train": {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        "run": {"folder": str(home / "run"), "overwrite": True, "seed": 1},
+        "rollout": {"stop_strings": list("abcdefghij ")},
+    }
+    return tiny_config(home, **sections | {name: some | sections.get(name, {}) for name, some in defaults.items()})
 
 
 def train(
@@ -55,8 +52,10 @@ def train(
     loses: Loses = lambda i, m: "",
     room: Callable[[], int] = lambda: 99,
     resume: bool = False,
+    display: Display | None = None,
+    **options: Any,
 ) -> tuple[str, Any, TestPool]:
-    """Return the policy's sha256, the prompts that each step learned from, and the pool."""
+    """Return the policy's sha256, the prompts that each step learned from, and the pool, None for one worker."""
     pools: list[TestPool] = []
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
@@ -65,13 +64,14 @@ def train(
         return join(pools[0], config, *rest)
 
     enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
-    with patch("tlt.run.parts._many_workers", many_workers), enough_cores:
-        summary = run_module.train(config, resume, Display(Console(quiet=True)))
-    assert pools[0].closed
-    kept = ("step", "reward", "lengths", "tokens", "batch", "prompts")
-    lines = [{key: line[key] for key in kept} for line in read_metrics(Path(config.run.folder))]
-    updates = [line["update"]["loss"] for line in read_metrics(Path(config.run.folder))]
-    return summary["policy_sha256"], (lines, updates), pools[0]
+    try:
+        with patch("tlt.run.parts._many_workers", many_workers), enough_cores:
+            summary = run_module.train(config, resume, display or Display(Console(quiet=True)), **options)
+    finally:
+        assert all(pool.closed for pool in pools)
+    kept, lines = ("step", "reward", "lengths", "tokens", "batch", "prompts"), read_metrics(Path(config.run.folder))
+    learned = [{key: line[key] for key in kept} for line in lines], [line["update"]["loss"] for line in lines]
+    return summary["policy_sha256"], learned, pools[0] if pools else None  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module", params=[3])
@@ -84,22 +84,16 @@ def undisturbed(request: pytest.FixtureRequest, home: Path) -> tuple[int, str, A
 
 
 def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> None:
-    config = config_of(home, 1)
-    run_module.train(config, False, Display(Console(quiet=True)))
-    lines = read_metrics(Path(config.run.folder))
-    _, _, (many, losses) = undisturbed
-    for one, other, loss in zip(lines, many, losses, strict=True):
-        assert {key: one[key] for key in other} == json.loads(json.dumps(other))
-        # Each shard computes a prompt's gradient once for its responses, so the sums are rounded otherwise: by 1e-7, as
-        # transformers' RMSNorm computes in float32. Adam makes more of it from step to step.
-        assert one["update"]["loss"] == pytest.approx(loss, rel=2e-6, abs=1e-12)
+    _, (lines, losses), _ = train(config_of(home, 1))
+    assert lines == undisturbed[2][0]
+    # Each shard computes a prompt's gradient once for its responses, so the sums are rounded otherwise: by 1e-7, as
+    # transformers' RMSNorm computes in float32. Adam makes more of it from step to step.
+    assert losses == pytest.approx(undisturbed[2][1], rel=2e-6, abs=1e-12)
 
 
 @given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))
 @settings(max_examples=3, phases=[Phase.generate])
-def test_the_result_does_not_depend_on_the_schedule(
-    home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str
-) -> None:
+def test_the_result_is_that_of_any_schedule(home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str) -> None:
     workers, digest, learned = undisturbed
     config = config_of(home, workers, engine={"max_rows": slots}, speculation={"drafter": drafter})
     assert train(config, choose=lambda n: seed.randrange(n))[:2] == (digest, learned)
@@ -107,9 +101,7 @@ def test_the_result_does_not_depend_on_the_schedule(
 
 @given(data=st.data())
 @settings(max_examples=5, phases=[Phase.generate])  # to shrink an example takes minutes
-def test_the_result_does_not_depend_on_workers_lost_at_any_call(
-    home: Path, undisturbed: Any, data: st.DataObject
-) -> None:
+def test_the_result_does_not_depend_on_lost_workers(home: Path, undisturbed: Any, data: st.DataObject) -> None:
     workers, digest, learned = undisturbed
     random = data.draw(st.randoms(use_true_random=False))
     share = data.draw(st.sampled_from([0.02, 0.1]))
@@ -133,27 +125,19 @@ def test_the_result_does_not_depend_on_workers_lost_at_any_call(
 @pytest.mark.parametrize(
     ("method", "when"),
     [
-        ("decode", "amid"),
-        ("update", "before"),
-        ("update", "amid"),
-        ("update", "after"),
-        ("sync", "amid"),
-        ("save", "after"),
-        ("rendezvous", "before"),
-        ("tuner_state", "amid"),
+        *(("decode", "amid"), ("update", "before"), ("update", "amid"), ("update", "after")),
+        *(("sync", "amid"), ("save", "after"), ("rendezvous", "before"), ("tuner_state", "amid")),
     ],
 )
 def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str, when: str) -> None:
-    workers, digest, learned = undisturbed
-    counts = 0
+    workers, *expected = undisturbed
+    calls = count(1)
 
     def loses(worker: int, called: str) -> str:
-        nonlocal counts
-        counts += called == method
-        return when if called == method and counts == 2 else ""
+        return when if called == method and next(calls) == 2 else ""
 
-    got, lessons, pool = train(config_of(home, workers), loses=loses)
-    assert (got, lessons) == (digest, learned)
+    *found, pool = train(config_of(home, workers), loses=loses)
+    assert found == expected
     if method not in ("rendezvous", "save", "tuner_state"):  # these are called once
         assert sum(m == "take_state" for _, m in pool.log) == 1
 
@@ -178,21 +162,8 @@ def test_rows_decoded_by_a_lost_worker_count_once(home: Path, when: str) -> None
 
 
 def test_the_loss_of_all_workers_is_an_error_of_one_sentence(home: Path) -> None:
-    def loses(worker: int, method: str) -> str:
-        return "before" if method == "update" else ""
-
     with pytest.raises(ClusterError, match=r"all workers were lost"):
-        train(config_of(home, 2), loses=loses)
-
-
-def never_comes_up(worker: int, method: str) -> str:
-    return "before" if worker == 1 and method in ("take_state", "decode") else ""
-
-
-def test_a_worker_that_never_starts_is_left_out(home: Path) -> None:
-    digest, learned, pool = train(config_of(home, 2), loses=never_comes_up)
-    assert (digest, learned) == train(config_of(home, 2))[:2]
-    assert (1, "update") not in pool.log
+        train(config_of(home, 2), loses=lambda worker, method: "before" if method == "update" else "")
 
 
 def never_gets_past(method: str, *, step: int) -> Loses:
@@ -208,45 +179,25 @@ def test_a_worker_that_is_lost_repeatedly_at_the_same_call_is_left_out(
 ) -> None:
     size, *expected = undisturbed
     turn = count()
-    digest, learned, pool = train(config_of(home, size), lambda n: next(turn), never_gets_past(method, step=1))
-    assert [digest, learned] == expected
+    *found, pool = train(config_of(home, size), lambda n: next(turn), never_gets_past(method, step=1))
+    assert found == expected
     assert pool.log.count((1, "take_state")) == 3
-    told = [record.getMessage() for record in caplog.records if "times in a row" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith(
-        f"{size - 1} of {size} workers are left, and the run continues with them; worker 1 is tried again"
-    )
-    assert f"worker 1 was lost 4 times in a row; worker 1 was lost during {method} (" in told[0]
-
-
-def test_an_update_is_repeated_after_each_loss_of_another_worker(home: Path, undisturbed: Any) -> None:
-    """Two of three workers fail in turn, until both are left out."""
-    _, *expected = undisturbed
-    attempts = [count() for _ in range(3)]
-
-    def loses(worker: int, method: str) -> str:
-        return "amid" if worker and method == "update" and next(attempts[worker]) % 2 == worker - 1 else ""
-
-    digest, learned, pool = train(config_of(home, 3), loses=loses)
-    assert [digest, learned] == expected
-    assert [pool.log.count((worker, "update")) for worker in range(3)] == [8 + STEPS, 7, 8]
+    (told,) = [record.getMessage() for record in caplog.records if "times in a row" in record.getMessage()]
+    assert told.startswith("1 of 2 workers are left, and the run continues with them; worker 1 is tried again")
+    assert f"worker 1 was lost 4 times in a row; worker 1 was lost during {method} (" in told
 
 
 def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path) -> None:
     config = config_of(home, 2, cluster={"min_workers": 2})
-    sentence = (
-        r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
-    )
-    with pytest.raises(ClusterError, match=sentence) as ended:
+    left = r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
+    with pytest.raises(ClusterError, match=left) as ended:
         train(config, loses=never_gets_past("update", step=1))
     assert ended.value.__notes__ == [f"saved after step 1 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)[0] == train(config_of(home, 2))[0]
 
 
 @pytest.mark.parametrize("amid", ["decode", "update", "sync"])
-def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
-    home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_admits_new_workers(home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is missing in the first step, and back in the second. The policy is that of a run with all workers."""
     monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
     size, *expected = undisturbed
@@ -263,8 +214,8 @@ def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
         return "amid"
 
     config = config_of(home, size, cluster={"grace": 0.05})
-    digest, learned, pool = train(config, loses=loses, room=lambda: room[0])
-    assert [digest, learned] == expected
+    *found, pool = train(config, loses=loses, room=lambda: room[0])
+    assert found == expected
     absent = [worker["ABSENT"] > 0 for worker in read_metrics(Path(config.run.folder))[0]["workers"]]
     assert absent == [index == one for index in range(size)]
     updates = [worker for worker, method in pool.log if method == "update"]
@@ -273,55 +224,32 @@ def test_a_run_continues_with_the_remaining_workers_and_admits_new_ones(
     assert sorted(updates[-size:]) == list(range(size)), "it is there for the last one"
 
 
-def test_a_run_may_start_with_fewer_workers_than_configured(home: Path, undisturbed: Any) -> None:
-    size, *expected = undisturbed
-    config = config_of(home, size, cluster={"grace": 0.05, "min_workers": 1})
-    digest, learned, pool = train(config, room=lambda: 1)
-    assert [digest, learned] == expected
-    assert {worker for worker, _ in pool.log} == {0}
-
-
 @pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])
 def test_a_worker_lost_with_its_shard_is_an_error_of_one_sentence(home: Path, method: str, who: str) -> None:
-    config = config_of(home, 2)
-    shards = config.model_copy(update={"train": config.train.model_copy(update={"shard": True})})
-
     def broken(self: ThreadWorker, version: int) -> None:
         raise GroupBroken("Connection closed by peer")
 
     def loses(worker: int, called: str) -> str:
         return "before" if worker == 1 and called == method != "sync" else ""
 
-    pool = TestPool(2, lambda i: ThreadWorker(config, i, config.model.path), loses=loses)
     no_shards = patch.object(ThreadWorker, "shard_policy", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
-    many_workers = patch("tlt.run.parts._many_workers", lambda config, folder, *rest: join(pool, config, *rest))
     sentence = rf"{who} was lost during {method} together with its shard of the policy"
-    with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
-        run_module.train(shards, False, Display(Console(quiet=True)))
-    assert pool.closed
+    with no_shards, sync, pytest.raises(ClusterError, match=sentence):
+        train(config_of(home, 2, train={"shard": True}), loses=loses)
 
 
 def test_training_workers_are_interrupted(home: Path) -> None:
     """They are interrupted when the next rollout or the update begins, and when rows of a lost worker wait. A running
     call ends early, and later calls go on."""
-    config = config_of(
-        home,
-        2,
-        rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
-        speculation={
-            "drafter": "adaptive",
-            "look_ahead": 0,
-            "training": {"micro_batch_tokens": 8, "buffer_tokens": 256},
-        },
-    )
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3 * STEPS})})
+    training = {"micro_batch_tokens": 8, "buffer_tokens": 256}
+    drafter = {"drafter": "adaptive", "look_ahead": 0, "training": training}
+    config = config_of(home, 2, rollout=LONGER, speculation=drafter, train={"steps": 3 * STEPS})
     turn, decodes, real = count(), count(), ThreadWorker.train_drafter
     expected = train(config, lambda n: next(turn))[:2]
-    always = patch("tlt.spot.schedule.Schedule.rests", False)
     trained: list[tuple[bool, int]] = []  # whether it was wanted, and micro-batches
 
-    def training(self: ThreadWorker, start: Any, seconds: float, number: float) -> Any:
+    def train_drafter(self: ThreadWorker, start: Any, seconds: float, number: float) -> Any:
         report = real(self, start, seconds, number)
         trained.append((self._wanted >= number, report.micro_batches if report else 0))
         return report
@@ -329,21 +257,19 @@ def test_training_workers_are_interrupted(home: Path) -> None:
     def dies(worker: int, method: str) -> str:
         return "after" if method == "decode" and next(decodes) == 40 else ""
 
-    with always, patch.object(ThreadWorker, "train_drafter", training):
+    always = patch("tlt.spot.schedule.Schedule.rests", False)
+    with always, patch.object(ThreadWorker, "train_drafter", train_drafter):
         assert train(config, lambda n: next(turn), dies)[:2] == expected
     assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}
     assert sum(micro_batches for wanted, micro_batches in trained if not wanted) > STEPS
     assert [wanted for wanted, _ in trained].index(True) < len(trained) - 1
 
 
-AHEAD = {
-    "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
-    "speculation": {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False}},
-}
+LONGER = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
+LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False}}
 
 
 def ahead_of(config: Config) -> dict[str, int]:
-    """Return the look-ahead counters of a run, summed over its steps."""
     lines = [line["rollout"] for line in read_metrics(Path(config.run.folder))]
     names = ("ahead_tokens", "ahead_passes", "ahead_drafted", "seen_ahead")
     return {name: sum(line[name] for line in lines) for name in names}
@@ -351,15 +277,12 @@ def ahead_of(config: Config) -> dict[str, int]:
 
 def test_without_an_update_all_look_ahead_tokens_are_accepted(home: Path) -> None:
     """Without an update, look-ahead decodes the next step's requests with the same weights and seeds."""
-    train_slowly = {"steps": 4, "learning_rate": 1e-30, "updates_per_step": 1, "micro_batch_tokens": 64}
-    config = config_of(home, 3, **AHEAD)
-    still = config.model_copy(update={"train": config.train.model_copy(update=train_slowly)})
-    turn = count()
-    train(still, choose=lambda n: next(turn))
-    seen = ahead_of(still)
+    slowly = {"steps": 4, "learning_rate": 1e-30, "updates_per_step": 1}
+    config, turn = config_of(home, 3, rollout=LONGER, speculation=LOOK_AHEAD, train=slowly), count()
+    train(config, choose=lambda n: next(turn))
+    seen = ahead_of(config)
     assert seen["ahead_drafted"] == seen["seen_ahead"] > 0
-    lines = read_metrics(Path(still.run.folder))
-    assert lines[0]["rollout"]["seen_ahead"] == 0
+    assert read_metrics(Path(config.run.folder))[0]["rollout"]["seen_ahead"] == 0
     assert seen["ahead_tokens"] >= seen["seen_ahead"], "nothing is seen that nobody decoded"
 
 
@@ -368,10 +291,8 @@ def test_without_an_update_all_look_ahead_tokens_are_accepted(home: Path) -> Non
 def test_the_result_does_not_depend_on_look_ahead(home: Path, seed: int) -> None:
     random = Random(seed)
     workers, lost = random.choice([2, 3]), random.random() < 0.5
-    expected = plain_of(home, workers)
-    config = config_of(home, workers, **AHEAD)
     few = {"look_ahead": random.randint(1, 3), "look_ahead_tokens": random.choice([40, 10**6])}
-    config = config.model_copy(update={"speculation": config.speculation.model_copy(update=few)})
+    config = config_of(home, workers, rollout=LONGER, speculation=LOOK_AHEAD | few)
 
     def loses(worker: int, method: str) -> str:
         dies = lost and method in ("decode", "look_ahead") and random.random() < 0.03
@@ -380,41 +301,34 @@ def test_the_result_does_not_depend_on_look_ahead(home: Path, seed: int) -> None
     found = None
     with suppress(ClusterError):  # all lost, or one too often
         found = train(config, choose=lambda n: random.randrange(n), loses=loses)[:2]
-    assert found in (expected, None)
     assert found or lost
+    assert found in (plain_of(home, workers), None)
 
 
 def test_tokens_of_a_lost_worker_are_drafts_of_its_replacement(home: Path) -> None:
     """There is no other look-ahead. The drafts are the tokens that the lost worker had reported."""
-    config = config_of(home, 2, **AHEAD)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})})
-    decodes = count()
+    config, decodes = config_of(home, 2, rollout=LONGER, speculation=LOOK_AHEAD, train={"steps": 1}), count()
 
     def loses(worker: int, method: str) -> str:
         return "before" if worker == 1 and method == "decode" and next(decodes) == 6 else ""
 
     train(config)
-    undisturbed = ahead_of(config)
+    assert ahead_of(config)["ahead_drafted"] == 0
     train(config, loses=loses)
     disturbed = ahead_of(config)
-    assert undisturbed["ahead_drafted"] == 0
     assert disturbed["ahead_drafted"] == disturbed["seen_ahead"] > 0
 
 
 @cache
 def plain_of(home: Path, workers: int) -> tuple[str, Any]:
-    plain = {"speculation": {"drafter": "off", "training": {"idle": False}}}
-    return train(config_of(home, workers, **(AHEAD | plain)))[:2]
+    plain = {"drafter": "off", "training": {"idle": False}}
+    return train(config_of(home, workers, rollout=LONGER, speculation=plain))[:2]
 
 
 def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
     """It receives them after one more round of the other worker, and does not train while it waits."""
-    rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
-    expected = train(config_of(home, 2, rollout=rollout))[:2]
-    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
-    config = config_of(home, 2, rollout=rollout, **drafter)
-    taken: list[int] = []
-    turn = count()
+    drafter = {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}
+    turn, taken = count(), list[int]()
     decode, asks = ThreadWorker.decode, Allocation.ask_for_rows
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
@@ -426,14 +340,13 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 
     def asking(self: Any, index: int) -> bool:
         helps = asks(self, index)
-        if helps:
-            self.crew.pool.log.append((index, "asks"))
+        self.crew.pool.log.extend([(index, "asks")] * helps)
         return helps
 
     always = patch("tlt.cluster.balance.Forecast.is_worth_helping", lambda *arguments: True)
     with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Allocation, "ask_for_rows", asking):
-        digest, learned, pool = train(config, choose=lambda n: next(turn))
-    assert (digest, learned) == expected
+        *found, pool = train(config_of(home, 2, rollout=LONGER, speculation=drafter), choose=lambda n: next(turn))
+    assert found == [*train(config_of(home, 2, rollout=LONGER))[:2]]
     assert max(taken) > 0
     assert "train_drafter" in {method for _, method in pool.log}
     for worker in range(2):
@@ -442,8 +355,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 
 
 def test_acceptance_rates_and_alarms_cover_all_workers(home: Path) -> None:
-    """An alarm of the first worker is shown. The acceptance rate is the mean over workers."""
-    decode = ThreadWorker.decode
+    config, turn, decode = config_of(home, 2), count(), ThreadWorker.decode
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
         done = decode(self, work, seconds)
@@ -451,29 +363,24 @@ def test_acceptance_rates_and_alarms_cover_all_workers(home: Path) -> None:
         done.stats.alarms = {"suffix": 0.2} if self.index == 0 else {}
         return done
 
-    config = config_of(home, 2)
-    turn = count()
     with patch.object(ThreadWorker, "decode", decoding):
         train(config, choose=lambda n: next(turn))
     for line in read_metrics(Path(config.run.folder)):
-        assert line["rollout"]["acceptance_rate"] == {"suffix": 0.5}
-        assert line["rollout"]["alarms"] == {"suffix": 0.2}
+        found = line["rollout"]
+        assert (found["acceptance_rate"], found["alarms"]) == ({"suffix": 0.5}, {"suffix": 0.2})
 
 
 def test_the_result_does_not_depend_on_a_comparison_with_plain_decoding(home: Path) -> None:
-    workers, random = 3, Random(1)
-    digest, learned, _ = train(config_of(home, workers, **AHEAD))
-    run = {"folder": str(home / "run"), "overwrite": True, "seed": 1, "compare_every": 1}
-    config = config_of(home, workers, **AHEAD)
-    config = config.model_copy(update={"run": config.run.model_copy(update=run)})
-    lost: list[str] = []
+    sections, random = {"rollout": LONGER, "speculation": LOOK_AHEAD}, Random(1)
+    config, lost = config_of(home, 3, **sections, run={"compare_every": 1}), list[str]()
 
     def loses(worker: int, method: str) -> str:
         dies = method == "decode" and len(lost) < 2 and random.random() < 0.05
         lost.extend([method] * dies)
         return random.choice(["before", "after"]) if dies else ""
 
-    assert train(config, lambda n: random.randrange(n), loses)[:2] == (digest, learned)
+    expected = train(config_of(home, 3, **sections))[:2]
+    assert train(config, lambda n: random.randrange(n), loses)[:2] == expected
     for line in read_metrics(Path(config.run.folder)):
         assert line["compared"] == {"tokens": line["tokens"], "responses": 12, "differ": 0}
         assert line["seconds"]["compare"] > 0

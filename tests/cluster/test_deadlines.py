@@ -10,6 +10,7 @@ import pytest
 from pools import StandIn
 
 from tlt.cluster.crew import Crew, Done
+from tlt.cluster.deadlines import Deadlines
 
 PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
 
@@ -44,6 +45,16 @@ class Clocked(StandIn):
 
     def has_begun(self, index: int) -> bool:
         return self.now >= self._begins[index]
+
+
+def test_a_deadline_follows_the_recent_durations_of_a_call() -> None:
+    deadlines = Deadlines(patience=5.0)
+    assert (deadlines.seconds("decode"), deadlines.seconds("update")) == (5.0, 60.0)
+    for durations, seconds in [([0.1], 5.0), ([40.0, 0.5], 400.0), ([2.0] * 5, 20.0)]:
+        for duration in durations:
+            deadlines.took("update", duration)
+        assert deadlines.seconds("update") == seconds
+    assert deadlines.seconds("save") == 60.0
 
 
 def test_the_timeout_of_a_call_is_ten_times_its_recent_duration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,34 +14,25 @@ from unittest.mock import patch
 import pytest
 import torch
 from pools import TestPool, ThreadWorker
-from rich.console import Console
-from tiny import tiny_config
+from test_coordinator import config_of as two_workers
+from test_coordinator import train as run
 
 from tlt.build import starting_drafter
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.drafter_training import DrafterTraining
-from tlt.cluster.pool import ClusterError, Handle
-from tlt.cluster.remote import ClusterRollout, join
+from tlt.cluster.pool import ClusterError
 from tlt.cluster.share import Share
 from tlt.config import Config
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
-from tlt.run import train as run_module
-from tlt.run.display import Display
 from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
 from tlt.types import Prompt, Request, Row, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
 
 SHORT, LONG = (3, 32, 5), (4, 40, 6)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
@@ -50,19 +40,13 @@ SHORT, LONG = (3, 32, 5), (4, 40, 6)
 
 def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **training: Any) -> Config:
     prompts, tokens, steps = size
-    return tiny_config(
+    training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2} | training
+    return two_workers(
         home,
-        reward={"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
-        rollout={"stop_strings": list("abcdefghij "), "prompts_per_step": prompts, "max_new_tokens": tokens},
-        speculation={
-            "drafter": drafter,
-            "window": 16,
-            "training": {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2} | training,
-        },
-        cluster={"workers": 2, "slice_seconds": 1e-9},
-        # idle time is for the drafter here
-        train={"steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 64, "early_update": False},
-        run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
+        2,
+        rollout={"prompts_per_step": prompts, "max_new_tokens": tokens},
+        speculation={"drafter": drafter, "window": 16, "training": training},
+        train={"steps": steps, "updates_per_step": 1, "early_update": False},  # idle time is for the drafter here
     )
 
 
@@ -73,24 +57,21 @@ def rule(**changed: Any) -> Any:
 def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, DrafterTraining, TestPool]:
     """Return the policy's sha256, the driver of the drafter training, and the pool. `changed` are constants to
     replace."""
-    found: list[Any] = []
+    made: list[DrafterTraining] = []
 
-    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
-        order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
-        pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(order), loses)
-        rollout, policy = join(pool, config, *rest)
-        assert isinstance(rollout, ClusterRollout)
-        found.extend([rollout.coordinator.training, pool])
-        return rollout, policy
+    def noted(*arguments: Any) -> DrafterTraining:
+        made.append(DrafterTraining(*arguments))
+        return made[0]
 
-    learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
+    order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
+    learned = Fixed(Strategy("eagle", 3, 2, 6))  # without a profile at start-up
     with (
-        patch("tlt.run.parts._many_workers", many_workers),
-        patch("tlt.engine.backend.make_tuner", lambda *arguments: Fixed(learned)),
+        patch("tlt.cluster.coordinator.DrafterTraining", noted),
+        patch("tlt.engine.backend.make_tuner", lambda *arguments: learned),
         rule(**changed),
     ):
-        summary = run_module.train(config, False, Display(Console(quiet=True)))
-    return summary["policy_sha256"], found[0], found[1]
+        digest, _, pool = run(config, lambda n: next(order), loses)
+    return digest, made[0], pool
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +153,14 @@ def test_without_training_nothing_is_recorded(home: Path) -> None:
 @pytest.mark.parametrize("rate", [None, 0.4])
 def test_a_run_with_a_trained_drafter_begins_at_rest(home: Path, rate: float | None) -> None:
     config = config_of(home, "adaptive")
-    options = decoder_options(read_config(config.model.path))
-    layer = starting_drafter(config, options)
+    layer = starting_drafter(config, options := decoder_options(read_config(config.model.path)))
     assert layer
     layer.acceptance_rate = rate
-    training = DrafterTraining(SimpleNamespace(), lambda value: value, config, options, layer)  # type: ignore[arg-type]
-    assert training.schedule.rests == (rate is not None)
+    assert DrafterTraining(Calls(), lambda value: value, config, options, layer).schedule.rests == (rate is not None)
 
 
 @pytest.mark.parametrize("changed", ["nothing", "the files are damaged", "the recipe's drafter has another window"])
-def test_a_resumed_run_continues_with_the_published_drafter(
-    home: Path, tmp_path: Path, published: Published, changed: str
-) -> None:
+def test_resumed_runs_use_the_published_drafter(home: Path, tmp_path: Path, published: Published, changed: str) -> None:
     """If no drafter can be used, later ones have higher numbers, because the saver keeps the highest."""
     before, config = published.training, config_of(home, "adaptive")
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path)})})
@@ -192,19 +169,18 @@ def test_a_resumed_run_continues_with_the_published_drafter(
         file.write_bytes(b"")
     if "window" in changed:
         config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"window": 8})})
-    calls: list[Any] = []
-    crew = SimpleNamespace(present=[0, 1], call=lambda *call: calls.append(call))
-    after = training_of(crew, config)
+    calls = Calls(2)
+    after = training_of(calls, config)
     after.load_state(json.loads(json.dumps(before.state())))
     assert after.version == before.version > 0
     if "window" not in changed:
         assert after.schedule.state() == before.schedule.state()
-    assert bool(calls) == (changed == "nothing")
+    made = [call[:2] for call in calls.taken()]
+    assert made == [(0, "take_drafter"), (1, "take_drafter")] * (changed == "nothing")
     if changed == "nothing":
         assert before.in_use
         assert after.in_use
         assert after.in_use[1] == before.in_use[1], "its acceptance rate"
-        assert [call[:2] for call in calls] == [(0, "take_drafter"), (1, "take_drafter")]
         assert after.baton.pass_to(0) == after.baton.pass_to(1) == after.in_use[0], "training goes on from there"
 
 
@@ -230,15 +206,10 @@ def test_the_next_idle_worker_continues_the_training_of_another(home: Path, plai
     assert logged + training.take_tokens() > 0
 
 
-# -- delaying a step ---------------------------------------------------------------------------------------------------
-
-
 def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> None:
     """A worker trains between a rollout and the update, also on data of that rollout. One worker is lost then."""
-    lost: list[int] = []
-    asked: list[float] = []
-    ages: set[int] = set()
-    evaluate = ThreadWorker.evaluate_drafter
+    lost, asked, ages = list[int](), list[float](), set[int]()
+    evaluate, train_longer = ThreadWorker.evaluate_drafter, Coordinator._spend_extra_time
 
     def loses_one(worker: int, method: str) -> str:
         if method != "train_drafter" or lost or len(asked) < 3:
@@ -258,11 +229,8 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
         with patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
             return train_longer(coordinator, seconds)
 
-    train_longer = Coordinator._spend_extra_time
-    with (
-        patch.object(Coordinator, "_spend_extra_time", longer),
-        patch.object(ThreadWorker, "evaluate_drafter", evaluated),
-    ):
+    extra = patch.object(Coordinator, "_spend_extra_time", longer)
+    with extra, patch.object(ThreadWorker, "evaluate_drafter", evaluated):
         digest, training, _ = train(config_of(home, "adaptive", LONG, extra=1.0), loses_one)
     assert digest == plain_long
     assert training.version > 0
@@ -279,23 +247,16 @@ def test_paused_training_delays_nothing(home: Path, plain: str) -> None:
     assert all(line["rollout"]["spot"]["rests"] == 1.0 for line in read_metrics(home / "run"))
 
 
-# -- idle workers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("acceptances", [[0.9, 0.1, 0.9, 0.1], [0.9, 0.1, 0.1, 0.9]])
 def test_all_workers_drop_older_data_after_a_change_of_the_task(home: Path, acceptances: list[float]) -> None:
-    calls: list[Any] = []
-    crew = SimpleNamespace(present=[0, 2], call=lambda *call: calls.append(call))
-    training = training_of(crew, config_of(home, "adaptive"))
+    calls = Calls(2)
+    training = training_of(calls, config_of(home, "adaptive"))
     for acceptance in acceptances:
         training.rollout_ended(1.0, acceptance)
-    changed = acceptances[2] == 0.1
-    assert calls == [(0, "forget_older_data"), (2, "forget_older_data")] * changed
+    assert calls.taken() == [(0, "forget_older_data"), (1, "forget_older_data")] * (acceptances[2] == 0.1)
 
 
 class Calls:
-    """Crew whose calls the test answers."""
-
     def __init__(self, workers: int = 3) -> None:
         self.present = list(range(workers))
         self.made: list[tuple[Any, ...]] = []
@@ -380,14 +341,8 @@ def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
     assert training.next_call(1, [1], 0.5)
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
-def schedule_fails(method: str) -> Any:
-    def fails(self: Schedule, *arguments: Any) -> Any:
-        raise ZeroDivisionError("in the schedule")
-
-    return patch.object(Schedule, method, fails)
+def schedule_fails(method: str, error: type[Exception] = ZeroDivisionError) -> Any:
+    return patch.object(Schedule, method, side_effect=error("in the schedule"))
 
 
 @pytest.mark.parametrize("method", ["due", "trained", "evaluated", "rollout_ended", "state"])
@@ -407,19 +362,14 @@ def test_a_failing_schedule_is_not_used_again(home: Path, method: str) -> None:
 
 
 def test_errors_of_the_cluster_do_not_turn_training_off(home: Path) -> None:
-    def fails(self: Schedule, *arguments: Any) -> Any:
-        raise ClusterError("all workers were lost")
-
-    with patch.object(Schedule, "trained", fails), pytest.raises(ClusterError):
+    with schedule_fails("trained", ClusterError), pytest.raises(ClusterError):
         train(config_of(home, "adaptive"))
 
 
-def test_a_worker_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
-    class Silent(TestPool):
-        def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-            return [] if timeout is not None else super().wait(handles, timeout)
-
-    crew = Crew(Silent(2, lambda index: None))
+def test_a_worker_that_hangs_in_an_evaluation_is_replaced() -> None:
+    pool: Any = TestPool(2, lambda index: None)
+    pool.wait = lambda handles, timeout: []
+    crew = Crew(pool)
     crew.call(1, "evaluate_drafter", None)
     crew.call(0, "train_drafter", 0.0)
     crew.wait_until_ended(("evaluate_drafter",), patience=-1.0)
@@ -431,44 +381,33 @@ def test_a_worker_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
 
 @pytest.mark.parametrize(("method", "when"), [("drafter_state", "after"), ("evaluate_drafter", "before")])
 def test_a_worker_lost_in_training_or_publication(home: Path, plain_long: str, method: str, when: str) -> None:
-    counts = 0
+    calls = itertools.count()
 
     def loses(worker: int, called: str) -> str:
-        nonlocal counts
-        counts += called == method
-        return when if called == method and counts == 1 else ""
+        return when if called == method and next(calls) == 0 else ""
 
     digest, training, pool = train(config_of(home, "adaptive", LONG), loses, better=1.0, stretch=1)  # much is published
     assert digest == plain_long
-    assert counts > 1
+    assert next(calls) > 1
     assert training.is_on
     assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
 def test_weights_that_were_not_evaluated_are_not_published(home: Path) -> None:
     """The worker with the better candidate is lost before it sends its state, and another one sends its own."""
-    crew: Any = SimpleNamespace(size=2, present=[0, 1], call=lambda *arguments: None)
-    training = training_of(crew, config_of(home, "adaptive"))
-    with (
-        patch.object(Schedule, "evaluated", lambda self, part: part),
-        patch.object(Schedule, "publishes", return_value=True),
-    ):
-        training.handle_result(
-            Done(0, "evaluate_drafter", Evaluation(entries=100, in_use=50.0, candidate=40.0, first=20.0))
-        )
+    training = training_of(Calls(2), config_of(home, "adaptive"))
+    whole = patch.object(Schedule, "evaluated", lambda self, part: part)
+    with whole, patch.object(Schedule, "publishes", return_value=True):
+        training.handle_result(Done(0, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 20.0)))
     assert training.under_way == 0
     training.handle_result(Done(0, "drafter_state", None, lost=True))
     training.handle_result(Done(1, "drafter_state", SimpleNamespace()))
-    assert training.version == 0
-    assert training.in_use is None
+    assert (training.version, training.in_use) == (0, None)
 
 
 @pytest.mark.parametrize("method", ["train", "publish", "harvest"])
 def test_a_failing_trainer_only_costs_speed(home: Path, plain: str, method: str) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    with patch.object(SpotTrainer, method, fail):
+    with patch.object(SpotTrainer, method, side_effect=RuntimeError("out of memory")):
         digest, training, pool = train(config_of(home, "adaptive"))
     assert digest == plain
     assert training.version == (method == "publish"), "that is the last one"

@@ -1,30 +1,159 @@
-"""Worker in this process: its cache is freed before an update, and allocated again afterwards."""
+"""One worker in this process. It frees its cache before an update, and trains its drafter between rollouts. No token
+depends on it, and its errors only cost speed."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from tiny import tiny_config
 
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.local import LocalRollout, OwnTraining
+from tlt.config import Config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.run.parts import make_parts
-from tlt.types import Request
+from tlt.spot import schedule
+from tlt.spot.schedule import RULE
+from tlt.spot.spot import SpotTrainer
+from tlt.types import Request, RolloutStats
+
+
+@pytest.fixture(autouse=True)
+def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return a run without the start-up profile, which takes seconds. Every round costs the same, and each candidate is
+    evaluated soon."""
+
+    def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
+        return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
+
+    monkeypatch.setattr("tlt.engine.backend.profile", even)
+    monkeypatch.setattr(schedule, "RULE", replace(RULE, stretch=1, burst=10**9))
+
+
+def make(config: Config) -> LocalRollout:
+    torch.manual_seed(0)
+    parts, policy = make_parts(config, load_tokenizer(config.model.path))
+    rollout: Any = parts.rollout
+    assert isinstance(rollout, LocalRollout)
+    rollout.prompts, rollout.sampling, rollout.policy = parts.prompts, parts.sampling, policy  # pyright: ignore
+    return rollout
+
+
+def decode(rollout: Any, step: int) -> tuple[list[list[int]], RolloutStats]:
+    params, group = replace(rollout.sampling, max_new_tokens=24), range(2)
+    prompts = enumerate(rollout.prompts)
+    requests = [Request(prompt, i, step, 100 * step + 10 * p + i, params) for p, prompt in prompts for i in group]
+    responses, stats = rollout.generate(requests, lambda response: None)
+    return [r.token_ids for r in sorted(responses, key=lambda r: r.request.seed)], stats
+
+
+def config_of(folder: Path, extra: float = 1.0) -> Config:
+    training = {"extra": extra, "micro_batch_tokens": 64, "unroll": 2}
+    return tiny_config(folder, speculation={"drafter": "adaptive", "window": 32, "training": training})
+
+
+def training_of(rollout: LocalRollout) -> OwnTraining:
+    assert rollout.training
+    assert rollout.training.is_on
+    return rollout.training
+
+
+def run(rollout: Any, steps: int) -> None:
+    for step in range(steps):
+        decode(rollout, step)
+        rollout.sync(rollout.policy, step + 1)
+
+
+def assert_equal_tokens(one: Any, other: Any, step: int) -> RolloutStats:
+    """Decode and sync both. Return the counters of the first one."""
+    tokens, stats = decode(one, step)
+    assert tokens == decode(other, step)[0]
+    for rollout in (one, other):
+        rollout.sync(rollout.policy, step + 1)
+    return stats
+
+
+def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path) -> None:
+    plain, trained = make(tiny_config(tmp_path)), make(config_of(tmp_path))
+    training = training_of(trained)
+    assert "eagle" in trained.engine.drafters.usable
+    for step in range(4):
+        stats = assert_equal_tokens(trained, plain, step)
+        assert stats.seconds["spot"] > 0
+        assert (stats.drafter_tokens > 0) == (step > 0)
+    assert training.version > 0, "it learned something"
+    assert training.worker.trainer
+    drafter = trained.engine.drafters.usable["eagle"]
+    assert drafter.acceptance_rate == training.worker.trainer.in_use.acceptance_rate
+
+
+def test_a_failing_trainer_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout, plain, calls = make(config_of(tmp_path)), make(tiny_config(tmp_path)), list[None]()
+
+    def broken(self: SpotTrainer, seconds: float, stop: Any) -> Any:
+        calls.append(None)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SpotTrainer, "train", broken)
+    for step in range(4):
+        assert_equal_tokens(rollout, plain, step)
+    assert len(calls) == 1
+    assert "out of memory" in caplog.text
+    assert "the run continues without it" in caplog.text
+    assert rollout.training
+    assert rollout.training.worker.trainer is None
+
+
+def test_without_an_extra_share_there_is_no_trainer(tmp_path: Path) -> None:
+    for config in (config_of(tmp_path, extra=0.0), tiny_config(tmp_path)):
+        rollout = make(config)
+        assert rollout.training
+        assert not rollout.training.is_on
+
+
+def test_training_takes_its_share_of_time_and_no_more(tmp_path: Path) -> None:
+    rollout = make(config_of(tmp_path))
+    run(rollout, 2)
+    training, asked = training_of(rollout), []
+
+    def is_over() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    training.take_tokens()
+    training.train_until(is_over)
+    assert training.take_tokens() == 0, "interrupted in its first micro-batch"
+    assert training.under_way is None
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path, damaged: bool) -> None:
+    first, second = (make(config_of(tmp_path)) for _ in range(2))
+    run(first, 3)
+    before, after = training_of(first), training_of(second)
+    before.close()
+    for file in before.folder.glob("*/model.safetensors") if damaged else ():
+        file.write_bytes(b"")
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert before.version == after.version > 0
+    assert (after.in_use is None) == damaged
+    assert before.schedule.state() == after.schedule.state()
+    if not damaged:
+        pair: Any = (before, after)
+        for one, other in zip(*(it.worker.trainer.in_use.parameters() for it in pair), strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+    assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]
 
 
 def test_memory_is_freed_and_allocated_again_without_a_change_of_tokens(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    parts, _ = make_parts(config, load_tokenizer(config.model.path))
-    assert isinstance(parts.rollout, LocalRollout)
-    store = parts.rollout.engine.cache.store
-    requests = [Request(parts.prompts[i % 3], i, 0, i, parts.sampling) for i in range(6)]
-
-    def decode() -> list[list[int]]:
-        responses, _ = parts.rollout.generate(requests, lambda response: None)
-        assert store.slots > 0
-        return [r.token_ids for r in sorted(responses, key=lambda r: r.request.seed)]
-
-    first = decode()
-    parts.rollout.release()
+    rollout = make(tiny_config(tmp_path))
+    store, first = rollout.engine.cache.store, decode(rollout, 0)[0]
+    rollout.release()
     assert sum(tensor.numel() for tensor in store.layers) == 0
-    assert decode() == first
+    assert decode(rollout, 0)[0] == first

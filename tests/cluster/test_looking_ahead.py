@@ -26,7 +26,6 @@ from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingPara
 
 
 def request(seed: int) -> Request:
-    """Return a request. There are ten for each prompt."""
     return Request(Prompt(seed // 10, "", (seed // 10,)), seed % 10, 0, seed, SamplingParams())
 
 
@@ -48,9 +47,6 @@ def seeds(given: AheadWork | None) -> list[int]:
     return [request.seed for request in given.requests] if given else []
 
 
-# -- who decodes what --------------------------------------------------------------------------------------------------
-
-
 def test_no_request_is_decoded_twice_or_too_many_steps_ahead() -> None:
     ahead = looking()
     ahead.begin(requests(0, 1), iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
@@ -58,11 +54,6 @@ def test_no_request_is_decoded_twice_or_too_many_steps_ahead() -> None:
     assert seeds(ahead.work(1, 1, 2)) == [20, 21]
     assert ahead.work(2, 1, 2) is None, "the step after the next two is too far"
     assert sorted(seeds(ahead.work(0, 1, 2))) == [10, 11, 22], "it goes on with what it has"
-
-
-def in_order_of(given: Sequence[int], *found: Ahead) -> list[int]:
-    ahead = looking(*found)
-    return [request.seed for request in in_order(requests(*given), ahead.store)]
 
 
 @pytest.mark.parametrize(
@@ -84,10 +75,8 @@ def in_order_of(given: Sequence[int], *found: Ahead) -> list[int]:
         "of what is expected to be as long the nearest",
     ],
 )
-def test_requests_with_the_longest_expected_responses_come_first(
-    given: list[int], found: tuple[Ahead, ...], order: list[int]
-) -> None:
-    assert in_order_of(given, *found) == order
+def test_requests_likely_to_be_longest_come_first(given: list[int], found: tuple[Ahead, ...], order: list[int]) -> None:
+    assert [request.seed for request in in_order(requests(*given), looking(*found).store)] == order
 
 
 def test_ended_responses_are_not_decoded_again_and_others_continue() -> None:
@@ -121,21 +110,17 @@ def test_a_new_rollout_frees_all_look_ahead_requests() -> None:
     assert seeds(ahead.work(0, 3, 1)) == [20, 21]
 
 
-def end(ahead: LookingAhead) -> None:
-    ahead.end(RolloutStats())
-
-
 def test_drafts_are_dropped_after_use_unless_their_request_is_repeated() -> None:
     """Responses of an evaluation are drafts for the next one."""
     ahead = looking(known(0, 5), known(10, 7))
     ahead.begin(requests(0), iter([requests(10)]))
-    end(ahead)
+    ahead.end(RolloutStats())
     ahead.begin(requests(10), iter(()))
     assert [ahead.store.length(seed) for seed in (0, 10)] == [0, 7]
-    end(ahead)
+    ahead.end(RolloutStats())
     ahead.begin(requests(20), iter(()))
     assert ahead.store.length(10) == 0
-    end(ahead)
+    ahead.end(RolloutStats())
     ahead.remember([known(20, 9)])
     ahead.begin(requests(30), iter(()))
     assert ahead.store.length(20) == 9
@@ -146,20 +131,13 @@ def test_drafts_include_those_of_siblings_each_once() -> None:
     assert [a.seed for a in ahead.drafts(requests(1, 1, 11))] == [1, 0, 10]
 
 
-# -- who gets which share ----------------------------------------------------------------------------------------------
-
-
 def dealt(ahead: LookingAhead, given: Sequence[int], workers: int) -> list[list[int]]:
     line = ahead.deal([Row(request) for request in requests(*given)], workers)
     assert isinstance(line, deque)
     return [[row.request.seed for row in group] for group in line]
 
 
-def test_without_estimates_whole_groups_keep_their_order() -> None:
-    assert dealt(looking(), [10, 11, 0, 12, 1], 2) == [[10, 11, 12], [0, 1]]
-
-
-def test_expected_rounds_with_and_without_look_ahead_drafts() -> None:
+def test_rows_are_dealt_by_their_expected_rounds() -> None:
     """A token with a look-ahead draft takes 1/5 of a round, and any other 1/2. The mean length of 50 and 20 is 35.
 
     Request 0 has ended: 50/5 = 10. Request 1 has not: 20/5 + 35/2 = 21.5. Request 2 is unknown: 35/2 = 17.5. Requests
@@ -169,6 +147,7 @@ def test_expected_rounds_with_and_without_look_ahead_drafts() -> None:
     ahead.accept_length, ahead.accept_length_ahead = 2.0, 5.0
     given = [40, 0, 20, 2, 10, 30, 1]
     assert dealt(ahead, given, len(given)) == [[1], [30], [10], [2], [20], [0], [40]]
+    assert dealt(looking(), [10, 11, 0, 12, 1], 2) == [[10, 11, 12], [0, 1]], "without estimates the order is kept"
 
 
 @given(
@@ -176,16 +155,11 @@ def test_expected_rounds_with_and_without_look_ahead_drafts() -> None:
     found=st.dictionaries(st.integers(0, 39), st.tuples(st.integers(0, 99), st.booleans())),
     workers=st.integers(1, 5),
 )
-def test_every_row_is_assigned_once_and_groups_are_not_mixed(
-    rows: list[int], found: dict[int, tuple[int, bool]], workers: int
-) -> None:
+def test_rows_are_assigned_once_by_groups(rows: list[int], found: dict[int, tuple[int, bool]], workers: int) -> None:
     ahead = looking(*(known(seed, length, ended) for seed, (length, ended) in found.items()))
     groups = dealt(ahead, rows, workers)
     assert sorted(seed for group in groups for seed in group) == sorted(rows)
     assert all(len({seed // 10 for seed in group}) == 1 for group in groups)
-
-
-# -- tokens of a pass --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,15 +172,10 @@ def test_every_row_is_assigned_once_and_groups_are_not_mixed(
         (RolloutStats(), 1.0, 1.0),
     ],
 )
-def test_tokens_per_pass_are_measured_with_and_without_look_ahead(
-    stats: RolloutStats, plain: float, ahead: float
-) -> None:
+def test_tokens_per_pass_with_and_without_look_ahead(stats: RolloutStats, plain: float, ahead: float) -> None:
     found = looking()
     found.end(stats)
     assert (found.accept_length, found.accept_length_ahead) == (plain, ahead)
-
-
-# -- the coordinator's part --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -292,8 +261,7 @@ def test_look_ahead_drafts_are_sent_with_their_requests(tmp_path: Path) -> None:
     coordinator.update(TrainBatch([], [], [], []), 1)
     coordinator.sync(1)
     trace.clear()
-    stats = rolled_out(coordinator, requests(20, 21, 30, 31))
-    assert stats.ahead_tokens == 5 * 4
+    assert rolled_out(coordinator, requests(20, 21, 30, 31)).ahead_tokens == 5 * 4
     decoded = [work for _, method, work in trace if method == "decode"]
     assert sum(len(work.requests) for work in decoded) == 4
     for work in decoded:
@@ -313,22 +281,6 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     assert methods.index("interrupt") < methods.index("look_ahead") < methods.index("update"), "it is wanted at once"
     assert [method for method, _ in pool.under_way] == ["rendezvous", "update", "update"]
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
-
-
-def test_repeated_responses_are_drafts_of_the_version_that_decoded_them(tmp_path: Path) -> None:
-    coordinator, _, trace = crewed(tmp_path)
-    coordinator.sync(3)
-    given = requests(0, 1)
-    responses, _ = coordinator.rollout(given, lambda response: None)
-    coordinator.ahead.remember(Ahead.of(response, 3, ended=True) for response in responses)
-    rolled_out(coordinator, requests(10))
-    trace.clear()
-    rolled_out(coordinator, given)
-    decoded = [work for _, method, work in trace if method == "decode"]
-    assert [seed for work in decoded for seed in sorted(r.seed for r in work.requests)] == [0, 1]
-    for work in decoded:
-        drafts = sorted((a.seed, a.tokens.tolist(), a.version, a.ended) for a in work.drafts)
-        assert drafts == [(0, [1, 2], 3, True), (1, [1, 2], 3, True)]
 
 
 @pytest.mark.parametrize(("rests", "first"), [(False, "train_drafter"), (True, "look_ahead")])

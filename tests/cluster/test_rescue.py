@@ -26,10 +26,7 @@ from tlt.types import TrainBatch
 
 
 def config_of(home: Path, stop_within: float = 60.0) -> Config:
-    config = workers(home, 2)
-    return config.model_copy(
-        update={"run": config.run.model_copy(update={"save_every": 0, "stop_within": stop_within})}
-    )
+    return workers(home, 2, run={"save_every": 0, "stop_within": stop_within})
 
 
 def saved(config: Config) -> list[str]:
@@ -101,7 +98,6 @@ def test_a_signal_does_not_disturb_the_end_of_a_finished_run(tmp_path: Path, mon
 
 
 def test_a_step_with_a_finished_update_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the second period, and is saved."""
     config = config_of(tmp_path, stop_within=0.4)
     asked: list[int] = []
 

@@ -22,9 +22,7 @@ class Ignored:
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("rays", [True, False])
-def test_a_signal_whose_error_was_ignored_is_raised_once(
-    rays: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_whose_error_is_ignored_is_raised(rays: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's handler receives it, or it arrives before Ray has set one. Ray starts or fails. Python's message about the
     ignored error is not printed."""
     printed = list[Any]()

@@ -4,19 +4,18 @@ a resume."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from pools import Loses, TestPool, ThreadWorker
+from pools import Loses
 from rich.console import Console
+from test_coordinator import train as run
 from tiny import QUESTIONS, tiny_model, tiny_tree
 
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.remote import join
 from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
@@ -24,7 +23,6 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.rewards.episodes import Episodes
-from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
@@ -38,8 +36,8 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
         "reward": {"environment": f"tiny_environments:{environment}", "folder": folder},
         "rollout": {"stop_strings": list("abcdefgh "), "max_new_tokens": 64},
         "cluster": {"slice_seconds": 1e-9},
-        "train": {"steps": 2, "learning_rate": 1e-3, "micro_batch_tokens": 128},
     } | sections
+    sections["train"] = {"steps": 2, "learning_rate": 1e-3, "micro_batch_tokens": 128, **sections.get("train", {})}
     sections["run"] = {"folder": str(home / "run"), "overwrite": True, "seed": 1, **sections.get("run", {})}
     tree = tiny_tree(home, **sections)
     tree["reward"].pop("name", None)
@@ -48,22 +46,8 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
     return parse_config(tree)
 
 
-def train(
-    config: Config,
-    loses: Loses = lambda i, m: "",
-    resume: bool = False,
-    display: Display | None = None,
-    force: Sequence[str] = (),
-) -> Any:
-    """Return the policy's sha256, and the text of each response."""
-
-    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
-        size = config.cluster.workers
-        return join(TestPool(size, lambda i: ThreadWorker(config, i, folder), lambda n: 0, loses), config, *rest)
-
-    with patch("tlt.run.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
-        summary = run_module.train(config, resume, display or Display(QUIET), force=force)
-    return summary["policy_sha256"], responses_in(config)
+def train(config: Config, loses: Loses = lambda i, m: "", **options: Any) -> Any:
+    return run(config, loses=loses, **options)[0], responses_in(config)
 
 
 def responses_in(config: Config) -> list[Any]:
@@ -72,17 +56,14 @@ def responses_in(config: Config) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """Return the result of two workers with plain decoding."""
-    home = tmp_path_factory.mktemp("undisturbed")
-    found = train(config_of(home, cluster={"workers": 2, "slice_seconds": 1e-9}, speculation={"drafter": "off"}))
-    turns = [len(line["replies"]) for line in read_completions(home / "run")]
-    assert max(turns) > 1, "episodes of several turns"
+def undisturbed(home: Path) -> tuple[str, Any]:
+    found = train(two(home, speculation={"drafter": "off"}))
+    assert max(len(line["replies"]) for line in read_completions(home / "run")) > 1, "episodes of several turns"
     return found
 
 
-def two(home: Path, **sections: dict[str, Any]) -> Config:
-    return config_of(home, cluster={"workers": 2, "slice_seconds": 1e-9}, **sections)
+def two(home: Path, environment: str = "Echo", **sections: dict[str, Any]) -> Config:
+    return config_of(home, environment, cluster={"workers": 2, "slice_seconds": 1e-9}, **sections)
 
 
 def test_the_tokens_are_those_of_one_worker(tmp_path: Path, undisturbed: tuple[str, Any]) -> None:
@@ -90,9 +71,7 @@ def test_the_tokens_are_those_of_one_worker(tmp_path: Path, undisturbed: tuple[s
 
 
 @pytest.mark.parametrize("method", ["", "decode"])
-def test_the_result_does_not_depend_on_drafters_and_lost_workers(
-    tmp_path: Path, undisturbed: tuple[str, Any], method: str
-) -> None:
+def test_drafters_and_lost_workers_change_nothing(tmp_path: Path, undisturbed: tuple[str, Any], method: str) -> None:
     calls = iter(range(100))
     lost = train(two(tmp_path), lambda i, m: "after" if i and m == method and next(calls) == 2 else "")
     assert lost == undisturbed
@@ -139,9 +118,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> list[Episodes]:
     return found
 
 
-def test_a_worker_lost_while_a_tool_runs_changes_nothing(
-    tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
-) -> None:
+def test_a_worker_lost_in_a_tool_call(tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]) -> None:
     lost: list[int] = []
 
     def loses(worker: int, method: str) -> str:
@@ -150,29 +127,26 @@ def test_a_worker_lost_while_a_tool_runs_changes_nothing(
         lost.append(worker)
         return "after"
 
-    assert train(config_of(tmp_path, "Slow", cluster={"workers": 2, "slice_seconds": 1e-9}), loses) == undisturbed
+    assert train(two(tmp_path, "Slow"), loses) == undisturbed
     assert lost
 
 
-def test_a_run_killed_while_a_tool_runs_ends_the_same(
-    tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]
-) -> None:
-    class StopsAmidCall(Stops):
+def test_a_run_killed_in_a_tool_resumes(tmp_path: Path, undisturbed: tuple[str, Any], waiting: list[Episodes]) -> None:
+    class StopsDuringACall(Stops):
         def response(self, response: Any) -> None:
             self.left = 0 if waiting[-1].awaits else 1
             super().response(response)
 
-    workers = {"workers": 2, "slice_seconds": 1e-9}
-    config = config_of(tmp_path, "Slow", cluster=workers, run={"save_every": 1})
+    config = two(tmp_path, "Slow", run={"save_every": 1})
     with pytest.raises(KeyboardInterrupt):
-        train(config, display=StopsAmidCall(1))
+        train(config, display=StopsDuringACall(1))
     assert train(config, resume=True) == undisturbed
 
 
 def stopped_before_a_checkpoint(home: Path) -> tuple[Config, str, list[Any]]:
     """Stop a run after a checkpoint, before the next one. Return its recipe, the calls of its environment, and its
     responses."""
-    config = config_of(home, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
+    config = config_of(home, "Unsure", run={"save_every": 2}, train={"steps": 4})
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(2))
     return config, (home / "calls").read_text(encoding="utf-8"), responses_in(config)
@@ -209,8 +183,7 @@ def test_a_checkpoint_after_an_error_keeps_the_replies_of_the_step_that_failed(t
             except KeyboardInterrupt:
                 raise RuntimeError("no disk") from None
 
-    calls = tmp_path / "calls"
-    config = config_of(tmp_path, "Unsure", train={"steps": 3, "learning_rate": 1e-3})
+    calls, config = tmp_path / "calls", config_of(tmp_path, "Unsure", train={"steps": 3})
     with pytest.raises(RuntimeError, match="no disk") as caught:
         train(config, display=Fails(1, response=5))
     assert "saved after step 1" in caught.value.__notes__[0]
@@ -220,8 +193,8 @@ def test_a_checkpoint_after_an_error_keeps_the_replies_of_the_step_that_failed(t
     assert calls.read_text(encoding="utf-8") == before
 
 
-def test_turns_and_seconds_of_episodes_are_counted(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "Trouble", train={"steps": 1, "learning_rate": 1e-3})
+def test_turns_of_episodes_are_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "Trouble", train={"steps": 1})
     train(config)
     (line,) = read_metrics(Path(config.run.folder))
     assert sum(line["episodes"]["ended"].values()) == 6
@@ -239,14 +212,13 @@ def test_tools_are_in_the_prompt_and_malformed_calls_are_counted(tmp_path: Path)
     (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
     data = {"path": str(tmp_path / "prompts.jsonl"), "chat": True, "prefill": "<tool_call>{"}
     rollout = {"stop_strings": list("abcdefgh "), "max_new_tokens": 128}
-    config = config_of(tmp_path, "Desk", data=data, rollout=rollout, train={"steps": 1, "learning_rate": 1e-3})
+    config = config_of(tmp_path, "Desk", data=data, rollout=rollout, train={"steps": 1})
     seen: list[Prompt] = []
     with patch("tlt.run.parts.about_prompts", lambda config, prompts, tokenizer: (seen.extend(prompts), "")[1]):
         train(config)
     prompt = load_tokenizer(str(tmp_path / "model")).decode(seen[0].token_ids)
     assert "Add two numbers." in prompt
-    (line,) = read_metrics(Path(config.run.folder))
-    lines = list(read_completions(Path(config.run.folder)))
+    (line,), lines = read_metrics(Path(config.run.folder)), list(read_completions(Path(config.run.folder)))
     done = [one for one in lines if one["replies"]]
     assert all(one["replies"][0].startswith("Error: the call is not JSON") for one in done)
     assert any("<tool>Error: the call" in one["response"] for one in done)

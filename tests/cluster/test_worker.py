@@ -16,9 +16,19 @@ from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Row, SamplingParams
 
+ALL = 600.0  # seconds
+AT_ONCE = 0.0  # one round
 
-def request(prompt: tuple[int, ...], seed: int, new_tokens: int) -> Request:
+
+def request(seed: int, new_tokens: int = 6, prompt: tuple[int, ...] = (7, 8, 9, 10)) -> Request:
     return Request(Prompt(seed // 10, "", prompt), seed % 10, 0, seed, SamplingParams(max_new_tokens=new_tokens))
+
+
+FIRST, SECOND = request(10), request(11)
+
+
+def looking(home: Path) -> Worker:
+    return Worker(tiny_config(home, speculation={"drafter": "off"}), 0, home / "model")
 
 
 def decoded(worker: Worker, rollout: int, *requests: Request) -> dict[int, list[int]]:
@@ -26,41 +36,21 @@ def decoded(worker: Worker, rollout: int, *requests: Request) -> dict[int, list[
     return {response.request.seed: response.token_ids for response in found.responses}
 
 
-def test_a_sibling_after_a_release_of_the_cache_has_the_tokens_of_a_single_request(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
-    first, late = request((7, 8, 9, 10), 10, 4), request((7, 8, 9, 10), 11, 12)
-    assert decoded(worker, 0, request((1, 2, 3), 0, 30), first)
+def test_a_sibling_after_a_release_of_the_cache_has_the_tokens_of_a_single_request(home: Path) -> None:
+    worker, other, late = looking(home), looking(home), request(11, 12)
+    assert decoded(worker, 0, request(0, 30, (1, 2, 3)), request(10, 4))
     worker.engine.cache.release()
     assert decoded(worker, 0, late) == decoded(other, 0, late)
 
 
-def test_a_report_has_only_new_tokens_of_a_row(tmp_path: Path) -> None:
+def test_a_report_has_only_new_tokens_of_a_row(home: Path) -> None:
     """It leaves out tokens from another worker, and tokens of earlier reports."""
-    folder, asked = tmp_path / "model", request((7, 8, 9, 10), 10, 12)
-    worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
-    answer = decoded(other, 0, asked)[10]
+    worker, asked = looking(home), request(10, 12)
+    answer = decoded(looking(home), 0, asked)[10]
     told = worker.decode(DecodeWork(0, resumed=[Row(asked, answer[:3], [0.0] * 3)]), AT_ONCE).news[10]
     assert told
     told += worker.decode(DecodeWork(0), AT_ONCE).news[10]
     assert told == answer[3 : 3 + len(told)]
-
-
-# -- decoding ahead ----------------------------------------------------------------------------------------------------
-
-ALL = 600.0  # seconds
-AT_ONCE = 0.0  # one round
-FIRST, SECOND = request((7, 8, 9, 10), 10, 6), request((7, 8, 9, 10), 11, 6)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("worker")
-
-
-def looking(folder: Path) -> Worker:
-    """Return a worker whose only drafts are look-ahead drafts."""
-    return Worker(tiny_config(folder, speculation={"drafter": "off"}), 0, folder / "model")
 
 
 def known(of: Request, tokens: list[int], version: int, ended: bool = True) -> Ahead:
@@ -71,33 +61,27 @@ def found(ahead: list[Ahead]) -> list[tuple[int, list[int], int, bool]]:
     return [(a.seed, a.tokens.tolist(), a.version, a.ended) for a in ahead]
 
 
-def test_look_ahead_tokens_are_those_of_the_response(folder: Path) -> None:
-    answers = decoded(looking(folder), 0, FIRST, SECOND)
-    done = looking(folder).look_ahead(AheadWork(0, [FIRST, SECOND], []), ALL)
-    assert found(done) == [(10, answers[10], 0, True), (11, answers[11], 0, True)]
-
-
-def test_unfinished_look_ahead_continues_in_the_next_call(folder: Path) -> None:
-    worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
+def test_unfinished_look_ahead_continues_in_the_next_call(home: Path) -> None:
+    worker, answer = looking(home), decoded(looking(home), 0, FIRST)[10]
     for length in (1, 2):
         done = worker.look_ahead(AheadWork(0, [FIRST], []), AT_ONCE)
         assert found(done) == [(10, answer[:length], 0, False)]
-    done = looking(folder).look_ahead(AheadWork(0, [FIRST], done), AT_ONCE)
+    done = looking(home).look_ahead(AheadWork(0, [FIRST], done), AT_ONCE)
     assert found(done) == [(10, answer[:2], 0, False)], "at another worker: the first again, the second behind it"
     assert found(worker.look_ahead(AheadWork(0, [FIRST], []), ALL)) == [(10, answer, 0, True)]
 
 
-def test_tokens_of_an_older_target_are_not_its_own(folder: Path) -> None:
-    worker = looking(folder)
+def test_tokens_of_an_older_target_are_not_its_own(home: Path) -> None:
+    worker = looking(home)
     old = [known(FIRST, [1, 2, 3], version=-1), known(SECOND, [1], version=-1, ended=False)]
     worker.interrupt(5)
     assert worker.look_ahead(AheadWork(0, [FIRST, SECOND], old), ALL, 5) == []
     done = worker.look_ahead(AheadWork(0, [SECOND], []), ALL, 6)
-    assert found(done) == [(11, decoded(looking(folder), 0, SECOND)[11], 0, True)]
+    assert found(done) == [(11, decoded(looking(home), 0, SECOND)[11], 0, True)]
 
 
-def test_an_interrupted_worker_returns_after_its_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
+def test_an_interrupted_worker_returns_after_its_round(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, answer = looking(home), decoded(looking(home), 0, FIRST)[10]
     rounds, one_round = count(1), worker.engine.round
 
     def round_() -> Any:
@@ -112,9 +96,9 @@ def test_an_interrupted_worker_returns_after_its_round(folder: Path, monkeypatch
 
 
 @pytest.mark.parametrize("how", ["next rollout", "same rollout", "look-ahead"])
-def test_a_newer_draft_of_another_worker_is_not_overwritten(folder: Path, how: str) -> None:
+def test_a_newer_draft_of_another_worker_is_not_overwritten(home: Path, how: str) -> None:
     """This worker decodes a request ahead, and another worker ends the same request meanwhile."""
-    worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
+    worker, answer = looking(home), decoded(looking(home), 0, FIRST)[10]
     worker.look_ahead(AheadWork(0, [FIRST], []), AT_ONCE)
     ended = [known(FIRST, answer, 0)]
     if how == "look-ahead":
@@ -135,17 +119,15 @@ def test_a_worker_with_the_state_of_another_trains_on_its_own_data(tmp_path: Pat
     assert new.spot.trainer.trainer.heads[new.target.version] is new.target.head
 
 
-# -- early update ------------------------------------------------------------------------------------------------------
-
 SHARD = random_batch(257, responses=5)
 """five micro-batches"""
 EITHER = pytest.mark.parametrize("epochs", [1, 2], ids=["gradients", "log-probs"])
 
 
-def updating(folder: Path, epochs: int = 1) -> Worker:
+def updating(home: Path, epochs: int = 1) -> Worker:
     train = {"micro_batch_tokens": 1, "epochs": epochs}
     cluster, no_drafter = {"workers": 2}, {"drafter": "off"}
-    return Worker(tiny_config(folder, speculation=no_drafter, train=train, cluster=cluster), 0, folder / "model")
+    return Worker(tiny_config(home, speculation=no_drafter, train=train, cluster=cluster), 0, home / "model")
 
 
 def share_done(worker: Worker, seconds: float, number: float) -> float:
@@ -170,9 +152,9 @@ def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[]
 
 
 @EITHER
-def test_an_early_update_ends_with_its_micro_batch(folder: Path, epochs: int) -> None:
+def test_an_early_update_ends_with_its_micro_batch(home: Path, epochs: int) -> None:
     """It ends if its time is over, or if the worker is interrupted. It continues in the next call."""
-    worker = updating(folder, epochs)
+    worker = updating(home, epochs)
     passes = at_pass(worker, 3, lambda: worker.interrupt(7))
     first, second = share_done(worker, AT_ONCE, 7), share_done(worker, ALL, 7)
     assert passes() == 3
@@ -183,11 +165,11 @@ def test_an_early_update_ends_with_its_micro_batch(folder: Path, epochs: int) ->
     assert passes() == 5
 
 
-def test_an_early_update_that_runs_out_of_memory_leaves_nothing(folder: Path) -> None:
+def test_an_early_update_that_runs_out_of_memory_leaves_nothing(home: Path) -> None:
     def fail() -> None:
         raise torch.OutOfMemoryError
 
-    worker = updating(folder)
+    worker = updating(home)
     at_pass(worker, 7, fail)
     assert share_done(worker, ALL, 1) == 1.0
     assert worker.early_update(1, SHARD, ALL) is None
@@ -196,8 +178,8 @@ def test_an_early_update_that_runs_out_of_memory_leaves_nothing(folder: Path) ->
 
 @EITHER
 @pytest.mark.parametrize("seconds", [AT_ONCE, ALL])
-def test_a_worker_that_loads_a_state_drops_its_early_shards(folder: Path, seconds: float, epochs: int) -> None:
-    worker = updating(folder, epochs)
+def test_a_worker_that_loads_a_state_drops_its_early_shards(home: Path, seconds: float, epochs: int) -> None:
+    worker = updating(home, epochs)
     worker.early_update(0, SHARD, seconds)
     assert not has_nothing_early(worker)
     worker.take_state(worker.state())

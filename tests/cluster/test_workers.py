@@ -23,10 +23,10 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import test_coordinator as in_process
 import torch
 from rich.console import Console
 from test_recovery import recovery
-from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from tlt.cluster import remote
@@ -47,17 +47,13 @@ STEPS = 4
 
 
 def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any]) -> Config:
-    reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
-    rollout = {"stop_strings": list("abcdefghij ")}
-    run = {"folder": str(home / folder), "seed": 1} | sections.pop("run", {})
-    train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
-    train |= sections.pop("train", {})
-    cluster = {"workers": workers, "slice_seconds": 0.01} | sections.pop("cluster", {})
-    return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
+    sections["run"] = {"folder": str(home / folder)} | sections.get("run", {})
+    sections["train"] = {"steps": STEPS} | sections.get("train", {})
+    sections["cluster"] = {"slice_seconds": 0.01} | sections.get("cluster", {})
+    return in_process.config_of(home, workers, **sections)
 
 
 def workers_of(folder: str) -> list[int]:
-    """Return the process ids of the actors, in any order."""
     return [pid for pid in marked(folder) if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
@@ -94,11 +90,11 @@ class Killer(Display):
 
 
 def watched_by(killer: Killer) -> Any:
-    """Give the folder of the run's pool to the killer."""
     real = remote.join
 
     def join(pool: Any, *rest: Any) -> Any:
         killer.folder = pool.folder
+        assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
         return real(pool, *rest)
 
     return patch.object(remote, "join", join)
@@ -112,24 +108,12 @@ def shm() -> Callable[[], set[str]]:
     return lambda: {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} - before
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
     run = {"save_every": 1, "keep": 1}
     in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
     killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0})
-    real = remote.join
-
-    def join(pool: Any, *rest: Any) -> Any:
-        killer.folder = pool.folder
-        assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
-        return real(pool, *rest)
-
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with patch.object(remote, "join", join):
+    with watched_by(killer):
         disturbed = run_module.train(config_of(home, 2, "disturbed", run=run), True, killer)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert killer.killed == 2
@@ -162,28 +146,21 @@ def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
     monkeypatch.setattr("tlt.cluster.control._EVERY", 0.2)
 
     class Steers(Killer):
-        def kill(self) -> None:
-            (pid,) = [i for i in marked(self.folder) if b"gcs_server" in Path(f"/proc/{i}/cmdline").read_bytes()]
-            os.kill(pid, signal.SIGKILL)
-            time.sleep(2.0)
-
         def phase(self, step: int, name: str, total: int) -> None:
             if (step, name) in self.moments:
-                self.kill()
+                (pid,) = [i for i in marked(self.folder) if b"gcs_server" in Path(f"/proc/{i}/cmdline").read_bytes()]
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(2.0)
 
-    killer = Steers({(1, "rollout"): 0.0})
-    config = config_of(home, 2, "disturbed", run={"save_every": 1})
-    with (
-        watched_by(killer),
-        pytest.raises(ClusterError, match=r"control process at .* does not answer") as lost,
-    ):
+    killer, config = Steers({(1, "rollout"): 0.0}), config_of(home, 2, "disturbed", run={"save_every": 1})
+    silent = r"control process at .* does not answer"
+    with watched_by(killer), pytest.raises(ClusterError, match=silent) as lost:
         run_module.train(config, False, killer)
     assert re.match(rf"saved after step \d in {config.run.folder}: continue with --resume", lost.value.__notes__[0])
     assert marked(killer.folder) == []
     assert "gcs" not in "".join(capfd.readouterr())
-    assert run_module.train(config, True, quiet())["policy_sha256"] == in_this_process(
-        config_of(home, 2, "undisturbed")
-    )
+    expected = in_this_process(config_of(home, 2, "undisturbed"))
+    assert run_module.train(config, True, quiet())["policy_sha256"] == expected
 
 
 @pytest.mark.slow
@@ -231,21 +208,12 @@ def quiet() -> Display:
 
 def in_this_process(config: Config) -> str:
     """Return the sha256 of the same run by two workers in this process, without sums between processes."""
-    from pools import TestPool, ThreadWorker
-
-    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
-        pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
-        return remote.join(pool, config, *rest)
-
-    with patch("tlt.run.parts._many_workers", many_workers):
-        return run_module.train(config, False, quiet())["policy_sha256"]
+    return in_process.train(config)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["*/ray/session_*", "run/worker_0.log"])
-def test_sigterm_while_workers_start_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_sigterm_stops_a_run_whose_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """It arrives while Ray starts, which has a handler of its own, and while the driver waits in Ray for the first
     answer."""
     monkeypatch.setenv("TMPDIR", folder := tempfile.mkdtemp(prefix="tlt", dir="/tmp"))
@@ -350,11 +318,8 @@ class HoldsALock(Exception):
 def test_an_error_that_cannot_be_pickled_is_sent_as_text(error: Exception, said: str) -> None:
     found = pickle.loads(pickle.dumps(portable(error)))
     assert (type(found), str(found)) == (RuntimeError, said)
-
-
-def test_an_error_that_can_be_pickled_is_sent() -> None:
-    error = OSError(28, "No space left on device")
-    assert portable(error) is error
+    full = OSError(28, "No space left on device")
+    assert portable(full) is full
 
 
 def test_cores_are_shared_evenly() -> None:
@@ -365,16 +330,31 @@ def test_cores_are_shared_evenly() -> None:
         assert [share_of_cores(index, 2) for index in (0, 1)] == [[4], [4]]
 
 
+TESTS = Path(__file__).parents[1]
+PATHS = os.pathsep.join(map(str, (TESTS / "cluster", TESTS, TESTS.parent / "src")))
 JOINS = """
 import faulthandler, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
 from tlt.run import train as run
-home, workers, address, folder = sys.argv[1:]
-config = config_of(Path(home), int(workers), folder, cluster={"address": address}, train={"steps": 1})
+home, workers, address, folder, allow = sys.argv[1:]
+cluster = {"address": address, "allow_no_token": allow == "allow"}
+config = config_of(Path(home), int(workers), folder, cluster=cluster, train={"steps": 1})
 print(run.train(config, False, quiet())["policy_sha256"])
 """
+
+
+def joined(
+    home: Path, workers: int, address: str, environment: dict[str, str], *, allow: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Let a process train with workers of this cluster. `allow`: whether it needs a token."""
+    command = [sys.executable, "-c", JOINS, str(home), str(workers), address, f"joined{workers}{allow}", allow]
+    environment = environment | {"PYTHONPATH": PATHS}
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"it hangs: {(late.stderr or b'').decode()[-4000:]}")
 
 
 @pytest.mark.slow
@@ -384,27 +364,13 @@ def test_an_existing_ray_cluster_is_joined_if_it_is_large_enough(home: Path) -> 
 
     own = RayPool(config_of(home, 2, "own"), home)
     try:
-        address = ray.get_runtime_context().gcs_address
-        tests = Path(__file__).parents[1]
-        paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
-        environment = os.environ | {"RAY_AUTH_MODE": "token", "PYTHONPATH": paths}
-
-        def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-c", JOINS, str(home), str(workers), address, folder]
-            try:
-                return subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=120, check=False
-                )
-            except subprocess.TimeoutExpired as late:
-                pytest.fail(f"{folder} hangs: {(late.stderr or b'').decode()[-4000:]}")
-
+        address, environment = ray.get_runtime_context().gcs_address, os.environ | {"RAY_AUTH_MODE": "token"}
         for actor in own._actors:
             ray.kill(actor)
         expected = in_this_process(config_of(home, 2, "undisturbed", train={"steps": 1}))
-        ran = joined(2, "joined")
+        ran = joined(home, 2, address, environment)
         assert ran.stdout.strip() == expected, ran.stderr[-2000:]
-        refused = joined(3, "too many")
-        assert "cluster.workers = 3, but there are 2 CPUs" in refused.stderr
+        assert "cluster.workers = 3, but there are 2 CPUs" in joined(home, 3, address, environment).stderr
         assert len(ray.nodes()) == 1
     finally:
         own.close()
@@ -422,24 +388,15 @@ sys.stdin.read()
 @pytest.mark.slow
 def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
     """An option allows it. The cluster is one of this test's own, on loopback."""
-    script = JOINS.replace(
-        'cluster={"address": address}', 'cluster={"address": address, "allow_no_token": folder == "y"}'
-    )
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled"}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": PATHS, "RAY_AUTH_MODE": "disabled"}
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         server = subprocess.Popen([sys.executable, "-c", SERVES, folder], env=environment, **pipes)
         try:
             assert server.stdout
             address = server.stdout.readline().strip()
-            command = [sys.executable, "-c", script, str(home), "2", address]
-            refused, allowed = (
-                subprocess.run([*command, answer], env=environment, capture_output=True, text=True, timeout=120)
-                for answer in "ny"
-            )
+            refused, allowed = (joined(home, 2, address, environment, allow=answer) for answer in ("", "allow"))
         finally:
             server.communicate("")
     assert "requires no token" in refused.stderr.splitlines()[-1]

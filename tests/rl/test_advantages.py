@@ -27,34 +27,15 @@ from tlt.rl.advantages import (
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 
 
-def test_one_of_four_responses_is_right() -> None:
-    # mean 1/4; squares 9/16 + 3/16 = 3/4; / 3 = 1/4, root 1/2; 0.75 / 0.500001 = 1.499997, -0.25 / 0.500001 = -0.499999
-    assert grpo([0.0, 0.0, 1.0, 0.0]) == pytest.approx([-0.499999, -0.499999, 1.499997, -0.499999], abs=1e-6)
-
-
-@given(st.floats(-1e6, 1e6), st.integers(2, 64))
-def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
-    assert grpo([reward] * count) == [0.0] * count
-
-
 @given(REWARDS)
 def test_the_deviation_is_that_of_torch(rewards: list[float]) -> None:
     x = torch.tensor(rewards, dtype=torch.float64)
     assert grpo(rewards) == pytest.approx(((x - x.mean()) / (x.std() + 1e-6)).tolist(), rel=1e-6, abs=1e-6)
-
-
-# -- the others --------------------------------------------------------------------------------------------------------
+    assert grpo([rewards[0]] * len(rewards)) == [0.0] * len(rewards), "exactly"
 
 
 def test_the_configuration_knows_every_advantage() -> None:
     assert set(get_args(TrainConfig.model_fields["advantage"].annotation)) == set(ADVANTAGES)
-
-
-def test_reinforce_pp_by_hand() -> None:
-    # five rewards, mean 2; squares 4 + 1 + 0 + 1 + 4 = 10, / 4 = 2.5, root 1.581139
-    found = reinforce_pp([[0.0, 1.0], [2.0, 3.0, 4.0]])
-    assert found[0] == pytest.approx([-2 / 1.581140, -1 / 1.581140], abs=1e-6)
-    assert found[1] == pytest.approx([0, 1 / 1.581140, 2 / 1.581140], abs=1e-6)
 
 
 def test_advantage_epsilon_is_added_to_the_deviation() -> None:
@@ -63,28 +44,25 @@ def test_advantage_epsilon_is_added_to_the_deviation() -> None:
     assert reinforce_pp([[1.0, 0.0], [0.0, 0.0]], 1.0)[0] == pytest.approx([0.5, -1 / 6])
 
 
-def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
-    # mean 1/4; squares 9/16 + 3/16 = 3/4, / 3 = 1/4, root 1/2
-    assert reinforce_pp([[1.0, 0.0], [0.0, 0.0]]) == [
-        pytest.approx([1.5, -0.5], abs=1e-5),
-        pytest.approx([-0.5, -0.5], abs=1e-5),
-    ]
-
-
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "rewards", "expected"),
     [
-        ("grpo", [[0.707106, -0.707106], [-0.707106, 0.707106]]),
-        ("grpo_batch", [[0.353553, -0.353553], [-1.060660, 1.060660]]),  # by 1.414214, as below
-        ("dr_grpo", [[0.5, -0.5], [-1.5, 1.5]]),
-        ("rloo", [[1.0, -1.0], [-3.0, 3.0]]),
-        ("reinforce_pp", [[0.0, -0.707107], [-0.707107, 1.414214]]),  # squares 0 + 1 + 1 + 4, / 3, root 1.414214
+        # mean 1/4; squares 9/16 + 3/16 = 3/4; / 3 = 1/4, root 1/2
+        ("grpo", [[0.0, 0.0, 1.0, 0.0]], [[-0.5, -0.5, 1.5, -0.5]]),
+        ("reinforce_pp", [[1.0, 0.0], [0.0, 0.0]], [[1.5, -0.5], [-0.5, -0.5]]),  # not zero in a group of equal rewards
+        ("grpo", [[1.0, 0.0], [0.0, 3.0]], [[0.707106, -0.707106], [-0.707106, 0.707106]]),
+        ("grpo_batch", [[1.0, 0.0], [0.0, 3.0]], [[0.353553, -0.353553], [-1.060660, 1.060660]]),  # by 1.414214
+        ("dr_grpo", [[1.0, 0.0], [0.0, 3.0]], [[0.5, -0.5], [-1.5, 1.5]]),
+        ("rloo", [[1.0, 0.0], [0.0, 3.0]], [[1.0, -1.0], [-3.0, 3.0]]),
+        # five rewards, mean 2; squares 4 + 1 + 0 + 1 + 4 = 10, / 4 = 2.5, root 1.581139
+        ("reinforce_pp", [[0.0, 1.0], [2.0, 3.0, 4.0]], [[-1.264911, -0.632456], [0.0, 0.632456, 1.264911]]),
+        # mean 1; squares 0 + 1 + 1 + 4, / 3, root 1.414214
+        ("reinforce_pp", [[1.0, 0.0], [0.0, 3.0]], [[0.0, -0.707107], [-0.707107, 1.414214]]),
     ],
 )
-def test_each_name_computes_its_own_advantage(name: str, expected: list[list[float]]) -> None:
-    """The rewards are 1, 0 and 0, 3, whose mean is 1."""
-    found = ADVANTAGES[name]([[1.0, 0.0], [0.0, 3.0]], EPSILON)
-    assert [a for group in found for a in group] == pytest.approx([a for group in expected for a in group], abs=1e-5)
+def test_advantages_by_hand(name: str, rewards: list[list[float]], expected: list[list[float]]) -> None:
+    for found, group in zip(ADVANTAGES[name](rewards, EPSILON), expected, strict=True):
+        assert found == pytest.approx(group, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -95,21 +73,16 @@ def test_a_rollout_without_spread_or_without_groups_has_no_advantages(name: str)
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_batch", "reinforce_pp"])
 def test_an_epsilon_of_zero(name: str) -> None:
-    """Without an epsilon, equal rewards give zeros, and a scale of the rewards has no effect, even if a square would be
-    0 or infinite."""
+    """Equal rewards give zeros, and a scale of the rewards has no effect, even if a square would be 0 or infinite."""
     assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7], 0.0) == [[0.0] * 3, [0.0] * 7]
-    plain = ADVANTAGES[name]([[1.0, 0.0], [0.0, 0.0]], 0.0)
-    for scale in (1e-300, 1e-170, 1e170, 1e300):
-        found = ADVANTAGES[name]([[scale, 0.0], [0.0, 0.0]], 0.0)
-        assert [a for group in found for a in group] == pytest.approx([a for group in plain for a in group])
+    (plain, *_), *others = (ADVANTAGES[name]([[scale, 0.0], [0.0, 0.0]], 0.0) for scale in (1.0, 1e-300, 1e300))
+    assert all(found == pytest.approx(plain) for found, *_ in others)
     smallest = ADVANTAGES[name]([[5e-324] + [0.0] * 7] * 2, 0.0)
     assert all(abs(a) < 16 for group in smallest for a in group)
 
 
 @pytest.mark.parametrize(("advantage", "share"), [(rloo, 1.0), (dr_grpo, 2 / 3)])
-def test_the_mean_over_all_groups_is_the_policy_gradient(
-    advantage: Callable[[Sequence[float]], list[float]], share: float
-) -> None:
+def test_the_mean_is_the_policy_gradient(advantage: Callable[[Sequence[float]], list[float]], share: float) -> None:
     """Four actions and groups of three, all 64 weighted by their probability. RLOO is unbiased, and Dr. GRPO is too
     small by (n - 1) / n."""
     scores = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_weights
 from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
@@ -54,11 +53,6 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
     "none": {"advantage": "dr_grpo"},
     "rloo": {"advantage": "rloo"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_weights(tmp_path_factory.mktemp("model"), 31)
 
 
 def wide(rows: list[list[float]]) -> list[Tensor]:

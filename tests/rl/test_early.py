@@ -133,12 +133,12 @@ def test_shards_by_hand() -> None:
     found = cut(batch, lambda i: True, 10, 1)
     assert found.early == [of(2) + of(4), of(0) + of(7), of(3) + of(5), of(8) + of(9)]
     assert found.late == of(1) + of(6)
+    assert in_shards([0, 1], 2, prompts=2, workers=2) == [], "the other one may be the only one, and the longest"
+    assert in_shards([0, 1], 2, prompts=3, workers=2) == [[0]]
 
 
 @given(st.lists(groups, min_size=1, max_size=20), st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2]))
-def test_no_shard_has_more_responses_than_the_stated_maximum(
-    drawn: list[Any], more: int, workers: int, updates: int
-) -> None:
+def test_no_shard_exceeds_most_responses(drawn: list[Any], more: int, workers: int, updates: int) -> None:
     prompts = len(drawn) + more
     config = config_of(prompts, workers, updates_per_step=min(updates, prompts))
     batch = make_batch([group_of(number, *one) for number, one in enumerate(drawn)], config)
@@ -230,15 +230,6 @@ def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
     assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_shard_of_logprobs_does_not_depend_on_rewards_of_other_groups() -> None:
-    """The advantages of its responses differ, though."""
-    config = config_of(2, 2, epochs=2, advantage="reinforce_pp")
-    first, other = group_of(0, (1, 2), (0, 1)), group_of(1, (3, 4), (5, 9))
-    alone, together = make_batch([first], config), make_batch([first, other], config)
-    assert alone.advantages != together.advantages[:2]
-    assert computed(alone.part([0, 1]), config) == computed(together.part([0, 1]), config)
-
-
 def test_a_response_without_reward_is_in_no_shard() -> None:
     config = config_of(3, 2)
     three = [group_of(k, (k + 1, k + 2), (0, 1)) for k in range(3)]
@@ -249,20 +240,3 @@ def test_a_response_without_reward_is_in_no_shard() -> None:
         for response in group.responses:
             early.add_response(response)
     assert [shard.response_ids for shard in early.shards({})] == [[[1, 1], [1, 1, 1]]]
-
-
-def test_a_group_that_may_be_left_over_is_in_no_shard() -> None:
-    """The batch has room for four groups. The shortest group is in it only if the previous one has no spread."""
-    config = config_of(4, 2, max_waves=2)
-    *before, unfinished, shortest = [group_of(k, (9 - 2 * k, 9 - 2 * k), (0, 1)) for k in range(5)]
-    requests = [response.request for group in (unfinished, shortest) for response in group.responses]
-    early = EarlyGroups(config, before, requests, True, lambda some: True)
-    for response in shortest.responses:
-        early.add_response(response)
-    assert early.shards({response.request.seed: 2 for response in unfinished.responses}) == []
-
-
-def test_of_two_prompts_none_is_early() -> None:
-    """While one of them is decoded, the other may be the only one in the batch, and a step's longest is never early."""
-    assert in_shards([0, 1], 2, prompts=2, workers=2) == []
-    assert in_shards([0, 1], 2, prompts=3, workers=2) == [[0]]

@@ -11,15 +11,6 @@ from tlt.rl.finite import NotFinite, refuse_weights
 from tlt.rl.parallel import Alone
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_value_that_is_not_finite_is_named(value: float, dtype: torch.dtype) -> None:
-    weights = {name: torch.ones(5, 3, dtype=dtype) for name in "abc"}
-    weights["b"][2, 1] = value
-    with pytest.raises(NotFinite, match=r"^b of the policy is not finite at the start"):
-        refuse_weights(weights.items(), Alone(), "at the start")
-
-
 def test_infinities_that_cancel_are_named() -> None:
     weights = {"a": torch.ones(2), "b": torch.tensor([math.inf, -math.inf]), "c": torch.tensor([math.nan])}
     with pytest.raises(NotFinite, match=r"^b \(and 1 more\) of the policy"):

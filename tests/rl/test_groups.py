@@ -33,9 +33,6 @@ def group(row: int, *rewards: float | None, lengths: list[int] | None = None) ->
     return Group(PROMPTS[row], responses)
 
 
-# -- who is used -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rewards", "comparable", "spread"),
     [
@@ -55,24 +52,6 @@ def test_comparable_and_spread_by_hand(rewards: tuple[float | None, ...], compar
     assert usable([given], make_config(rollout={"max_waves": 2})) == [given] * spread
 
 
-# -- the batch ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_response_without_a_reward_has_no_effect() -> None:
-    batch = make_batch([group(0, 1.0, None, 0.0), group(1, 2.0, 4.0, 9.0)], make_config())
-    assert batch.prompt_ids == [(0, 7)] * 2 + [(1, 7)] * 3
-    assert batch.response_ids == [[0] * 3, [2] * 3, [10] * 3, [11] * 3, [12] * 3]
-    assert batch.advantages == [*grpo([1.0, 0.0]), *grpo([2.0, 4.0, 9.0])]
-    assert batch.rollout_logprobs[1] == pytest.approx([-0.3] * 3)
-
-
-def test_old_log_probs_stay_with_their_responses() -> None:
-    groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
-    for response in groups[1].responses:
-        response.old_logprobs = [-0.5 - response.request.index] * 3
-    assert make_batch(groups, make_config()).old_logprobs == {2: [-0.5] * 3, 3: [-1.5] * 3}
-
-
 @pytest.mark.parametrize(("masks", "masked"), [(False, set()), (True, {1, 2})])
 def test_truncated_responses_count_in_advantages_but_are_masked(masks: bool, masked: set[int]) -> None:
     groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
@@ -84,9 +63,6 @@ def test_truncated_responses_count_in_advantages_but_are_masked(masks: bool, mas
     assert batch.rewards == [[1.0, 0.0], [2.0, 4.0]]
 
 
-# -- overlong ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_penalty_changes_advantages_but_not_rewards_or_spread() -> None:
     config = make_config(rollout={"overlong_tokens": 4, "max_waves": 1}, train={"advantage": "dr_grpo"})
     given = group(0, 1.0, 1.0, 0.0, lengths=[8, 6, 10])
@@ -94,9 +70,6 @@ def test_the_penalty_changes_advantages_but_not_rewards_or_spread() -> None:
     assert make_batch([given], config).advantages == pytest.approx([1 / 3, 5 / 6, -7 / 6])
     assert [response.reward for response in given.responses] == [1.0, 1.0, 0.0]
     assert not has_spread(group(0, 1.0, 1.0, lengths=[6, 10]))
-
-
-# -- in a checkpoint ---------------------------------------------------------------------------------------------------
 
 
 def test_groups_are_restored_from_json_bit_for_bit() -> None:

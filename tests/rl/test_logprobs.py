@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.rl.batching import pack
 from tlt.rl.logprobs import LogProbs, chunk_tokens, in_chunks, token_logprobs
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
@@ -31,9 +30,9 @@ def random_head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Ten
     return hidden, head, torch.randint(V, (T,), generator=generator)
 
 
-def distribution_under(head: Tensor) -> Any:
+def distribution_under(head: Tensor, temperature: float = 1.0) -> Any:
     def distribution(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = torch.log_softmax(hidden @ head.T, -1)
+        log_p = torch.log_softmax(hidden @ head.T / temperature, -1)
         return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1).detach()
 
     return distribution
@@ -41,9 +40,7 @@ def distribution_under(head: Tensor) -> Any:
 
 @pytest.mark.parametrize("tokens", [1, 3, T - 1, T, 1000])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
-def test_values_and_gradients_are_those_of_all_tokens_at_once(
-    tokens: int, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_values_and_gradients_of_chunks_are_those_of_all(tokens: int, dtype: torch.dtype, tolerance: float) -> None:
     hidden, head, targets = random_head(dtype)
     pull = torch.linspace(-1, 2, T, dtype=dtype)
     found = []
@@ -59,26 +56,11 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(
 def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
     hidden, head, targets = random_head()
     pull = torch.linspace(-1, 2, T, dtype=torch.float64)
-    log_p = torch.log_softmax(hidden @ head.T / temperature, -1)
-    theirs = log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    theirs = distribution_under(head, temperature)(hidden, targets)
     ours = LogProbs.apply(hidden @ head.T, targets, temperature)
     gradients = [torch.autograd.grad((logprobs * pull).sum(), (hidden, head)) for logprobs, _ in (ours, theirs)]
     for found, expected in zip((*ours, *gradients[0]), (*theirs, *gradients[1]), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46, 5e-324])
-def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:
-    """All probability is on the best token, as in the engine. There is nothing to learn then, and no value is NaN."""
-    model = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model
-    tokens = torch.arange(5)
-    best = model(tokens[None]).logits[0].argmax(-1)
-    micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
-    logprobs, entropy = token_logprobs(model, micro, temperature, 256, False)
-    logprobs.sum().backward()
-    assert logprobs.tolist() == entropy.tolist() == [0.0] * 4
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:
@@ -120,9 +102,6 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperat
 def test_a_chunk_has_the_configured_size(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     policy = make_policy(save_weights(tmp_path, vocab_size=10_000, layers=1), dtype)
     assert chunk_tokens(policy.model, 1) == tokens  # 2 ** 20 / (10,000 * 4); under autocast log-probs are float32
-
-
-# -- memory at a real vocabulary ---------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny import compare_here, random_batch, save_tokenizer, save_weights, tiny_tree
+from tiny import compare_here, random_batch, save_tokenizer, tiny_tree
 from transformers import AutoModelForCausalLM
 
 from tlt.cli import main
@@ -24,7 +24,6 @@ from tlt.metrics import read_metrics
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.hugging_face import is_tied
-from tlt.models.weights import sha256
 from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
 from tlt.rl.update import Update
@@ -35,11 +34,6 @@ from tlt.store.checkpoint import policy_in
 
 VOCAB = 31
 TOKENS = torch.tensor([[1, 7, 3, 20, 5]])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
 
 
 def adapted(folder: Path, base: Path, **lora: Any) -> AdaptedPolicy:
@@ -83,16 +77,13 @@ def test_a_checkpoint_has_peft_adapters_alone_and_resumes_bit_for_bit(folder: Pa
     saved = load_file(tmp_path / "policy" / "adapter_model.safetensors")
     assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in policy.trained_state().values())
     assert not (tmp_path / "policy" / "model.safetensors").exists()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "policy"), autocast_adapter_dtype=False).eval()
-    assert torch.equal(logits(theirs), logits(policy.model))
+    assert torch.equal(logits(with_peft(folder, tmp_path / "policy")), logits(policy.model))
     resumed = adapted(tmp_path / "policy", folder)
     resumed.load_optimizer(tmp_path)
     for step in (1, 2):
         ours, again = (p.update(random_batch(VOCAB, seed=step), step) for p in (policy, resumed))
         assert ours == again
     assert policy.sha256() == resumed.sha256()
-    assert policy.sha256() != sha256(plain.state_dict())
 
 
 def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +95,12 @@ def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path, monkeypatch: p
     export(tmp_path / "policy", tmp_path / "whole", "hf", "float32")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float64).eval()
     assert (logits(whole) - logits(policy.model)).abs().max() < 1e-4  # it is written in float32
+    assert is_tied(whole_model(tmp_path / "policy", torch.float32)), "the head has no adapter"
+
+
+def with_peft(base: Path, adapters: Path) -> Any:
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    return peft.PeftModel.from_pretrained(plain, str(adapters), autocast_adapter_dtype=False).eval()
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "o_proj"], ["lm_head", "embed_tokens"]])
@@ -116,8 +113,7 @@ def test_adapters_on_a_tied_head_give_one_model_in_engine_checkpoint_and_export(
     target = Decoder(decoder_options(read_config(folder)), torch.float64, torch.device("cpu"))
     take_weights(target, policy, 2)
     policy.save(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "policy"), autocast_adapter_dtype=False).eval()
+    theirs = with_peft(folder, tmp_path / "policy")
     assert torch.equal(logits(theirs), logits(policy.model)), "PEFT passes over names that it does not know"
     resumed = adapted(tmp_path / "policy", folder, targets=targets)
     assert resumed.sha256() == policy.sha256()
@@ -125,19 +121,6 @@ def test_adapters_on_a_tied_head_give_one_model_in_engine_checkpoint_and_export(
     assert (logits(whole) - logits(policy.model)).abs().max() < 1e-4
     assert not is_tied(whole)
     assert not whole.config.tie_word_embeddings
-
-
-def test_a_tied_head_without_an_adapter_stays_tied(folder: Path, tmp_path: Path) -> None:
-    policy = adapted(folder, folder)
-    policy.update(random_batch(VOCAB), 0)
-    policy.save(tmp_path)
-    assert is_tied(whole_model(tmp_path / "policy", torch.float32))
-
-
-def test_adapters_that_the_recipe_lacks_are_refused(folder: Path, tmp_path: Path) -> None:
-    adapted(folder, folder, targets=["q_proj", "lm_head"]).save(tmp_path)
-    with pytest.raises(ModelError, match=r"train\.lora\.targets does not ask for \(lm_head\.lora_A"):
-        adapted(tmp_path / "policy", folder, targets=["q_proj"])
 
 
 @pytest.mark.parametrize("fault", ["missing", "odd"])
@@ -151,9 +134,7 @@ def test_a_file_of_adapters_that_lacks_one_or_has_another_is_refused(folder: Pat
     if fault == "odd":
         tensors |= {name: tensor, name.replace(".0.", ".7."): tensor.clone()}
     save_file(tensors, file)
-    with pytest.raises(
-        ModelError, match=r"adapter_model\.safetensors does not fit adapter_config\.json .*: restore it"
-    ):
+    with pytest.raises(ModelError, match=r"_model\.safetensors does not fit adapter_config\.json .*: restore it"):
         whole_model(tmp_path / "policy", torch.float32)
     said = "lacks the adapter" if fault == "missing" else r"train\.lora\.targets does not ask for"
     with pytest.raises(ModelError, match=said):
@@ -165,21 +146,14 @@ def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:
         adapted(folder, folder, targets=["query_key_value"])
 
 
-def run(
-    home: Path,
-    name: str,
-    resume: bool = False,
-    force: tuple[str, ...] = (),
-    display: Display | None = None,
-    **training: Any,
-) -> str:
+def run(home: Path, name: str, resume: bool = False, display: Any = None, **training: Any) -> str:
     sections = {
         "train": {"steps": 3, "lora": {"rank": 2}, "learning_rate": 1e-2} | training,
         "run": {"folder": str(home / name), "save_every": 1},
         "reward": {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
     }
     config = parse_config(tiny_tree(home, **sections))
-    return train(config, resume, display or Display(Console(quiet=True)), force=force)["policy_sha256"]
+    return train(config, resume, display or Display(Console(quiet=True)))["policy_sha256"]
 
 
 def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -220,23 +194,13 @@ def test_adapters_are_not_merged_into_another_base(tmp_path: Path) -> None:
         run(tmp_path, "run", True, steps=2)
 
 
-def test_another_alpha_or_rank_is_refused(folder: Path, tmp_path: Path) -> None:
-    run(tmp_path, "run", steps=1)
-    with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 7\.0, but the run to be resumed has"):
-        run(tmp_path, "run", True, steps=2, lora={"rank": 2, "alpha": 7.0})
-    for rank in (0, 3):
-        with pytest.raises(
-            ConfigError, match=rf"rank = {rank}, but the run to be resumed has 2, and its weights do not"
-        ):
-            run(tmp_path, "run", True, ("train.lora.rank",), steps=2, lora={"rank": rank})
+def test_adapters_of_another_rank_are_refused(folder: Path, tmp_path: Path) -> None:
     adapted(folder, folder).save(tmp_path)
     with pytest.raises(ModelError, match=r"has adapters of another rank: set train\.lora\.rank to theirs"):
         adapted(tmp_path / "policy", folder, rank=3)
 
 
-def test_loading_a_folder_of_adapters_is_an_error_that_names_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_about_a_folder_of_adapters_names_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
     run(tmp_path, "run", steps=1)
     with pytest.raises(ModelError, match=r"holds only adapters: run tlt export .*policy FOLDER to merge them"):

@@ -27,7 +27,7 @@ from tlt.verify.oracle import last_logits
 
 CPU = torch.device("cpu")
 VOCAB = 31
-TEXT = [5, 1, 30, 2, 2, 17]
+TEXT = torch.tensor([5, 1, 30, 2, 2, 17])
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -51,32 +51,29 @@ def make_decoder(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
     return decoder
 
 
-def transformers_distribution(folder: Path) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(torch.tensor([TEXT])).logits[0, -1].softmax(-1)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(tokens[None]).logits[0]
 
 
 def assert_distribution(decoder: Decoder, expected: Tensor) -> None:
-    torch.testing.assert_close(last_logits(decoder, [TEXT])[0].softmax(-1), expected, atol=1e-5, rtol=0)
+    found = last_logits(decoder, [TEXT.tolist()])[0]
+    torch.testing.assert_close(found.softmax(-1), expected[-1].softmax(-1), atol=1e-5, rtol=0)
 
 
 def test_a_head_that_config_json_ties_is_kept_from_file_to_checkpoint(tmp_path: Path) -> None:
     folder = own_head(tmp_path / "model")
     policy, decoder = make_policy(folder), make_decoder(folder)
-    before = transformers_distribution(folder)
+    before = transformers_logits(folder, TEXT)
     assert_distribution(decoder, before)
     policy.update(random_batch(VOCAB), 0)
     policy.save(tmp_path)
     decoder.load(policy.state_dict(), version=1)
-    after = transformers_distribution(tmp_path / "policy")
-    assert float((after - before).abs().sum()) > 0.01
+    after = transformers_logits(tmp_path / "policy", TEXT)
+    assert float((after - before)[-1].abs().sum()) > 0.01
     assert_distribution(decoder, after)
     assert_distribution(make_decoder(tmp_path / "policy"), after)
     assert make_policy(tmp_path / "policy").sha256() == policy.sha256()
-
-
-# -- the comparison ----------------------------------------------------------------------------------------------------
 
 
 def sound(folder: Path) -> Path:
@@ -116,18 +113,37 @@ def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.d
     assert tokens == int(expected.argmax()) + 1
 
 
+class Positions(Decoder):
+    """Planted bug: a node's position is its number in the pass, as if every draft were a chain."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        chain = positions[:, :1] + torch.arange(positions.shape[1])
+        return super().forward(tokens, chain, *rest)
+
+
+class Recurrent(Decoder):
+    """Planted bug: the model has state other than keys and values, which wrong draft tokens change."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        hidden = super().forward(tokens, positions, *rest)
+        return hidden + 0.1 * torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("kind", "change"),
     [
-        lambda options: replace(options, inv_freq=options.inv_freq**1.1),
-        lambda options: replace(options, attention_scaling=1.1),
-        lambda options: replace(options, rms_norm_eps=1e-2),
+        (Decoder, lambda options: {"inv_freq": options.inv_freq**1.1}),
+        (Decoder, lambda options: {"attention_scaling": 1.1}),
+        (Decoder, lambda options: {"rms_norm_eps": 1e-2}),
+        (Positions, lambda options: {}),
+        (Recurrent, lambda options: {}),
     ],
-    ids=["the rope's base", "the rope's scaling", "the norms"],
+    ids=["the rope's base", "the rope's scaling", "the norms", "positions in trees", "state of wrong drafts"],
 )
-def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, kind: Any, change: Any) -> None:
     folder = sound(tmp_path)
-    decoder = Decoder(change(decoder_options(read_config(folder))), torch.float32, CPU)
+    options = decoder_options(read_config(folder))
+    decoder = kind(replace(options, **change(options)), torch.float32, CPU)
     with pytest.raises(ModelError, match="not one model"):
         take_weights(decoder, make_policy(folder, torch.float32), version=1)
 
@@ -209,38 +225,8 @@ def test_a_run_with_two_models_ends_at_its_start_and_at_every_sync(
         start(config)
 
 
-# -- decoding as the engine does ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
 def test_speculative_logits_are_those_of_transformers(tmp_path: Path, count: int) -> None:
-    folder = sound(tmp_path)
-    tokens = torch.arange(count) * 7 % VOCAB
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    with torch.no_grad():
-        wanted = model(tokens[None]).logits[0]
-    torch.testing.assert_close(speculative_logits(make_decoder(folder), tokens), wanted, atol=1e-5, rtol=0)
-
-
-class Positions(Decoder):
-    """Planted bug: a node's position is its number in the pass, as if every draft were a chain."""
-
-    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        chain = positions[:, :1] + torch.arange(positions.shape[1])
-        return super().forward(tokens, chain, *rest)
-
-
-class Recurrent(Decoder):
-    """Planted bug: the model has state other than keys and values, which wrong draft tokens change."""
-
-    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        hidden = super().forward(tokens, positions, *rest)
-        return hidden + 0.1 * torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
-
-
-@pytest.mark.parametrize("faulty", [Positions, Recurrent])
-def test_a_decoder_that_fails_only_on_trees_is_refused(tmp_path: Path, faulty: type[Decoder]) -> None:
-    folder = sound(tmp_path)
-    decoder = faulty(decoder_options(read_config(folder)), torch.float32, CPU)
-    with pytest.raises(ModelError, match="not one model"):
-        take_weights(decoder, make_policy(folder, torch.float32), version=0)
+    tokens, decoder = torch.arange(count) * 7 % VOCAB, make_decoder(sound(tmp_path))
+    wanted = transformers_logits(tmp_path, tokens)
+    torch.testing.assert_close(speculative_logits(decoder, tokens), wanted, atol=1e-5, rtol=0)

@@ -3,7 +3,6 @@ without early shards."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pools import Table, Thread
-from test_parallel import Steady
-from tiny import random_batch, save_weights
+from test_parallel import Steady, together
+from tiny import random_batch
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
@@ -27,11 +26,6 @@ CPU, VOCAB, SHARDS, PROMPTS = torch.device("cpu"), 31, 3, 8
 Held = list[dict[int, float]]
 Before = Callable[[list[Policy], list[TrainBatch]], Held]
 """(members, early shards) -> what each member has done, before the update"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
 
 
 def batch_of() -> TrainBatch:
@@ -58,21 +52,14 @@ def early_shards(policy: Policy, batch: TrainBatch) -> list[TrainBatch]:
 def updated(folder: Path, size: int, before: Before, steps: int = 1, **train: Any) -> tuple[str, list[float]]:
     """Return the policy's sha256, which is the same for all members, after some updates, and the share of each that was
     computed early."""
-    members, batch = [make_policy(folder, **train) for _ in range(size)], batch_of()
-    shares: list[float] = []
+    members, batch, shares = [make_policy(folder, **train) for _ in range(size)], batch_of(), list[float]()
     for step in range(steps):
-        held, table = before(members, early_shards(members[0], batch)), Table()
-        groups = [Thread(table, rank, size, Steady(), SHARDS) for rank in range(size)]  # type: ignore[arg-type]
-        reports: list[dict[str, float]] = []
+        held = before(members, early_shards(members[0], batch))
 
-        def act(rank: int, step: int = step, held: Held = held, groups: Any = groups, to: Any = reports) -> None:
-            to.append(members[rank].update(batch, step, groups[rank], held))
+        def act(group: Any, step: int = step, held: Held = held) -> dict[str, float]:
+            return members[group.rank].update(batch, step, group, held)
 
-        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        reports = together(size, act, SHARDS)
         shares.append(reports[0]["early"])
         assert len({report["loss"] for report in reports}) == 1
     digests = {sha256(member.state_dict()) for member in members}
@@ -92,7 +79,6 @@ def expected(folder: Path) -> str:
 
 
 def until(count: int) -> Callable[[], bool]:
-    """Stop after `count` micro-batches."""
     left = iter(range(count - 1))
     return lambda: next(left, None) is None
 
@@ -144,17 +130,16 @@ def test_an_unfinished_shard_is_finished_in_the_update(folder: Path, expected: s
 
 
 def test_a_shard_that_is_complete_when_the_time_ends_is_kept(folder: Path, expected: str) -> None:
-    def one_by_one(members: list[Policy], shards: list[TrainBatch]) -> Held:
+    turns = iter((lambda: True, whole))  # one micro-batch at a time, and all at once
+
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        stop = next(turns)
         for k in (0, 1):
-            while members[0].early_update(k, shards[k], lambda: True) < 1.0:
+            while members[0].early_update(k, shards[k], stop) < 1.0:
                 pass
         return [{0: 1.0, 1: 1.0}, {}]
 
-    def at_once(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        return [{k: members[0].early_update(k, shards[k], whole) for k in (0, 1)}, {}]
-
-    turns = iter((one_by_one, at_once))
-    digest, shares = updated(folder, 2, lambda members, shards: next(turns)(members, shards), steps=2)
+    digest, shares = updated(folder, 2, before, steps=2)
     assert digest == expected
     assert shares[0] == shares[1] > 0.0
 
@@ -169,24 +154,21 @@ def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, 
     assert (digest, shares) == (expected, [0.0, 0.0])
 
 
-def test_each_member_has_shards_even_if_one_has_begun_some(folder: Path, expected: str) -> None:
-    """Also if it has begun shards that the update does not have."""
-
-    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        return [dict.fromkeys(range(99), 1.0), {}, {}]
-
-    assert updated(folder, 3, before, steps=2)[0] == expected
+def twice(members: list[Policy], shards: list[TrainBatch]) -> Held:
+    return [{k: member.early_update(k, shards[k], whole) for k in (0, 1)} for member in members]
 
 
-def test_a_shard_computed_twice_counts_once(folder: Path, expected: str) -> None:
-    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        return [{k: member.early_update(k, shards[k], whole) for k in (0, 1)} for member in members]
+def all_begun(members: list[Policy], shards: list[TrainBatch]) -> Held:
+    """Let one member have begun all shards, and others that the update does not have."""
+    return [dict.fromkeys(range(99), 1.0), *({} for _ in members[1:])]
 
-    assert updated(folder, 2, before, steps=2)[0] == expected
+
+@pytest.mark.parametrize(("size", "before"), [(2, twice), (3, all_begun)])
+def test_a_shard_counts_once_and_each_member_has_shards(folder: Path, expected: str, size: int, before: Before) -> None:
+    assert updated(folder, size, before, steps=2)[0] == expected
 
 
 def test_responses_of_the_previous_step_keep_their_old_logprobs(folder: Path) -> None:
-    """This holds as in an update without early shards."""
     batch, alone, member = batch_of(), make_policy(folder), make_policy(folder)
     batch.old_logprobs = {i: [-3.0] * len(batch.response_ids[i]) for i in range(0, 2 * PROMPTS, 3)}
     held = {k: member.early_update(k, shard, whole) for k, shard in enumerate(early_shards(member, batch)[:2])}
@@ -211,7 +193,6 @@ def test_responses_of_the_previous_step_keep_their_old_logprobs(folder: Path) ->
     ids=str,
 )
 def test_other_objectives(folder: Path, train: dict[str, Any]) -> None:
-    """Gradients of early shards are computed, or their log-probs."""
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         members[0].early_update(0, shards[0], until(1))

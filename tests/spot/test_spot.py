@@ -8,11 +8,11 @@ from itertools import count
 
 import pytest
 import torch
+from test_trainer import rollout
 from twin import Model, make_layer, make_model
 
-from tlt.config import DrafterTrainConfig, EngineConfig
+from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.engine.engine import Engine
 from tlt.spot import trainer
 from tlt.spot.buffer import Harvest
 from tlt.spot.losses import total_variation
@@ -21,7 +21,6 @@ from tlt.spot.schedule import Evaluation, Schedule
 from tlt.spot.spot import SpotTrainer
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import pack
-from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
 CONFIG = DrafterTrainConfig(unroll=3, micro_batch_tokens=64, learning_rate=3e-3)
@@ -39,14 +38,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def items(model: Model) -> list[Harvest]:
-    """Return training data of 24 prompts."""
-    found: list[Harvest] = []
-    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
-    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append)
-    params = SamplingParams(0.7, max_new_tokens=48)
-    for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in range(24)]):
-        pass
-    return found
+    return rollout(model, range(24))
 
 
 def fresh_layer(model: Model, seed: int = 0) -> EagleLayer:
@@ -84,31 +76,25 @@ def same(one: TrainerState, other: TrainerState) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> None:
     """Ten calls of one micro-batch, and one trainer moved from worker to worker, end with the state of one call."""
-    whole = make_spot(model, items)
+    whole, steps = make_spot(model, items), make_spot(model, items)
     while whole.trainer.steps < 10:
         whole.train(0)
-    steps = make_spot(model, items)
     steps.train(0)
     for _ in range(3):
         heir = make_spot(model, items)
         heir.load_state(state_of(steps))
         heir.rng.setstate(steps.rng.getstate())
-        heir.train(0)
-        heir.train(0)
-        heir.train(0)
+        for _ in range(3):
+            heir.train(0)
         steps = heir
     assert same(state_of(whole), state_of(steps))
 
 
 def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
+    spot, looks = make_spot(model, items), count()
     spot.train(0)
-    looks = count()
     assert spot.train(0, lambda: next(looks) < 0).micro_batches == 1
     before = state_of(spot)
     for reached in range(last := next(looks)):
@@ -121,9 +107,7 @@ def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items:
     assert not same(before, state_of(spot))
 
 
-def test_after_a_change_of_the_task_it_trains_first_draft_tokens_at_the_full_rate(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_after_a_change_of_the_task_it_trains_first_tokens_at_the_full_rate(model: Model, items: list[Harvest]) -> None:
     layer = fresh_layer(model)
     layer.acceptance_rate = 0.9
     spot = make_spot(model, items, layer=layer)
@@ -175,39 +159,19 @@ def test_the_first_step_is_prepared_on_training_data_alone(
     assert all(sample and not any(map(is_new, sample)) for sample, _ in calls)
 
 
-def test_without_training_data_nothing_is_trained(model: Model) -> None:
-    spot = make_spot(model, [])
+@pytest.mark.parametrize("spoilt", [False, True], ids=["no data", "NaN"])
+def test_without_finite_training_data_nothing_is_trained(model: Model, items: list[Harvest], spoilt: bool) -> None:
+    spot = make_spot(model, [item._replace(features=item.features * math.nan) for item in items if spoilt])
     before = state_of(spot)
-    assert not spot.ready
-    assert spot.train(1.0).micro_batches == 0
+    report = spot.train(0)
     assert same(before, state_of(spot))
-    assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
+    if not spoilt:
+        assert not spot.ready
+        assert report.micro_batches == 0
+        assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
 
 
-def test_the_given_layer_is_not_changed(model: Model, items: list[Harvest]) -> None:
-    layer = fresh_layer(model)
-    spot = make_spot(model, items, layer=layer)
-    spot.train(0)
-    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
-    state = state_of(spot)
-    kept = {name: tensor.clone() for name, tensor in state.items()}
-    spot.train(0)
-    assert same(state, kept), "nor is a state, once given away"
-
-
-def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, [item._replace(features=item.features * math.nan) for item in items])
-    before = state_of(spot)
-    spot.train(0)
-    assert same(before, state_of(spot))
-
-
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def test_an_evaluation_has_many_responses_and_is_the_same_until_the_target_changes(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_an_evaluation_has_many_responses_and_is_fixed_for_a_target(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items, now=items)
     evidence = spot.held_out()
     assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.held_out()]
@@ -216,13 +180,10 @@ def test_an_evaluation_has_many_responses_and_is_the_same_until_the_target_chang
     assert len({item.prompt_id for item in evidence}) > 2
     before = spot.evaluate()._replace(seconds=0.0)
     spot.harvest(items[0])
-    now = spot.evaluate()._replace(seconds=0.0)
-    assert now == pytest.approx(before), "what comes by and by is of those who end first"
+    assert spot.evaluate()._replace(seconds=0.0) == pytest.approx(before), "later data are of those who end first"
 
 
-def test_drafters_are_evaluated_on_the_last_rollout_and_trained_on_earlier_ones(
-    model: Model, items: list[Harvest]
-) -> None:
+def test_drafters_are_evaluated_on_the_last_rollout_and_trained_on_others(model: Model, items: list[Harvest]) -> None:
     """So evaluations have data that no drafter was trained on, and all data are used for training later."""
     spot = make_spot(model, items)
     sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
@@ -320,9 +281,7 @@ def test_a_better_candidate_is_published_and_is_then_the_reference(model: Model,
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 
 
-def test_the_draft_vocabulary_is_part_of_the_state_and_published(
-    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_draft_vocabulary_is_published(model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
     spot, other = make_spot(model, items), make_spot(model, items)
     spot.train(0)
@@ -337,56 +296,40 @@ def test_the_draft_vocabulary_is_part_of_the_state_and_published(
     assert torch.equal(published, chosen)
 
 
-def test_a_candidate_that_is_not_finite_is_rejected_and_training_restarts(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    spot.train(0)
-    spot.mean[0].view(-1)[0] = math.nan
-    assert spot.evaluate() == Evaluation()
-    assert spot.trainer.steps == 0
-    assert spot.state()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("part", ["weight", "moment", "mean"])
-def test_training_that_is_not_finite_restarts_from_the_drafter_in_use(
-    model: Model, items: list[Harvest], part: str, value: float
-) -> None:
+@pytest.mark.parametrize("part", ["weight", "moment", "mean", "candidate"])
+def test_training_that_is_not_finite_restarts(model: Model, items: list[Harvest], part: str, value: float) -> None:
     spot = make_spot(model, items)
     spot.train(0)
     layer = spot.publish(state_of(spot), 0.5)
     spot.train(0)
     weight = spot.trainer.layer.fc.weight
     moment = spot.trainer.optimizer.state[spot.trainer.parameters["fc.weight"]]["exp_avg_sq"]
-    {"weight": weight.data, "moment": moment, "mean": spot.mean[0]}[part].view(-1)[-1] = value
-    assert spot.state() is None
+    {"weight": weight.data, "moment": moment}.get(part, spot.mean[0]).view(-1)[-1] = value
+    if part == "candidate":
+        assert spot.evaluate() == Evaluation()
+    else:
+        assert spot.state() is None
     for parameter, mean, wanted in zip(spot.trainer.layer.parameters(), spot.mean, layer.parameters(), strict=True):
         assert torch.equal(parameter, wanted)
         assert torch.equal(mean, wanted)
     assert spot.trainer.steps == 0
+    assert spot.state()
     assert spot.train(0).tokens > 0
-
-
-# -- the target moves --------------------------------------------------------------------------------------------------
 
 
 def test_the_teacher_is_the_target_of_the_datas_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of an old item stays the same although the head has changed. A planted mix-up is found."""
     monkeypatch.setattr("tlt.spot.spot._STEPS", 8)
     model = make_model(seed=1)
-    engine_items: list[Harvest] = []
-    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
-    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=engine_items.append)
-    params = SamplingParams(0.7, max_new_tokens=40)
-    for _ in engine.generate([Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(6)]):
-        pass
-    spot = make_spot(model, engine_items)
-    old = model.decoder.head
+    items = rollout(model, range(6))
+    spot, old = make_spot(model, items), model.decoder.head
     state = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.hf.state_dict().items()}
     model.decoder.load(state, version=1)
     spot.target_moved()
     assert spot.trainer.heads[0] is old
     assert spot.trainer.heads[1] is model.decoder.head
-    batch, spot.trainer.reach = pack(engine_items[:3], CPU), 0.0
+    batch, spot.trainer.reach = pack(items[:3], CPU), 0.0
     hidden, (out,) = batch.features[:, -16:].double(), spot.trainer._unrolled(spot.trainer.layer, batch, 1)
     p, log_q = torch.softmax(hidden @ old.T, -1), torch.log_softmax(out @ model.decoder.head.T, -1)
     follows = (batch.segments[1:] == batch.segments[:-1]) & batch.counted[:-1]
@@ -407,9 +350,7 @@ def test_the_teacher_is_the_target_of_the_datas_version(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (4.5, 3), (99, 64)])
-def test_training_data_are_kept_for_the_steps_whose_heads_fit(
-    model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int
-) -> None:
+def test_data_are_kept_if_heads_fit(model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int) -> None:
     monkeypatch.setattr("tlt.spot.spot._HEADS", int(heads * model.decoder.head.nbytes))
     assert make_spot(model, []).buffer.whole.maxlen == steps + 1, "and those of the last rollout"
 
@@ -429,18 +370,15 @@ class Waiting:
     def rollout_ended(self) -> None: ...
 
 
-def test_computed_data_are_no_micro_batch_until_they_are_trained_on(model: Model, items: list[Harvest]) -> None:
+@pytest.mark.parametrize("first", ["training", "an evaluation"])
+def test_computed_data_are_no_micro_batch_until_training(model: Model, items: list[Harvest], first: str) -> None:
+    """Data computed for an evaluation are not trained on."""
     spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
     for _ in range(2):  # a rollout before the last one, both without harvest so far
         spot.target_moved()
-    report = spot.train(1e-9)
-    assert spot.buffer.past_tokens > 0
-    assert (report.micro_batches, report.tokens) == (0, 0)
-
-
-def test_data_computed_for_an_evaluation_are_not_trained_on(model: Model, items: list[Harvest]) -> None:
-    spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
-    for _ in range(2):
-        spot.target_moved()
-    assert spot.evaluate().entries > 0
-    assert spot.buffer.past_tokens == 0
+    if first == "training":
+        report = spot.train(1e-9)
+        assert (report.micro_batches, report.tokens) == (0, 0)
+    else:
+        assert spot.evaluate().entries > 0
+    assert (spot.buffer.past_tokens > 0) == (first == "training")

@@ -87,12 +87,3 @@ def test_a_drafter_that_was_trained_keeps_its_weights(model: Model) -> None:
         made.prepare(harvests(kind), from_scratch)
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
         assert not torch.equal(made.whitening, torch.eye(len(made.whitening)))
-
-
-def test_a_sample_that_is_not_finite_is_ignored(model: Model) -> None:
-    made = DrafterTrainer(make_layer(model.decoder, "eagle1", 8), model.decoder, DrafterTrainConfig())
-    before = made.layer.fc.weight.clone()
-    spoilt = [item._replace(features=item.features * math.nan) for item in harvests("eagle1")]
-    made.prepare(spoilt, from_scratch=True)
-    assert torch.equal(made.layer.fc.weight, before)
-    assert torch.equal(made.whitening, torch.eye(32, dtype=torch.float64))
