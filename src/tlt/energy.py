@@ -86,12 +86,11 @@ def cpu_seconds(root: Path = _PROC, ticks: int | None = None) -> float:
         return used.user + used.system + used.children_user + used.children_system
     parents: dict[int, int] = {}
     spent: dict[int, int] = {}
-    for path in root.iterdir():
-        if path.name.isdecimal():
-            with suppress(OSError, ValueError, IndexError):  # the process has just ended
-                fields = (path / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                parents[int(path.name)] = int(fields[1])
-                spent[int(path.name)] = sum(map(int, fields[11:15]))  # user, system, and both of ended children
+    for name in filter(str.isdecimal, os.listdir(root)):
+        with suppress(OSError, ValueError, IndexError), open(f"{root}/{name}/stat", "rb") as file:  # it may just end
+            fields = file.read().rpartition(b")")[2].split(None, 15)
+            parents[int(name)] = int(fields[1])
+            spent[int(name)] = sum(map(int, fields[11:15]))  # user, system, and both of ended children
     me = os.getpid()
     return sum(spent[pid] for pid in spent if _descends(pid, me, parents)) / (ticks or os.sysconf("SC_CLK_TCK"))
 
