@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import count, pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from tlt.metrics import read_metrics
 from tlt.rl.parallel import GroupBroken
 from tlt.run import train as run_module
 from tlt.run.display import Display
+from tlt.spot.schedule import RULE
 
 STEPS = 2
 AT_ONCE = 1e-9  # seconds of a slice: one round
@@ -257,7 +259,7 @@ def test_training_workers_are_interrupted(home: Path) -> None:
     def dies(worker: int, method: str) -> str:
         return "after" if method == "decode" and next(decodes) == 40 else ""
 
-    always = patch("tlt.spot.schedule.Schedule.rests", False)
+    always = patch("tlt.spot.schedule.RULE", replace(RULE, burst=10**9, share=1e9))
     with always, patch.object(ThreadWorker, "train_drafter", train_drafter):
         assert train(config, lambda n: next(turn), dies)[:2] == expected
     assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}

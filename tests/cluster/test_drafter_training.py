@@ -51,7 +51,7 @@ def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **tr
 
 
 def rule(**changed: Any) -> Any:
-    return patch.object(schedules, "RULE", replace(RULE, **{"stretch": 2, "burst": 10**9} | changed))
+    return patch.object(schedules, "RULE", replace(RULE, **{"stretch": 2, "burst": 10**9, "share": 1e9} | changed))
 
 
 def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, DrafterTraining, TestPool]:
@@ -86,7 +86,9 @@ def plain_long(home: Path) -> str:
 
 def training_of(crew: Any, config: Config) -> DrafterTraining:
     options = decoder_options(read_config(config.model.path))
-    return DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
+    training = DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
+    training.schedule.credit = 1e9  # so that training is always due
+    return training
 
 
 class Published(NamedTuple):
@@ -241,7 +243,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
 
 
 def test_paused_training_delays_nothing(home: Path, plain: str) -> None:
-    digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, rest_share=0.0)
+    digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, share=0.0)
     assert digest == plain
     assert not any(method in ("train_drafter", "evaluate_drafter") for _, method in pool.log)
     assert all(line["rollout"]["spot"]["rests"] == 1.0 for line in read_metrics(home / "run"))

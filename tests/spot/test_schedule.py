@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport, sum_evaluations
 
-RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
+RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, averaged=3, share=0.125, fallen=0.8, times=2)
 BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
 
 
@@ -33,7 +33,7 @@ def at_rest() -> Schedule:
 def test_an_evaluation_is_due_after_each_interval() -> None:
     schedule, seen = Schedule(20, RULE), []
     for _ in range(4):
-        seen.append(schedule.due())
+        seen.append(schedule.due(is_idle=True))
         if seen[-1] is Due.TRAIN:
             schedule.trained(SpotReport(1, 20, 0.1))
         else:
@@ -91,14 +91,26 @@ def test_two_rollouts_in_a_row_with_low_acceptance_are_a_change_of_the_task() ->
     assert changes == [False, False, False, False, True, False]
     assert schedule.acceptance == 0.5, "the new level"
     assert not schedule.rests
-    assert schedule.due() is Due.TRAIN
+    assert schedule.due() is Due.TRAIN, "of its share"
+
+
+def test_a_burst_uses_its_share_and_idle_time_that_is_left() -> None:
+    """A rollout of 8 s allows 1 s. Time that nothing else needs is free."""
+    schedule, seen = Schedule(20, RULE), []
+    for seconds in (5.0, 0.75, 0.5, 9.0):
+        seen.append((schedule.due(), schedule.due(is_idle=True)))
+        schedule.trained(SpotReport(0, 20, seconds))
+        if seconds == 5.0:
+            schedule.rollout_ended(8.0, None)
+    assert seen == [(None, Due.TRAIN), (Due.TRAIN, Due.TRAIN), (Due.TRAIN, Due.TRAIN), (None, Due.TRAIN)]
+    assert schedule.credit == -0.25
 
 
 def test_a_change_of_the_task_begins_a_new_interval() -> None:
     schedule = Schedule(20, RULE)
     schedule.rollout_ended(1.0, 0.9)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
-    assert schedule.due() is Due.EVALUATE
+    assert schedule.due(is_idle=True) is Due.EVALUATE
     schedule.evaluated(BETTER._replace(entries=10, interrupted=True))
     schedule.rollout_ended(1.0, 0.1)
     assert schedule.rollout_ended(1.0, 0.1)
@@ -112,9 +124,9 @@ def test_interrupted_evaluations_add_up() -> None:
     part = Evaluation(15, 8.0, 5.0, 3.0, interrupted=True, seconds=0.5)
     assert schedule.evaluated(part) is None
     assert schedule.evaluated(part) is None
-    assert schedule.due() is Due.EVALUATE
+    assert schedule.due(is_idle=True) is Due.EVALUATE
     assert schedule.evaluated(part) == Evaluation(45, 24.0, 15.0, 9.0, True, 1.5)
-    assert schedule.due() is Due.TRAIN
+    assert schedule.due(is_idle=True) is Due.TRAIN
 
 
 def test_evaluations_are_summed_by_column() -> None:
@@ -155,7 +167,7 @@ def steps() -> st.SearchStrategy[Callable[[Schedule], tuple[float, float]]]:
     """Apply random events. Return (seconds of rollouts, seconds of training while paused)."""
 
     def work(schedule: Schedule, micro_batches: int, seconds: float, found: Evaluation) -> tuple[float, float]:
-        due, rested = schedule.due(), schedule.rests
+        due, rested = schedule.due(is_idle=True), schedule.rests
         if due is None:
             return 0.0, 0.0
         if due is Due.TRAIN:
@@ -184,9 +196,9 @@ def test_paused_training_takes_its_share_and_one_call(events: list[Callable[[Sch
             rollouts = trained = 0.0
         rollouts, trained = rollouts + seconds, trained + at_rest
         if schedule.rests:
-            assert trained <= RULE.rest_share * rollouts + 1.0 + 1e-9
+            assert trained <= RULE.share * rollouts + 1.0 + 1e-9
         else:
-            assert schedule.due(), "in a burst something is always due"
+            assert schedule.due(is_idle=True), "in a burst something is always due"
         assert 0 <= schedule.in_vain <= RULE.burst
         assert 0 <= schedule.low < RULE.times
         assert schedule.acceptance is None or 0.0 <= schedule.acceptance <= 1.0

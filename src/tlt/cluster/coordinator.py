@@ -199,12 +199,13 @@ class Coordinator:
 
     def _idle(self, index: int) -> None:
         """Give idle work to a worker that has nothing left to decode. In this order, the worker helps another worker,
-        updates early, trains the drafter, or looks ahead. A helper looks ahead until it gets rows, because look-ahead
-        ends within a round."""
+        updates early, trains the drafter for its share of the time, looks ahead, or trains the drafter further. A
+        helper looks ahead until it gets rows, because look-ahead ends within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        waits_for_rows = self.allocation.ask_for_rows(index)
-        if waits_for_rows or not (self._update_early(index) or self._train(index, self.config.cluster.slice_seconds)):
+        if self.allocation.ask_for_rows(index):
             self._decode_ahead(index)
+        elif not (self._update_early(index) or self._train(index) or self._decode_ahead(index)):
+            self._train(index, is_idle=True)
 
     def _update_early(self, index: int) -> bool:
         """Let an idle worker compute early shards. Return whether there was something to compute."""
@@ -214,9 +215,11 @@ class Coordinator:
             self.tracers[index].enter(EARLY)
         return due
 
-    def _train(self, index: int, seconds: float) -> bool:
-        """Give an idle worker a call for the drafter. Return whether one was due."""
-        due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds)
+    def _train(self, index: int, is_idle: bool = False) -> bool:
+        """Give an idle worker a call for the drafter. `is_idle`: whether it has no other work. Return whether a call
+        was due."""
+        seconds = self.config.cluster.slice_seconds
+        due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds, is_idle)
         if due:
             self.tracers[index].enter(SPOT)
         return due

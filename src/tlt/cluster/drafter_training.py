@@ -89,10 +89,10 @@ class DrafterTraining(FaultBarrier):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     @contained(False)
-    def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
-        """Start a call for the drafter on `worker`, one of the `idle` ones, for about this many seconds. Return whether
-        a call was started."""
-        due, able = self.schedule.due(), set(idle) - self._unable
+    def next_call(self, worker: int, idle: Collection[int], seconds: float, is_idle: bool = False) -> bool:
+        """Start a call for the drafter on `worker`, one of the `idle` ones, for about this many seconds. `is_idle`:
+        whether there is no other work for it. Return whether a call was started."""
+        due, able = self.schedule.due(is_idle), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
         if not self.baton.is_free(worker):
@@ -197,7 +197,7 @@ class DrafterTraining(FaultBarrier):
         seconds. `handle` is called for each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
-                self.next_call(worker, idle, min(seconds, most))
+                self.next_call(worker, idle, min(seconds, most), is_idle=True)
             if not self.is_on or (self.under_way is None and self.crew.free()):
                 break
             for done in self.crew.done():

@@ -5,11 +5,11 @@ of the trained weights, is compared with the drafter in use on held-out data. Th
 finished rollout; training uses only older rollouts. The candidate is published if it decodes that data in 2 % fewer
 rounds.
 
-    burst   idle workers train whenever they can, until 8 candidates in a row were not published
-    rest    then training may use at most 5 % of the rollouts' time, until a candidate is published or the task changes
+    rest    training may use at most 5 % of the rollouts' time
+    burst   training may also use idle time that look-ahead leaves, until 8 candidates in a row were not published
 
-Training from random weights begins with a burst. A run that starts with a trained drafter begins at rest, because a
-burst takes idle time from look-ahead: rollouts of the toy were 1.16 times as long, and no candidate was better.
+Look-ahead comes before the rest of a burst, because it saves time at once. Training from random weights begins with a
+burst. A publication and a change of the task begin one too. A run that starts with a trained drafter begins at rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped, and a new burst begins.
@@ -37,9 +37,9 @@ class Rule:
     """minimum ratio of rounds of the drafter in use to those of a candidate, because an evaluation errs by about 2 %"""
     burst: int = 8
     """number of candidates in a row that may fail before training rests"""
-    rest_share: float = 0.05
-    """Worker seconds of training at rest per second of rollout. Training slows another worker on the same CPU by 8 to
-    17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    share: float = 0.05
+    """Worker seconds of training per second of rollout, before look-ahead. Training slows another worker on the same
+    CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
     """number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
@@ -102,7 +102,7 @@ class Schedule:
         self.in_vain = self.rule.burst if begins_at_rest else 0
         """number of candidates since the last publication or the beginning of the burst, at most `Rule.burst`"""
         self.credit = 0.0
-        """worker seconds that training may still use at rest; negative after a call that took longer"""
+        """worker seconds that training may use before other idle work; negative after a call that took longer"""
         self.acceptance: float | None = None
         """running mean of the acceptance rate of rollouts"""
         self.low = 0
@@ -112,9 +112,10 @@ class Schedule:
     def rests(self) -> bool:
         return self.in_vain >= self.rule.burst
 
-    def due(self) -> Due | None:
-        """Return what the worker that holds the trainer state should do next; None while training rests."""
-        if self.rests and self.credit <= 0.0:
+    def due(self, is_idle: bool = False) -> Due | None:
+        """Return what the worker that holds the trainer state should do next; None if that is other work. `is_idle`:
+        whether there is no other work."""
+        if self.credit <= 0.0 and (self.rests or not is_idle):
             return None
         return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
 
@@ -134,7 +135,6 @@ class Schedule:
             self.in_vain = 0
         elif not self.rests:
             self.in_vain += 1
-            self.credit = 0.0
         return whole
 
     def publishes(self, whole: Evaluation) -> bool:
@@ -144,8 +144,7 @@ class Schedule:
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
         """Note a rollout's seconds and its acceptance rate (None: the drafter was not used). Return whether the task
         has changed."""
-        if self.rests:
-            self.credit += self.rule.rest_share * seconds
+        self.credit += self.rule.share * seconds
         if acceptance is None:
             return False
         if self.acceptance is None:
@@ -167,7 +166,7 @@ class Schedule:
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     def _pay(self, seconds: float) -> None:
-        if self.rests:
+        if self.rests or self.credit > 0.0:  # in a burst, other idle time is free
             self.credit -= seconds
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
