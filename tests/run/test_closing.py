@@ -27,7 +27,7 @@ SUMMARY: dict[str, Any] = {
 
 def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     lines = closing(SUMMARY, "runs/x")
-    assert "1.75 times as fast as plain decoding" in lines[0].plain
+    assert "by estimate 1.75 times as fast as plain decoding" in lines[0].plain
     assert lines[0].plain.endswith(", 85% of the workers' time useful")
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain

@@ -101,8 +101,11 @@ class Bandit:
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
         most, plain = _LOST * self.spent - self.lost, seconds[PLAIN]
-        affordable = [arm for arm in arms if arm == self.current or seconds[arm] - known[arm] * plain <= most]
-        return self._fastest({arm: self._hoped_tokens(arm) / seconds[arm] for arm in affordable})
+        losses = {arm: self._seconds_now(arm, bucket, rounds=1) - known[arm] * plain for arm in arms}
+        affordable = [arm for arm in arms if arm == self.current or losses[arm] <= most]
+        hoped = {arm: self._hoped_tokens(arm) / seconds[arm] for arm in affordable}
+        better = [arm for arm in affordable if hoped[arm] > (1 + _MARGIN) * hoped[self.current]]
+        return min(better, key=lambda arm: (self.times.rounds(arm, bucket), -hoped[arm]), default=self.current)
 
     def _fastest(self, speeds: Mapping[Strategy, float]) -> Strategy:
         """Return the fastest arm, unless plain decoding or the current arm is hardly slower."""
@@ -154,10 +157,11 @@ class Bandit:
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])
         return float(np.cumprod([1.0, *rates]).sum())
 
-    def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
-        """Return the seconds of the arm, with a share of its drafter's catch-up if the last round did not use it."""
+    def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:
+        """Return the mean seconds of this many rounds of the arm, with its drafter's catch-up if the last round did not
+        use it."""
         extra = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
-        return self.times.seconds(arm, bucket) + extra / _ROUNDS_BETWEEN_COMPARISONS
+        return self.times.seconds(arm, bucket) + extra / rounds
 
     def plain_seconds(self, rows: int, context: float) -> float:
         """Return the expected seconds, from the start-up profile and the timed rounds."""

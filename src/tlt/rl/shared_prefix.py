@@ -112,15 +112,18 @@ def _responses(
 ) -> Tensor:
     """Return attention [B, H, N, D] of B responses, padded to N tokens, to their prompt and themselves. `prompt` and
     each of `owns`: query, key, value."""
-    own = [_padded([x[part] for x in owns]) for part in range(3)]
-    query, key, value = (
-        torch.cat([x.expand(len(owns), -1, -1, -1), y], dim=2) for x, y in zip(prompt, own, strict=True)
-    )
-    before, whole = prompt[0].shape[2], query.shape[2]
+    query, *own = (_padded([x[part] for x in owns]) for part in range(3))
+    key, value = (_after(x, y) for x, y in zip(prompt[1:], own, strict=True))
+    before, whole = prompt[0].shape[2], key.shape[2]
     # causal kernels skip the masked half, so attending from a short prompt again costs less than a mask
     if 2 * before < whole and not (window and window < whole):
-        return _sdpa(query, key, value, None, scaling)[:, :, before:]
-    return _sdpa(own[0], key, value, row.mask(before, whole - before, window), scaling)
+        return _sdpa(_after(prompt[0], query), key, value, None, scaling)[:, :, before:]
+    return _sdpa(query, key, value, row.mask(before, whole - before, window), scaling)
+
+
+def _after(prompt: Tensor, own: Tensor) -> Tensor:
+    """Return [B, H, n + N, D], the prompt's [1, H, n, D] before each of the responses [B, H, N, D]."""
+    return torch.cat([prompt.expand(len(own), -1, -1, -1), own], dim=2)
 
 
 def _alike(sizes: Sequence[int]) -> list[list[int]]:

@@ -27,7 +27,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
     if found and not summary["compared"]:  # compared steps are more reliable than the estimate of rounds
-        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
+        faster = f", by estimate {summary['times_plain']:.2f} times as fast as plain decoding"
     lines = [
         Text(
             f"{counted(summary['steps'], 'step')}: mean reward {_first_and_last(summary)}; "
