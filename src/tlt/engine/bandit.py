@@ -27,6 +27,7 @@ _ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
 _LOST = 0.01  # share of the seconds that drafts may lose against plain decoding
+_FIRST_ROUNDS = 128  # plain rounds whose share may be lost at the beginning
 _MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
 _HOPED_ACCEPTANCE = 0.8  # of a drafter without evaluation, to decide whether it could be the fastest
 _ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
@@ -100,7 +101,8 @@ class Bandit:
         seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
-        most, plain = _LOST * self.spent - self.lost, seconds[PLAIN]
+        plain = seconds[PLAIN]
+        most = _LOST * max(self.spent, _FIRST_ROUNDS * plain) - self.lost
         losses = {arm: self._seconds_now(arm, bucket, rounds=1) - known[arm] * plain for arm in arms}
         affordable = [arm for arm in arms if arm == self.current or losses[arm] <= most]
         hoped = {arm: self._hoped_tokens(arm) / seconds[arm] for arm in affordable}
