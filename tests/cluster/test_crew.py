@@ -120,6 +120,14 @@ def test_one_worker_of_a_hanging_joint_call_is_replaced(others: str) -> None:
     assert crew.trouble == "connection closed"
 
 
+def test_a_worker_that_still_waits_after_a_loss_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.cluster.crew._PATIENCE", 0.1)
+    pool: Any = Scripted(lambda call: WorkerLost("gone") if call.method == "update" else "done", size=3)
+    pool.ends = lambda call: call.index != 0
+    assert Crew(pool).call_jointly("update", {0: (), 1: ()}) is None
+    assert pool.replaced == [1, 0]
+
+
 def test_a_worker_that_waits_for_the_state_of_a_hanging_one_is_not_replaced() -> None:
     """Worker 1 is lost at once. Worker 0, whose state is requested, stops answering until it is replaced."""
     pool: Any = Scripted(lambda call: WorkerLost("its process is gone") if call.method == "die" else "done", size=3)
@@ -296,6 +304,15 @@ def test_answers_that_arrive_together_are_kept() -> None:
     assert crew.call_one("tuner_state") == "tuner_state"
     crew.wait_until_ready()
     assert {(done.worker, done.method) for done in crew.take_kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
+
+
+def test_errors_of_several_workers_end_the_run_once() -> None:
+    pool: Any = Scripted(size=3)
+    pool.answers = lambda call: MemoryError(f"on worker {call.index}") if call.method == "logprobs" else call.method
+    crew = Crew(pool, patience=60.0)
+    with pytest.raises(MemoryError, match="on worker 0"):
+        crew.call_all("logprobs")
+    assert crew.call_all("rollback") == dict.fromkeys(range(3), "rollback")
 
 
 def test_a_worker_that_sends_its_state_is_not_late() -> None:

@@ -11,6 +11,12 @@ from tlt.rl.finite import NotFinite, refuse_weights
 from tlt.rl.parallel import Alone
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_named(value: float) -> None:
+    with pytest.raises(NotFinite, match=r"^b of the policy is not finite at the start"):
+        refuse_weights([("a", torch.ones(2)), ("b", torch.tensor([1.0, value]))], Alone(), "at the start")
+
+
 def test_infinities_that_cancel_are_named() -> None:
     weights = {"a": torch.ones(2), "b": torch.tensor([math.inf, -math.inf]), "c": torch.tensor([math.nan])}
     with pytest.raises(NotFinite, match=r"^b \(and 1 more\) of the policy"):

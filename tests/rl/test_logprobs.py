@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
+from tlt.rl.batching import pack
 from tlt.rl.logprobs import LogProbs, chunk_tokens, in_chunks, token_logprobs
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
@@ -65,6 +66,19 @@ def test_values_and_gradients_are_those_of_autograd(temperature: float) -> None:
 
 def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:
     return Policy(folder, dtype, CPU, TrainConfig(learning_rate=1e-3, **train), RolloutConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature", [1e-37, 1e-46, 5e-324])
+def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:
+    """All probability is on the best token, as in the engine. There is nothing to learn then, and no value is NaN."""
+    model, tokens = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model, torch.arange(5)
+    best = model(tokens[None]).logits[0].argmax(-1)
+    micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
+    logprobs, entropy = token_logprobs(model, micro, temperature, 256, False)
+    logprobs.sum().backward()
+    assert logprobs.tolist() == entropy.tolist() == [0.0] * 4
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_chunks_under_autocast_are_recomputed_under_autocast(tmp_path: Path) -> None:

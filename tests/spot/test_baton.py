@@ -44,6 +44,7 @@ def test_training_is_one_chain_in_any_case(events: list[tuple[int, str]]) -> Non
             newest = (baton.state or 0) if baton.holder == worker else newest
             states[worker] = 0
             baton.lost(worker)
+            assert baton.holder != worker, "other workers may train"
         elif event == "train" and baton.is_free(worker):
             loaded = baton.pass_to(worker)
             states[worker] = (states[worker] if loaded is None else loaded) + 1

@@ -92,6 +92,17 @@ def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> Non
     assert same(state_of(whole), state_of(steps))
 
 
+def test_training_changes_neither_the_given_layer_nor_a_state(model: Model, items: list[Harvest]) -> None:
+    layer = fresh_layer(model)
+    spot = make_spot(model, items, layer=layer)
+    spot.train(0)
+    state = state_of(spot)
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    spot.train(0)
+    assert same(state, kept)
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
+
+
 def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items: list[Harvest]) -> None:
     spot, looks = make_spot(model, items), count()
     spot.train(0)

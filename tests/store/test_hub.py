@@ -16,7 +16,7 @@ from huggingface_hub import constants, file_download
 from tiny import QUESTIONS, tiny_config, tiny_model, train
 
 from tlt.cli import main
-from tlt.config import Config
+from tlt.config import Config, ConfigError
 from tlt.data.prompts import load_prompts
 from tlt.data.tables import read_rows
 from tlt.store.hub import HubError, from_hub, local_data, local_model
@@ -102,6 +102,8 @@ def test_a_resumed_run_keeps_its_commits_when_the_branches_move(hub: Hub, tmp_pa
     for section in ("model", "data"):
         assert after[section] == before[section]
     assert local_model("org/tiny@main")[1] == f"org/tiny@main@{newer}"  # a new run has the new one
+    with pytest.raises(ConfigError, match=r"the files in model\.path differ from those of the run"):
+        train(config(tmp_path, steps=3, **names | {"model": {"path": f"org/tiny@{newer}"}}), resume=True)
 
 
 def test_a_local_folder_is_preferred_without_a_request(hub: Hub, tmp_path: Path) -> None:
