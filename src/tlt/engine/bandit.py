@@ -102,6 +102,7 @@ class Bandit:
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
         plain = seconds[PLAIN]
+        # a try may last one round, so it is charged the whole catch-up
         most = _LOST * max(self.spent, _FIRST_ROUNDS * plain) - self.lost
         losses = {arm: self._seconds_now(arm, bucket, rounds=1) - known[arm] * plain for arm in arms}
         affordable = [arm for arm in arms if arm == self.current or losses[arm] <= most]
@@ -149,7 +150,7 @@ class Bandit:
         return self._tokens(arm, 0.0)
 
     def _hoped_tokens(self, arm: Strategy) -> float:
-        """Return the tokens per row in a round that can be hoped for. With few rounds seen, this is far more."""
+        """Return the tokens per row in a round, if its drafter is good as far as the rounds so far allow."""
         return self._tokens(arm, self.chances.get(arm.drafter, _HOPED_ACCEPTANCE))
 
     def _tokens(self, arm: Strategy, prior: float) -> float:
