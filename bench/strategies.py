@@ -1,4 +1,4 @@
-"""Seconds of a round and accept length of plain decoding and of fixed chains, by batch.
+"""Seconds of a round and accept length of plain decoding and of fixed chains of each drafter, by batch.
 
     python bench/strategies.py RECIPE [--batches 1 2 4 8 16 32] [--depths 2 4] [--rounds 60] [--json FILE]
         [--section.key value]
@@ -18,7 +18,7 @@ from typing import Any
 from tlt.build import open_workplace
 from tlt.config import load_config
 from tlt.draft.choose import make_drafters
-from tlt.draft.strategy import LEARNED, PLAIN, Strategy
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
@@ -39,7 +39,9 @@ def main() -> None:
     for batch in arguments.batches:
         requests = make_requests(prompts[: -(-batch // 2)], 2, params, config.run.seed, "strategies")[:batch]
         plain = 0.0
-        for strategy in (PLAIN, *(Strategy(LEARNED, depth, 1, depth + 1, 0.3) for depth in arguments.depths)):
+        names = [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
+        chains = [Strategy(name, depth, 1, depth + 1, 0.3) for name in names for depth in arguments.depths]
+        for strategy in (PLAIN, *chains):
             drafters, layout = make_drafters(config.speculation, target)
             engine = Engine(target, config.engine, drafters, Fixed(strategy), layout=layout)
             engine.start(requests)

@@ -35,6 +35,7 @@ _SPINS = "50000"  # of a thread of torch before it sleeps. By default it spins a
 _LONGEST = 1200  # characters of what an error says
 _DRAFTER = (
     "drafter, which changes the speed only. eagle: a learned drafter (--drafter-path). suffix: copies earlier text. "
+    "quantized: the model itself with int8 weights, on CPUs. "
     "adaptive: the fastest for each round. off: plain decoding"
 )
 

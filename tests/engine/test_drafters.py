@@ -64,7 +64,7 @@ def test_less_than_half_of_the_published_rate_is_an_alarm(
 def test_each_drafter_has_its_own_counts_and_a_swap_resets_only_those() -> None:
     first, second = Nothing(0.9), Nothing(0.9)
     second.name = "other"
-    drafters = Drafters([first, second])
+    drafters = Drafters([first, second], build(Target()).cache)
     known, other = drafters.calibrations["nothing"], drafters.calibrations["other"]
     tree = DraftTree([0, 1], [0, 0], [-1, 0], [1.0, 0.5], [-1, 0])
     for _ in range(500):

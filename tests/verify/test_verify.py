@@ -37,7 +37,7 @@ from tlt.verify.verify import verify
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
 MODES = {
-    *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree"),
+    *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree", "quantized"),
     *("off and on", "swapped every round", "adaptive", "plain", "several workers"),
     *("look-ahead", "look-ahead, spoiled"),
 }

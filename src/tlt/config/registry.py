@@ -12,11 +12,12 @@ Shape = tuple[int, int, int, float]
 
 class DrafterEntry(NamedTuple):
     make: str
-    """`module:function`. It is called with `Sources` and returns a `Drafter`: see `tlt.draft.drafter`."""
+    """`module:function`. It is called with `Sources` and returns a `Drafter`, or None where it does not work: see
+    `tlt.draft.drafter`."""
     chains: tuple[Shape, ...]
     """chains that `adaptive` may use, from short to long"""
     trees: tuple[Shape, ...] = ()
-    """trees that `adaptive` may use with speculation.trees"""
+    """trees that `adaptive` may use with speculation.trees; empty if it drafts chains only"""
     learned: bool = False
     """whether it needs weights, from speculation.path or from training in the run"""
 
@@ -56,6 +57,7 @@ DRAFTERS = {
         ((6, 2, 12, 0.1),),
         learned=True,
     ),
+    "quantized": DrafterEntry("tlt.draft.quantized:make", ((2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3))),
     "suffix": DrafterEntry("tlt.draft.suffix:make", ((4, 1, 5, 0.5),), ((8, 2, 12, 0.3),)),
 }
 REWARDS = {

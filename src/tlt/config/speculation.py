@@ -40,8 +40,8 @@ class SpeculationConfig(Section):
 
     drafter: str = "adaptive"
     """`adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM it chooses one for
-    the run, docs/vllm.md). `eagle` (learned) and `suffix` (model-free) always draft, with depth, branching,
-    verify_tokens and min_chance. `off` never drafts."""
+    the run, docs/vllm.md). `eagle` (learned), `quantized` (the model itself with int8 weights, on CPUs) and
+    `suffix` (model-free) always draft, with depth, branching, verify_tokens and min_chance. `off` never drafts."""
     trees: bool = False
     """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
     path: str | None = None
@@ -58,7 +58,7 @@ class SpeculationConfig(Section):
     """Number of consecutive draft tokens."""
     branching: int = Field(default=2, gt=0, le=16)
     """Number of children of each node of a draft tree, and number of nodes continued at each depth. 1 drafts a
-    chain."""
+    chain. `quantized` always drafts chains."""
     verify_tokens: int = Field(default=8, gt=0, le=256)
     """Number of tree nodes verified in one pass, root included. 1 is plain decoding."""
     min_chance: float = Field(default=0.5, ge=0, lt=1)

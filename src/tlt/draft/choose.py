@@ -5,7 +5,7 @@ from __future__ import annotations
 from tlt.config import SpeculationConfig
 from tlt.config.registry import DRAFTERS, learned, maker
 from tlt.draft.drafter import Drafter, Sources
-from tlt.draft.eagle import EagleLayer, load_drafter
+from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.features import FeatureLayout
 from tlt.models.decoder import Decoder
 
@@ -21,9 +21,16 @@ def make_drafters(
     if any(learned(name) for name in names) and config.path and not layer:
         layer = load_drafter(config.path, target.options)
     sources = Sources(target, layer, config.history_tokens)
-    drafters = [maker(DRAFTERS[name])(sources) for name in names if layer or not learned(name)]
+    made = [maker(DRAFTERS[name])(sources) for name in names if layer or not learned(name)]
+    drafters = [drafter for drafter in made if drafter is not None]
+    if not drafters:
+        raise DrafterError(
+            f"speculation.drafter = '{config.drafter}' does not work for this model on {target.device.type}: it needs "
+            "a CPU and one of the families of tlt's fused decoder (docs/models.md). Use 'adaptive'"
+        )
     return drafters, layer.options.layout if layer and any(learned(name) for name in names) else None
 
 
 def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
-    return [maker(entry)(Sources(target, layer, history_tokens)) for entry in DRAFTERS.values()]
+    made = [maker(entry)(Sources(target, layer, history_tokens)) for entry in DRAFTERS.values()]
+    return [drafter for drafter in made if drafter is not None]

@@ -21,7 +21,7 @@ from tlt.types import Request
 
 if TYPE_CHECKING:
     from tlt.draft.eagle import EagleLayer
-    from tlt.models.decoder import Decoder
+    from tlt.models.decoder import Attend, Decoder
 
 
 class Level(NamedTuple):
@@ -127,6 +127,29 @@ class ChainDrafter(Protocol):
         """Return for each row what `predict` would lead to, as long as all draft tokens are continued: the tokens [B,
         depth], and the two best scores of each under the noise [B, depth, 2]. `alive` [B]: rows that are continued.
         `noise` [B, depth, V]: that of each level, over the whole vocabulary."""
+        ...
+
+
+class DraftCache(Protocol):
+    """The target's keys and values, for drafters that attend to them."""
+
+    def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
+        """Return the positions [B, 1] of one draft token per row, `depth` after its last committed one, and their
+        attention. It stores their keys and values until the target's next pass overwrites them. Call it once for each
+        depth of a draft, from 0 on."""
+        ...
+
+    def wipe_drafts(self) -> None:
+        """Zero the keys and values of draft tokens."""
+        ...
+
+
+@runtime_checkable
+class CacheDrafter(Protocol):
+    """A drafter that attends to the target's keys and values."""
+
+    def attach(self, cache: DraftCache) -> None:
+        """Take the cache of the engine. The engine calls it before `begin`."""
         ...
 
 

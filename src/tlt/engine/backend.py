@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
+from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import AheadStore
 from tlt.draft.choose import make_drafters
 from tlt.draft.eagle import EagleLayer
@@ -108,7 +109,8 @@ def make_tuner(
     if config.drafter == "off":
         return Fixed(PLAIN)
     if config.drafter != "adaptive":
-        return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
+        branching = config.branching if DRAFTERS[config.drafter].trees else 1
+        return Fixed(Strategy(config.drafter, config.depth, branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target, layer)
     arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
     known = {drafter.name: drafter.acceptance_rate for drafter in drafters if drafter.acceptance_rate is not None}

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from tlt.draft.calibration import Calibration
-from tlt.draft.drafter import Drafter
+from tlt.draft.drafter import CacheDrafter, DraftCache, Drafter
 from tlt.draft.features import FeatureView
 from tlt.draft.tree import DraftTree
 from tlt.types import Request, Row
@@ -52,7 +52,8 @@ class AcceptanceRate:
 class Drafters:
     """Per-row store of all drafters. All of them follow all rows, because any may draft in the next round."""
 
-    def __init__(self, drafters: Iterable[Drafter]) -> None:
+    def __init__(self, drafters: Iterable[Drafter], cache: DraftCache) -> None:
+        self.cache = cache
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.acceptance_rates = {name: AcceptanceRate(drafter.acceptance_rate) for name, drafter in self.usable.items()}
         self.calibrations = {name: Calibration() for name in self.usable}
@@ -60,7 +61,12 @@ class Drafters:
 
     def begin(self, view: FeatureView | None) -> None:
         self.failures = 0
-        self._call_all(lambda drafter: drafter.begin(view), "begin")
+        self._call_all(lambda drafter: self._begin(drafter, view), "begin")
+
+    def _begin(self, drafter: Drafter, view: FeatureView | None) -> None:
+        if isinstance(drafter, CacheDrafter):
+            drafter.attach(self.cache)
+        drafter.begin(view)
 
     def append(self, row: Row, kept: int) -> None:
         request, tokens = _copied(row)
@@ -79,7 +85,7 @@ class Drafters:
         self.calibrations.setdefault(drafter.name, Calibration()).renew()
 
         def enter() -> None:
-            drafter.begin(view)
+            self._begin(drafter, view)
             for row in rows:
                 drafter.open(*_copied(row))
 
@@ -104,6 +110,7 @@ class Drafters:
             log.exception("the drafter %s failed to %s; continuing without it", name, what)
             self.failures += 1
             del self.usable[name]
+            self.cache.wipe_drafts()  # what it left there may not be finite
             return None
 
     def _call_all(self, call: Callable[[Drafter], None], what: str) -> None:

@@ -68,13 +68,13 @@ class Engine(Generates):
         kv_tokens: int | None = None,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
-        self.tuner, self.drafters = tuner or Fixed(PLAIN), Drafters(drafters)
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
-        self.stops = Stops(detokenize)
+        self.tuner, self.stops = tuner or Fixed(PLAIN), Stops(detokenize)
         shape = HeadShape.of(target.options, target.dtype, target.device)
         self._bound = lambda: kv_tokens or cache_tokens(config.kv_memory_mb, shape)
         self.cache = KVCache(attention_for(shape), self._bound())
+        self.drafters = Drafters(drafters, self.cache)
         self.rollout = self._new_rollout()
         self._in_round = False
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tlt.attention.backend import AttentionBackend, TreeBatch
 from tlt.engine.ledger import Ledger
+from tlt.models.decoder import Attend
 from tlt.types import Row
 
 _GRAIN = 64  # capacity grows in steps of this many tokens
@@ -104,6 +107,22 @@ class KVCache:
         """Record a target pass over B slots from `first` on in the ledger."""
         if self.ledger:
             self.ledger.wrote(first, lengths, trees, version)
+
+    def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
+        """Return the positions [B, 1] of a draft token of each active row, and attention that stores its keys and
+        values behind the committed ones: see `DraftCache`."""
+        assert depth >= 0, "committed positions are the target's"
+        lengths = [row.kv_length + depth for row in self._rows]
+        if self.ledger:
+            for slot, length in enumerate(lengths):
+                self.ledger.wiped(slot, length)
+        positions = torch.tensor(lengths, device=self.store.memory[0].device)[:, None]
+        return positions, partial(self.store.attend, self.store.plan(0, lengths, 1, None))
+
+    def wipe_drafts(self) -> None:
+        """Zero the positions behind the committed ones of the active rows."""
+        for slot, row in enumerate(self._rows):
+            self.wipe(slot, row.kv_length)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.store.copy(source, target, length)

@@ -231,7 +231,8 @@ function facts({ reward, outcome, scores, length, finish_reason }) {
 }
 
 const SOURCES = {  // letter, name and colour
-  a: ["look-ahead", "ahead"], e: ["learned drafter", "verify"], s: ["suffix", "reward"], ".": ["nobody (the model's own)", "idle"],
+  a: ["look-ahead", "ahead"], e: ["learned drafter", "verify"], s: ["suffix", "reward"],
+  q: ["quantized model", "spot"], ".": ["nobody (the model's own)", "idle"],
 };
 const sourceColour = (letter) => `var(--${SOURCES[letter]?.[1] || "spot"})`;
 

@@ -15,6 +15,7 @@ from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
 from tlt.draft.learned import EagleDrafter
+from tlt.draft.quantized import QuantizedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.backend import make_tuner
@@ -23,6 +24,7 @@ from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
+from tlt.models.int8 import can_quantize
 from tlt.rewards.turns import Turns
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, spoiled
 from tlt.verify.several import SeveralWorkers
@@ -62,7 +64,7 @@ class _Maker:
     def one_drafter(self) -> dict[str, Rollout]:
         """Return the modes that always draft with one drafter."""
         history, vocab_size = self.config.speculation.history_tokens, self.target.options.vocab_size
-        return {
+        found = {
             "suffix": self.rollout([SuffixDrafter(history)], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
             "suffix, wide": self.rollout([SuffixDrafter(history)], Fixed(Strategy("suffix", *_WIDE))),
             "random": self.rollout([RandomDrafter(vocab_size)], Fixed(Strategy("random", *_WIDE))),
@@ -70,6 +72,11 @@ class _Maker:
             "learned, chain": self.rollout([self._learned()], Fixed(_CHAIN)),
             "learned, tree": self.rollout([self._learned()], Fixed(_TREE)),
         }
+        if can_quantize(self.target):
+            found["quantized"] = self.rollout(
+                [QuantizedDrafter(self.target)], Fixed(_CHAIN._replace(drafter="quantized"))
+            )
+        return found
 
     def all_drafters(self) -> dict[str, Rollout]:
         """Return the modes that change between drafters and plain decoding."""

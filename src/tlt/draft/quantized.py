@@ -1,0 +1,58 @@
+"""The target itself with int8 weights as a drafter, for CPUs. It needs no training and follows the target.
+
+It attends to the target's own keys and values. Those of its draft tokens are written behind the committed ones, where
+the target's next pass overwrites them. So it has no state of its own. (Self-drafting with quantized weights is from
+EfficientRollout, arXiv 2606.18967.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tlt.draft.drafter import Candidates, DraftCache, Level, Sources
+from tlt.draft.features import FeatureView
+from tlt.models.decoder import Decoder
+from tlt.models.int8 import Int8Copy, can_quantize
+from tlt.sampling import sampling_log_probs
+from tlt.types import Request
+
+
+class QuantizedDrafter:
+    """Drafter of chains. Its first draft quantizes the weights."""
+
+    name = "quantized"
+    acceptance_rate: float | None = None
+
+    def __init__(self, target: Decoder) -> None:
+        self.target, self.copy = target, Int8Copy.of(target)
+        self.drafted = False  # in this rollout
+
+    def attach(self, cache: DraftCache) -> None:
+        self.cache = cache
+
+    def begin(self, window: FeatureView | None) -> None:
+        if self.drafted:
+            self.copy.refresh(self.target)
+        self.drafted = False
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None: ...
+
+    def close(self, row: int, last: int) -> None: ...
+
+    @torch.inference_mode()
+    def predict(self, level: Level) -> Candidates:
+        decoder, self.drafted = self.copy.decoder(self.target), True
+        positions, attend = self.cache.draft_pass(level.depth)
+        positions = positions.clamp(max=decoder.options.max_positions - 1)  # the draft of a row that nears its end
+        hidden = decoder.forward(torch.from_numpy(level.tokens), positions, attend)
+        if not torch.isfinite(hidden[torch.from_numpy(level.alive[:, 0])].sum()):
+            raise ArithmeticError("the int8 copy of the model computed a value that is not finite")
+        return Candidates(None, sampling_log_probs(decoder.logits(hidden), level.sampling)[0])
+
+
+def make(sources: Sources) -> QuantizedDrafter | None:
+    return QuantizedDrafter(sources.target) if can_quantize(sources.target) else None

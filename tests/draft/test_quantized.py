@@ -1,0 +1,133 @@
+"""The int8 copy of the target as a drafter: what it accepts, and that it cannot spoil the target's cache.
+test_losslessness.py compares its tokens with the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small
+import torch
+from small import PROMPTS, Target, build, make_requests
+
+from tlt.config import EngineConfig, SpeculationConfig
+from tlt.draft.choose import make_drafters
+from tlt.draft.drafter import Candidates, Level
+from tlt.draft.eagle import DrafterError
+from tlt.draft.quantized import QuantizedDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.backend import make_tuner
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.models.decoder import Decoder
+from tlt.types import SamplingParams
+
+CHAIN = Strategy("quantized", 4, 1, 5)
+PARAMS = SamplingParams(1.0, max_new_tokens=40)
+
+
+def engine_of(target: Target, drafter: QuantizedDrafter | None = None) -> Engine:
+    return build(target, drafter or QuantizedDrafter(target.decoder), CHAIN, 16)
+
+
+def test_most_draft_tokens_are_accepted_without_any_training() -> None:
+    target = Target()
+    engine, requests = engine_of(target), make_requests(PROMPTS, (PARAMS,), group=8)
+    small.check_tokens(small.decode(engine, requests), small.reference(target, requests))
+    assert engine.stats.acceptance_rate["quantized"] > 0.85
+
+
+def test_a_second_rollout_drafts_with_the_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.models.int8._SHARE", 1e9)
+    target, other = Target(seed=0), Target(seed=1)
+    engine, requests = engine_of(target), make_requests(PROMPTS, (PARAMS,), group=8)
+    list(engine.generate(requests))
+    target.decoder.load(other.model.state_dict(), version=1)
+    small.check_tokens(small.decode(engine, requests), small.reference(other, requests))
+    assert engine.stats.acceptance_rate["quantized"] > 0.85
+
+
+class Spoiled(QuantizedDrafter):
+    """Drafter that, from its 6th level on, computes values that are not finite, or fails after it stored some."""
+
+    def __init__(self, target: Decoder, raises: bool) -> None:
+        super().__init__(target)
+        self.levels, self.raises = 0, raises
+
+    def predict(self, level: Level) -> Candidates:
+        self.levels += 1
+        if self.levels < 6:
+            return super().predict(level)
+        whole = self.copy.decoder(self.target)
+        layers, norm = whole.layers, whole.layers[-1].input_norm
+
+        def spoil(x: torch.Tensor) -> torch.Tensor:
+            if self.raises:
+                raise RuntimeError("planted")
+            return torch.full_like(x, torch.nan)
+
+        layers[-1].input_norm = spoil  # the layers before have stored keys and values
+        try:
+            return super().predict(level)
+        finally:
+            layers[-1].input_norm = norm
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_copy_that_fails_is_dropped_and_leaves_no_trace_in_the_cache(raises: bool) -> None:
+    target = Target()
+    engine, requests = engine_of(target, Spoiled(target.decoder, raises)), make_requests(PROMPTS, (PARAMS,), group=3)
+    small.check_tokens(small.decode(engine, requests), small.reference(target, requests))
+    assert engine.stats.drafter_failures == 1
+    assert all(torch.isfinite(memory).all() for memory in engine.cache.store.memory)
+
+
+def test_draft_tokens_are_written_behind_the_committed_ones_only() -> None:
+    target = Target()
+    engine, requests = engine_of(target), make_requests(PROMPTS, (PARAMS,), group=2)
+    engine.start(requests)
+    for _ in range(3):
+        engine.round()
+    lengths = [row.kv_length for row in engine.rows]
+    engine.make_room(CHAIN)
+    before = [engine.cache.store.read(slot, length) for slot, length in enumerate(lengths)]
+    trees = engine.draft(engine.open_round(CHAIN))
+    assert all(len(tree.tokens) > 1 for tree in trees)
+    after = [engine.cache.store.read(slot, length) for slot, length in enumerate(lengths)]
+    assert all(map(torch.equal, before, after))
+    assert engine.cache.ledger
+    assert all((engine.cache.ledger.booked[slot, length:] == 0).all() for slot, length in enumerate(lengths))
+    with pytest.raises(AssertionError, match="committed positions"):
+        engine.cache.draft_pass(-1)
+
+
+def test_a_response_can_reach_the_last_position_of_the_model() -> None:
+    target = Target()
+    longest = target.decoder.options.max_positions
+    request = small.request(PROMPTS[0].token_ids, new_tokens=longest - len(PROMPTS[0].token_ids))
+    responses = [
+        next(iter(build(target, drafter, strategy, 1).generate([request]))).token_ids
+        for drafter, strategy in ((None, PLAIN), (QuantizedDrafter(target.decoder), CHAIN._replace(depth=8)))
+    ]
+    assert responses[0] == responses[1]
+
+
+def test_where_it_does_not_work_it_is_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target().decoder
+
+    def named(drafter: str) -> list[str]:
+        return [made.name for made in make_drafters(SpeculationConfig(drafter=drafter), target)[0]]
+
+    assert named("adaptive") == ["quantized", "suffix"]
+    assert named("quantized") == ["quantized"]
+    monkeypatch.setattr("tlt.draft.quantized.can_quantize", lambda target: False)
+    assert named("adaptive") == ["suffix"]
+    with pytest.raises(DrafterError, match="needs a CPU"):
+        named("quantized")
+
+
+def test_it_drafts_chains_whatever_the_branching() -> None:
+    config: dict[str, Any] = {"drafter": "quantized", "depth": 3, "branching": 2, "verify_tokens": 4}
+    tuner = make_tuner(SpeculationConfig(**config), EngineConfig(), Target().decoder)
+    assert isinstance(tuner, Fixed)
+    assert tuner.strategies == (Strategy("quantized", 3, 1, 4, 0.5),)
