@@ -100,6 +100,14 @@ class Drafters:
         self.calibrations[name].observe(tree.cells, tree.parents, path)
         self.acceptance_rates[name].add(1 in path)
 
+    def propose(self, name: str, call: Callable[[], T]) -> T | None:
+        """Return the result of the call, by which the drafter drafts. If it raises, drop the drafter and return
+        None."""
+        drafted = self.guard(name, call, "propose")
+        if drafted is None:
+            self.cache.wipe_drafts()  # what it left there may not be finite
+        return drafted
+
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
         """Return the result of the call. If it raises, drop the drafter and return None."""
         if name not in self.usable:
@@ -110,7 +118,6 @@ class Drafters:
             log.exception("the drafter %s failed to %s; continuing without it", name, what)
             self.failures += 1
             del self.usable[name]
-            self.cache.wipe_drafts()  # what it left there may not be finite
             return None
 
     def _call_all(self, call: Callable[[Drafter], None], what: str) -> None:

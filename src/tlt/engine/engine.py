@@ -289,10 +289,9 @@ class Engine(Generates):
             roots = Roots(tokens, room, now.batch.stops, now.batch.for_drafters, self.target.device)
             noise = self.draft_noise(now)
             vocab_size = self.target.options.vocab_size
-            trees = self.drafters.guard(
+            trees = self.drafters.propose(
                 strategy.drafter,
                 lambda: grow(drafter, roots, strategy, noise, vocab_size, self.drafters.calibrations[strategy.drafter]),
-                "propose",
             )
         return trees or now.roots()
 
