@@ -41,11 +41,9 @@ class Int8Product:
     def __init__(self, product: Product) -> None:
         weight = product.weight.t().float()  # [N, K]
         scales = weight.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-        values = (weight / scales[:, None]).round_().to(torch.int8)
-        with warnings.catch_warnings():  # the tensor is deprecated, but the product wants one
+        with warnings.catch_warnings():  # the tensor's dtype is deprecated, but the product wants it
             warnings.simplefilter("ignore")
-            zeros = torch.zeros(len(scales), dtype=torch.long)
-            whole = torch.ops.aten._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)
+            whole = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales)).long(), 0, torch.qint8)
         bias = None if product.bias is None else product.bias.float()
         self.packed = torch.ops.quantized.linear_prepack(whole, bias)
 
