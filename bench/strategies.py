@@ -1,7 +1,7 @@
 """Seconds of a round and accept length of plain decoding and of fixed chains of each drafter, by batch.
 
-    python bench/strategies.py RECIPE [--batches 1 2 4 8 16 32] [--depths 2 4] [--rounds 60] [--json FILE]
-        [--section.key value]
+    python bench/strategies.py RECIPE [--batches 1 2 4 8 16 32] [--depths 2 4] [--chances 0.3] [--drafters NAME ...]
+        [--rounds 60] [--json FILE] [--section.key value]
 
 Each strategy decodes the first rounds of the same requests, two responses per prompt. A round counts while at least
 three quarters of the rows are active. Speed is tokens per row and second, relative to plain decoding.
@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--chances", type=float, nargs="+", default=[0.3], help="smallest chance of a draft token")
+    parser.add_argument("--drafters", nargs="+", help="default: all that work")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path)
     arguments, overrides = parser.parse_known_args()
@@ -39,8 +41,13 @@ def main() -> None:
     for batch in arguments.batches:
         requests = make_requests(prompts[: -(-batch // 2)], 2, params, config.run.seed, "strategies")[:batch]
         plain = 0.0
-        names = [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
-        chains = [Strategy(name, depth, 1, depth + 1, 0.3) for name in names for depth in arguments.depths]
+        names = arguments.drafters or [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
+        chains = [
+            Strategy(name, depth, 1, depth + 1, chance)
+            for name in names
+            for depth in arguments.depths
+            for chance in arguments.chances
+        ]
         for strategy in (PLAIN, *chains):
             drafters, layout = make_drafters(config.speculation, target)
             engine = Engine(target, config.engine, drafters, Fixed(strategy), layout=layout)

@@ -137,7 +137,7 @@ class SamplingTensors(NamedTuple):
     tempered: bool = True
     greedy: bool = True
 
-    def of(self, rows: slice) -> SamplingTensors:
+    def of(self, rows: Tensor) -> SamplingTensors:
         return self._replace(temperature=self.temperature[rows], top_k=self.top_k[rows], top_p=self.top_p[rows])
 
 

@@ -26,6 +26,8 @@ class TreeBatch(NamedTuple):
     depths: Tensor
     """[B, N]"""
     visible: Tensor | None
+    nodes: Tensor | None = None
+    """[M] indices of the nodes that are not padding, b * N + n; None if all are computed"""
 
 
 @dataclass(frozen=True)

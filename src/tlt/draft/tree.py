@@ -230,7 +230,7 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
 
 def stack(trees: Sequence[DraftTree], device: torch.device, nodes: int = 1) -> TreeBatch:
     """Stack trees, padded to the largest one, and to `nodes`. A padding node follows the one before it and is never
-    accepted."""
+    accepted. On a CPU it is not computed."""
     B, N = len(trees), max(nodes, *(len(tree.tokens) for tree in trees))
     if N == 1:
         alone = torch.tensor([tree.tokens for tree in trees], device=device)
@@ -241,7 +241,9 @@ def stack(trees: Sequence[DraftTree], device: torch.device, nodes: int = 1) -> T
     for b, tree in enumerate(trees):
         count = len(tree.tokens)
         tokens[b, :count], depths[b, :count], parents[b, :count] = tree.tokens, tree.depths, tree.parents
-    batch = TreeBatch(torch.from_numpy(tokens).to(device), torch.from_numpy(depths).to(device), None)
+    real = np.flatnonzero(np.arange(N) < np.array([[len(tree.tokens)] for tree in trees]))
+    picked = torch.from_numpy(real) if device.type == "cpu" and len(real) < B * N else None
+    batch = TreeBatch(torch.from_numpy(tokens).to(device), torch.from_numpy(depths).to(device), None, picked)
     if (parents == chain).all():
         return batch
     visible = np.tile(np.eye(N, dtype=bool), (B, 1, 1))

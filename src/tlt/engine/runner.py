@@ -18,7 +18,7 @@ from tlt.engine.graphs import GraphedPasses
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.host import to_host
-from tlt.models.decoder import Decoder
+from tlt.models.decoder import Attend, Decoder
 from tlt.sampling import SamplingTensors, gumbel_topk, sampling_log_probs
 
 _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
@@ -115,32 +115,46 @@ class Runner:
     ) -> Sampled:
         """Run one pass over all trees in slots 0.. and sample the target's token at each node, under the noise of the
         node's position. In plain decoding this is the only time in a round that the host waits for the device."""
+        if self.graphs:
+            trees = trees._replace(nodes=None)  # passes of a few shapes are replayed, padding included
         hidden, *features = self._pass(0, trees, lengths, self.graphs)
-        logits, positions = self.target.logits(hidden), times[:, None] + trees.depths
+        logits = self.target.logits(hidden).flatten(0, 1)[:, None]  # [M, 1, V]
+        place = torch.arange(len(lengths), device=self.target.device)[:, None].expand_as(trees.tokens)
+        rows, positions = (_nodes(x.flatten(), trees) for x in (place, times[:, None] + trees.depths))
         parts = [
-            _sample(
-                logits[part],
-                noise.at(self._tensor(range(len(logits))[part])[:, None], positions[part]),
-                sampling.of(part),
-            )
+            _sample(logits[part], noise.at(rows[part, None], positions[part, None]), sampling.of(rows[part]))
             for part in _parts(logits)
         ]
-        tokens, logprobs, full = (x[..., 0] for x in to_host(*map(torch.cat, zip(*parts, strict=True))))
+        found = (_padded(torch.cat(x)[:, 0, 0], trees) for x in zip(*parts, strict=True))
+        features = [_padded(x.flatten(0, 1), trees) for x in features]
+        tokens, logprobs, full = to_host(*found)
         finite = None if math.isfinite(full.sum()) else [bool(row.all()) for row in np.isfinite(full)]
         return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, *features)
 
     def _pass(
         self, first: int, trees: TreeBatch, lengths: Sequence[int], graphs: GraphedPasses | None = None
     ) -> tuple[Tensor, ...]:
-        """Return hidden states [B, N, D], and features [B, N, F] if there is a window for them."""
+        """Return hidden states [B, N, D], and features [B, N, F] if there is a window for them. With `trees.nodes` they
+        are [1, M, D] and [1, M, F]."""
         self.cache.note_pass(first, lengths, trees, self.target.version)
         if graphs is not None:
             return graphs(trees, lengths, self._forward)
         plan = self.cache.store.plan(first, lengths, trees.tokens.shape[1], trees.visible, trees.depths)
-        return self._forward(trees.tokens, self._tensor(lengths)[:, None] + trees.depths, plan)
+        positions = self._tensor(lengths)[:, None] + trees.depths
+        if trees.nodes is None:
+            return self._forward(trees.tokens, positions, plan)
+        tokens, positions = (_nodes(x.flatten(), trees)[None] for x in (trees.tokens, positions))
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+            padded = [_padded(x, trees).flatten(0, 1) for x in (query, key, value)]
+            return _nodes(self.cache.store.attend(plan, layer, padded[0], padded[1], padded[2], window), trees)
+
+        return self._through(tokens, positions, attend)
 
     def _forward(self, tokens: Tensor, positions: Tensor, plan: Any) -> tuple[Tensor, ...]:
-        attend = partial(self.cache.store.attend, plan)
+        return self._through(tokens, positions, partial(self.cache.store.attend, plan))
+
+    def _through(self, tokens: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, ...]:
         if self.window is None:
             return (self.target.forward(tokens, positions, attend),)
         taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps)
@@ -150,6 +164,18 @@ class Runner:
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)
+
+
+def _nodes(x: Tensor, trees: TreeBatch) -> Tensor:
+    """Return the nodes [M, ...] that are not padding, of [B * N, ...]."""
+    return x if trees.nodes is None else x.index_select(0, trees.nodes)
+
+
+def _padded(x: Tensor, trees: TreeBatch) -> Tensor:
+    """Return [B, N, ...], with zeros for padding, for the nodes [M, ...]."""
+    if trees.nodes is not None:
+        x = x.new_zeros(trees.tokens.numel(), *x.shape[1:]).index_copy_(0, trees.nodes, x)
+    return x.view(*trees.tokens.shape, *x.shape[1:])
 
 
 def _parts(logits: Tensor) -> list[slice]:
