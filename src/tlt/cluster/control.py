@@ -1,4 +1,4 @@
-"""Ray's control process: whether it is still running, and whether it requires a token."""
+"""Checks of Ray's control process: whether it is running, and whether it requires an authentication token."""
 
 from __future__ import annotations
 

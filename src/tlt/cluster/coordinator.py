@@ -208,7 +208,7 @@ class Coordinator:
             self._train(index, is_idle=True)
 
     def _update_early(self, index: int) -> bool:
-        """Let an idle worker compute early shards. Return whether there was something to compute."""
+        """Let an idle worker compute a shard of the early update. Return whether there was one."""
         so_far, seconds = self.allocation.lengths(), self.config.cluster.slice_seconds
         due = self.uses_idle_time and self.early.next_call(index, so_far, seconds)
         if due:

@@ -153,10 +153,10 @@ class TrainConfig(Section):
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes over the rollout in an update. There are `epochs` x `updates_per_step` optimizer steps."""
     early_update: bool = True
-    """Let idle workers compute gradients of finished groups before the rollout ends. If there are several optimizer
-    steps per rollout, if train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and
-    reference log-probs instead. The result is the same. It needs several workers. It is not used with train.shard,
-    because a pass then needs all workers. A worker whose memory is too small continues without it and logs this."""
+    """Let idle workers compute gradients of finished groups before the rollout ends. With several optimizer steps per
+    rollout, train.kl_in = 'reward', or train.advantage = 'grpo_batch' or 'reinforce_pp', they compute the old and
+    reference log-probs instead. The result is the same. This needs several workers. It is not used with train.shard,
+    because a pass then needs all workers. A worker with too little memory continues without it and logs this."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass, including gaps of the packing. Before the first step, a pass
     of this size is tried on a CUDA device, or estimated on the CPU. If it does not fit the memory, the run ends with an

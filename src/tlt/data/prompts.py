@@ -262,7 +262,7 @@ def _file_rows(config: DataConfig) -> list[Row]:
         if messages is None and not isinstance(question, str):
             problem = f"{where} has neither text nor messages under {config.prompt_column!r}"
             if not isinstance(row, dict):
-                raise DataError(f"{problem}, because it is not an object with named columns: convert the file")
+                raise DataError(f"{problem}, because the row is not a JSON object: convert the file")
             raise DataError(f"{problem}: set data.prompt_column to one of its columns, {', '.join(row)}")
         rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):

@@ -70,7 +70,7 @@ def _as_the_file_says(loaded: Any, path: Path) -> Any:
         _warn(f"tokenizer_config.json in {path} changes tokenizer.json, and tlt uses both: {difference}")
     else:
         _warn(
-            f"the {type(loaded).__name__} that transformers makes of {path} differs from tokenizer.json, and tlt uses "
+            f"transformers loads {path} as a {type(loaded).__name__} that differs from tokenizer.json; tlt uses "
             f"tokenizer.json: {difference}"
         )
     return own

@@ -18,7 +18,7 @@ _TABLE = 1 << 23  # elements up to which the contribution of every token's embed
 
 
 class FusedLayer:
-    """The layer's weights: fused, with the norms' weights multiplied in."""
+    """Fused weights of an `EagleLayer`. They include the weights of all norms except the output norm."""
 
     @torch.no_grad()
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:

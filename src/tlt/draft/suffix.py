@@ -110,7 +110,7 @@ class SuffixDrafter(NodeDrafter):
         self.kept_tokens += len(tokens)
 
     def _forget(self) -> None:
-        """Drop the oldest (prompt, epoch) without open requests, until the limit holds."""
+        """Drop the oldest histories without active requests while more than `history_tokens` tokens are kept."""
         for key in list(self.histories):
             if self.kept_tokens <= self.history_tokens:
                 return

@@ -38,8 +38,8 @@ EVALUATION = "trl eval"
 class Rollout:
     """A `rollout_func` for one GRPOTrainer of TRL. `speculation` and `engine` have the fields of a recipe's sections.
 
-    The constructor raises ConfigError. A call raises ValueError for a second trainer, and UnsupportedError for options
-    of TRL that the engine lacks (`trl_terms.py`).
+    The constructor raises ConfigError. A call raises UnsupportedError for a second trainer, and for options of TRL that
+    the engine lacks (`trl_terms.py`).
     """
 
     def __init__(

@@ -301,7 +301,7 @@ def _end_silent_connections() -> None:
 
 
 def broken(error: RuntimeError) -> GroupBroken | None:
-    """Return GroupBroken if `error` comes from a collective that torch itself started, else None.
+    """Return `error` as GroupBroken if it comes from a collective, such as one of FSDP, else None.
 
     gloo's errors are recognized by their text, which begins with a path of its sources."""
     if isinstance(error, GroupBroken):

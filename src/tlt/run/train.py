@@ -208,7 +208,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
         parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
     else:
         parts.cursor.epoch = cursor.epoch + 1  # so that no earlier request is repeated
-        run.display.note("other prompts, as forced: starting a new epoch with them")
+        run.display.note("the prompts have changed (--force): starting a new epoch")
     run.policy.load_optimizer(found.folder)
     parts.rollout.load_state(state["rollout"])
     run.changes = [*state["changes"], *run.changes]

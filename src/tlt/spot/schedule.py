@@ -1,4 +1,4 @@
-"""Schedule, which decides when the learned drafter is trained, from the results of training alone.
+"""Schedule of the learned drafter's training.
 
 Training proceeds in stretches of at least 16 micro-batches. After each stretch the candidate, which is the running mean
 of the trained weights, is compared with the drafter in use on held-out data. These are hidden states of the last
@@ -8,8 +8,8 @@ rounds.
     rest    training may use at most 5 % of the rollouts' time
     burst   training may also use idle time that look-ahead leaves, until 8 candidates in a row were not published
 
-Look-ahead comes before the rest of a burst, because it saves time at once. Training from random weights begins with a
-burst. A publication and a change of the task begin one too. A run that starts with a trained drafter begins at rest.
+Look-ahead comes before training beyond the 5 %, because it saves time at once. Training from random weights begins with
+a burst. A publication and a change of the task begin one too. A run that starts with a trained drafter begins at rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped, and a new burst begins.
@@ -38,8 +38,8 @@ class Rule:
     burst: int = 8
     """number of candidates in a row that may fail before training rests"""
     share: float = 0.05
-    """Worker seconds of training per second of rollout, before look-ahead. Training slows another worker on the same
-    CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    """Training with priority over look-ahead, in worker seconds per second of rollout. Training slows another worker on
+    the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
     """number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8

@@ -107,9 +107,9 @@ class NoisyDrafts:
         drafter._greedy_sample = self.sample_draft
 
     def first_pass(self, *arguments: Any, **named: Any) -> Any:
-        """Prepare the first draft step and record the positions of the rows that are sampled.
+        """Prepare the first draft step. Record the position of each draft token's input, which selects its noise.
 
-        They are one above the drafter's positions, because its inputs are shifted by one token.
+        This position is the drafter's position + 1, because the drafter's inputs are shifted by one token.
         """
         found = self._first_pass(*arguments, **named)
         self._positions = self.drafter.positions[found[1]] + 1
