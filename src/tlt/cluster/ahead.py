@@ -109,7 +109,7 @@ class LookingAhead:
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def add_slice(self, worker: int, found: Sequence[Ahead]) -> None:
-        """Add the tokens of a call that returned."""
+        """Store the drafts of a look-ahead call that returned, and count their new tokens."""
         self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in found)
         self.store.put(found)
         self.call_ended(worker)

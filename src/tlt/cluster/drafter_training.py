@@ -223,7 +223,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained({})
     def state(self) -> dict[str, Any]:
-        """Return plain data. Published drafters are in the run's folder."""
+        """Return the schedule's state as plain data for a checkpoint. Published drafters are in the run's folder."""
         return self.schedule.state()
 
     @contained(None)

@@ -58,7 +58,8 @@ class RewardConfig(RewardTerm):
     turns: int | None = Field(default=None, gt=0)
     """Largest number of turns of the model in an episode (default: limited only by rollout.max_new_tokens)."""
     answer_marker: str = ""
-    """The answer is the text after the last occurrence of this in a response (default: the whole response)."""
+    """Text before the answer, which begins after its last occurrence in a response (default: none, the answer begins
+    with the response). If a response lacks it, the answer is empty."""
     answer_end: str = ""
     """First string after the answer, such as `</answer>` (default: none, the answer ends with the response). If a
     response lacks it, the answer is empty."""

@@ -115,13 +115,13 @@ class TrainConfig(Section):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay rate of AdamW's second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are clipped to this norm."""
+    """Largest norm of the gradients. Larger gradients are clipped to it."""
     advantage: Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """Advantage of a response. grpo: (reward - mean) / deviation in the group. grpo_batch: like grpo, with the
     deviation of the whole rollout. dr_grpo: reward - mean. rloo: reward - mean of the other responses. reinforce_pp:
     mean and deviation of the whole rollout."""
     advantage_epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the deviation before dividing (TRL uses 1e-4)."""
+    """Number added to the deviation before dividing (TRL uses 1e-4)."""
     loss: Literal["ppo", "grpo", "dapo", "dr_grpo", "gspo"] = "ppo"
     """Loss. ppo: mean over tokens. grpo: mean over responses. dapo: mean over tokens, with a higher upper clip.
     dr_grpo: sum over tokens divided by rollout.max_new_tokens. gspo: mean over responses, with one ratio for each."""

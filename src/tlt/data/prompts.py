@@ -103,8 +103,8 @@ def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
-    """Return up to `eval.size` prompts that are not in `training`, evenly spaced in `eval.path`, or from the tasks with
-    another seed. Without evaluations there are none. Raises DataError."""
+    """Return up to `eval.size` prompts that are not in `training`: evenly spaced from `eval.path`, or from the tasks
+    with another seed. Return none if the run has no evaluations. Raises DataError."""
     if not held_out.every:
         return []
     tasks = [] if held_out.path else config.tasks

@@ -15,7 +15,7 @@ from tlt_rl import install_hint
 
 
 class DataError(ValueError):
-    """Prompts cannot be used. The message names the file, the row and the remedy."""
+    """Error for prompts that cannot be used. The message names the file, the row and the remedy."""
 
 
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")

@@ -78,7 +78,7 @@ class SuffixDrafter(NodeDrafter):
 
     def begin(self, window: FeatureView | None) -> None:
         super().begin(window)
-        self.live: dict[tuple[int, int], int] = {}  # number of open requests by (prompt id, epoch)
+        self.live: dict[tuple[int, int], int] = {}  # number of active requests by (prompt id, epoch)
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         super().open(request, committed)
@@ -161,7 +161,8 @@ class SuffixDrafter(NodeDrafter):
 
 
 def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
-    """Return each token that followed the match -> the places after it, where the match continues."""
+    """Return a mapping from each token that followed the match to the places after that token, where the match
+    continues."""
     followers: dict[int, list[_Occurrence]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):

@@ -18,7 +18,8 @@ class Placing(NamedTuple):
     fresh: list[Row]
     """rows that need a prefill"""
     copies: list[Row]
-    """rows whose prompt another row has, active or among the two above"""
+    """rows that copy the keys and values of their prompt from another row: an active one, or one of `kept` or
+    `fresh`"""
 
 
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:

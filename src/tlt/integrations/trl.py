@@ -103,8 +103,8 @@ class _Process:
         return _completions(requests, responses)
 
     def _decode(self, requests: Sequence[Request], trainer: Any) -> tuple[list[Response], RolloutStats]:
-        """Decode the requests. Return the responses in their order, and the counters. In an evaluation, also save them
-        as drafts for the next one."""
+        """Decode the requests. Return the responses in their order, and the counters. In an evaluation, also save the
+        responses as drafts for the next evaluation."""
         responses, stats = self.rollout.generate(requests, lambda response: None)
         if not trainer.model.training:  # the next evaluation has the same prompts and seeds
             self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)

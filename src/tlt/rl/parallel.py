@@ -203,7 +203,8 @@ class Rendezvous:
     Its name is random, so that other processes cannot find it."""
 
     def __init__(self, place: str | Path) -> None:
-        """Create it in a folder of this machine (a Path, no open port), or at this machine's address (a string)."""
+        """Create the meeting point in a folder of this machine (a Path, no open port), or at this machine's address (a
+        string)."""
         name = secrets.token_hex(16)
         if isinstance(place, Path):
             self.address = str(place / f"rendezvous_{name}")

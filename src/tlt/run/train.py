@@ -75,7 +75,7 @@ class Run:
     changes: list[dict[str, Any]]
     """changes of the recipe at a resume that may affect the result"""
     mirror: Mirror | None
-    """copies the checkpoints to a second place"""
+    """copier of the checkpoints to a second place"""
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -222,8 +222,8 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
-    """Raise DataError if the prompts have changed, unless that is forced and recorded. If `same`, only columns that the
-    model does not see have changed."""
+    """Raise DataError because the prompts have changed. If the change is forced, record it instead. If `same`, only
+    columns that the model does not see have changed."""
     key, source = run.config.data.source
     if key not in force:
         what = f"the prompts of {source} are not those of the run to be resumed"

@@ -113,8 +113,8 @@ class Schedule:
         return self.in_vain >= self.rule.burst
 
     def due(self, is_idle: bool = False) -> Due | None:
-        """Return what the worker that holds the trainer state should do next; None if that is other work. `is_idle`:
-        whether there is no other work."""
+        """Return whether the worker that holds the trainer state should train or evaluate next; None if it should do
+        other work. `is_idle`: whether there is no other work."""
         if self.credit <= 0.0 and (self.rests or not is_idle):
             return None
         return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
@@ -124,7 +124,8 @@ class Schedule:
         self._pay(report.seconds)
 
     def evaluated(self, part: Evaluation) -> Evaluation | None:
-        """Add a part of the candidate's evaluation. If it is complete, begin the next stretch and return the whole."""
+        """Add a part of the candidate's evaluation. If the evaluation is complete, begin the next stretch and return
+        the whole evaluation."""
         self._pay(part.seconds)
         whole = sum_evaluations([self.evaluation._replace(interrupted=False), part])
         if part.interrupted and whole.entries < self.wanted:
@@ -172,8 +173,8 @@ class Schedule:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return plain data. The current stretch is left out, because a resumed run continues from the published
-        drafter."""
+        """Return the schedule's state as plain data for a checkpoint. The current stretch is left out, because a
+        resumed run continues from the published drafter."""
         return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

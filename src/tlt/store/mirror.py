@@ -154,8 +154,8 @@ class Mirror:
 
 @contextmanager
 def _held(checkpoint: Path) -> Iterator[Path]:
-    """Copy a checkpoint to a name that stays until the block ends, even if the run deletes the checkpoint. Files are
-    linked."""
+    """Yield a copy of a checkpoint, made of links if possible. It stays until the block ends, even if the run deletes
+    the checkpoint."""
     held = checkpoint.with_name(f".{checkpoint.name}.copied")
     for left_over in checkpoint.parent.glob(".step_*.copied"):
         shutil.rmtree(left_over)
@@ -178,7 +178,7 @@ def mirror_of(run: RunConfig) -> Mirror | None:
 
 
 def latest_of(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
-    """Return the newest complete checkpoint. If the mirror has one of more steps, fetch it first. Raises
+    """Return the newest complete checkpoint. If the mirror has a checkpoint of more steps, fetch that one first. Raises
     CheckpointError."""
     if mirror:
         try:

@@ -58,7 +58,7 @@ class NoisySampling:
         return slots.repeat_interleave(counts), runner.positions[drafts.logits_indices.long()]
 
     def slots(self) -> Tensor:
-        """Return the slots of a pass's requests [requests], in its order."""
+        """Return the slot of each request of a pass [requests], in the order of the pass."""
         return torch.tensor(self._held(), device=self.runner.device)
 
     def _held(self) -> list[int]:
