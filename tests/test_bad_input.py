@@ -119,8 +119,8 @@ as_utf16 = rewrite(lambda content: content.decode().encode("utf-16"))
 marked = rewrite(lambda content: b"\xef\xbb\xbf" + content)
 FILES: list[tuple[dict[str, Change], str]] = [
     *(({"recipe.toml": text}, NO_TOML) for text in ("[model\n", "x = " + "[" * 100_000, "x = " + "1" * 5000)),
-    ({"recipe.toml": as_utf16}, rf"{NO_TOML} \(it is UTF-16 or UTF-32: save it as UTF-8\)$"),
-    ({"recipe.toml": rewrite(lambda text: text + b"# \xe9")}, rf"{NO_TOML} \(byte \d+ is not UTF-8: save it as UTF"),
+    ({"recipe.toml": as_utf16}, rf"{NO_TOML} \(it is UTF-16 or UTF-32: save the file as UTF-8\)$"),
+    ({"recipe.toml": rewrite(lambda text: text + b"# \xe9")}, rf"{NO_TOML} \(byte \d+ is not UTF-8: save the file"),
     ({"recipe.toml": rewrite(lambda text: text + b"\nseed = 2\n")}, rf"{NO_TOML} \(Cannot overwrite a .*line \d+"),
     (
         {"recipe.toml": rewrite(lambda text: text.replace(b"/model", rb"\new model"))},

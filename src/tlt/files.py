@@ -33,11 +33,11 @@ def parse_json(text: str | bytes) -> Any:
 def decoded(content: bytes) -> str:
     """Decode UTF-8, with or without a byte-order mark. Raises ValueError."""
     if b"\0" in content[:4]:  # true for UTF-16 and UTF-32 if the first character is ASCII
-        raise ValueError("it is UTF-16 or UTF-32: save it as UTF-8")
+        raise ValueError("it is UTF-16 or UTF-32: save the file as UTF-8")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8: save it as UTF-8") from None
+        raise ValueError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
 
 
 @contextmanager

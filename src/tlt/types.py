@@ -293,8 +293,8 @@ class TrainBatch:
     masked: set[int] = field(default_factory=set)
     """responses that count in the advantages of their group but are not trained on"""
     masks: dict[int, list[bool]] = field(default_factory=dict)
-    """whether the model sampled each token, for responses with replies of an environment. Log-probs are those of the
-    sampled tokens only."""
+    """Response index -> whether the model sampled each token, if the environment replied. Log-probs cover sampled
+    tokens only."""
 
     def lengths(self, members: Sequence[int]) -> list[int]:
         """Return the number of tokens of each sequence, prompt included."""

@@ -143,7 +143,7 @@ def test_a_model_is_identified_by_the_content_of_its_files(home: Path) -> None:
     display, notes = Display(Console(quiet=True)), list[str]()
     display.note = notes.append
     train(short(home, steps=4, model=moved), True, display, force=["model.path"])
-    assert "the files of model.path have changed, as forced: the result of the run changes" in notes
+    assert "the files of model.path have changed (--force): the result of the run changes" in notes
 
 
 def test_forced_changes_are_logged_and_recorded(home: Path) -> None:
@@ -152,7 +152,7 @@ def test_forced_changes_are_logged_and_recorded(home: Path) -> None:
     forced = short(home, train={"learning_rate": 0.5, "micro_batch_tokens": 32})
     train(forced, True, display, force=["train.learning_rate"])
     said = "\n".join(notes)
-    assert "train.learning_rate was 0.001 and is 0.5, as forced" in said
+    assert "train.learning_rate was 0.001 and is 0.5 (--force)" in said
     assert "micro_batch_tokens was 64 and is 32: from this step on, results differ by ro" in said
     summary = train(short(home, steps=4, train={"learning_rate": 0.5, "micro_batch_tokens": 32}), resume=True)
     recorded = {(change["key"], change["step"], change["effect"]) for change in summary["changes"]}

@@ -18,5 +18,5 @@ def test_an_untested_version_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: 
     for found in ("0.31.0", "0.32", "0.32.0", "0.32.1+cpu", "0.30.0", "0.33.0", "0.320.1", "1.0", "unknown"):
         monkeypatch.setattr(versions, "vllm_version", lambda found=found: found)
         require_vllm()
-        assert (f"vLLM {found} is not tested with tlt (tested: 0.31 or 0.32)" in caplog.text) != is_tested(found)
+        assert (f"tlt is not tested with vLLM {found} (tested: 0.31 or 0.32)" in caplog.text) != is_tested(found)
     assert caplog.text.count("is not tested") == 5

@@ -105,11 +105,11 @@ class LookingAhead:
         return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
 
     def rows_of(self, worker: int) -> tuple[int, ...]:
-        """Return the number of known tokens of each look-ahead row of the worker."""
+        """Return the draft length in tokens of each look-ahead request of the worker."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def add_slice(self, worker: int, found: Sequence[Ahead]) -> None:
-        """Add the tokens of a call that returned."""
+        """Store the drafts of a look-ahead call that returned, and count their new tokens."""
         self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in found)
         self.store.put(found)
         self.call_ended(worker)

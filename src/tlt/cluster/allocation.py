@@ -59,7 +59,7 @@ class Allocation:
         return done.responses
 
     def requeue(self, rows: list[Row]) -> None:
-        """Put rows at the front of the queue. End the calls of idle workers, so that one takes the rows."""
+        """Put rows at the front of the queue. Interrupt idle work, so that an idle worker takes the rows."""
         self.queue.appendleft(rows)
         self.crew.break_off()
 

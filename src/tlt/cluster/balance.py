@@ -54,7 +54,7 @@ class Forecast:
         return (fmean(longer) if longer else min(self.longest, 2 * tokens + 1)) - tokens
 
     def rounds(self, live: Mapping[int, int], accept_length: float) -> float:
-        """Return the expected number of rounds until the last of a worker's rows (seed -> tokens so far) ends."""
+        """Return the expected number of rounds until all rows in `live` (seed -> tokens so far) have ended."""
         return max((self.remaining(tokens) for tokens in live.values()), default=0.0) / max(1.0, accept_length)
 
     def helping(self, live: Mapping[int, int], moved: Sequence[int], accept_length: float) -> float:
@@ -69,8 +69,8 @@ class Forecast:
 
 
 def half_of(live: Mapping[int, int]) -> list[int]:
-    """Return the seeds of every second row by length, without the longest, so that both workers have long and short
-    rows."""
+    """Return the seeds of every second row by length, beginning with the second longest. Both workers then have long
+    and short rows."""
     return sorted(live, key=lambda seed: -live[seed])[1::2]
 
 

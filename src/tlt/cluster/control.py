@@ -1,4 +1,4 @@
-"""Ray's control process: whether it is still running, and whether it requires a token."""
+"""Checks of Ray's control process: whether it is running, and whether it requires an authentication token."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refuse_unreachable(address: str) -> None:
 
 
 def accepts_no_token(address: str) -> bool:
-    """Return whether the cluster accepts a client without a token. The client is a separate process, because Ray reads
-    the token at import. Raises ClusterError if this cannot be determined."""
+    """Return whether the cluster accepts a client without an authentication token. The client is a separate process,
+    because Ray reads the token at import. Raises ClusterError if this cannot be determined."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     asked = [sys.executable, "-c", _ASKS, address]
     env = own | {"RAY_AUTH_MODE": "disabled"}
@@ -65,8 +65,8 @@ class Control:
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def check(self) -> None:
-        """Check whether the process is running, if the last check is old enough. Raises ClusterError if it does not
-        answer any more, but only once, so that saving is not disturbed."""
+        """If the last check is old enough, check whether the process is running. Raises ClusterError when the process
+        no longer answers, but only once, so that the run can then save."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

@@ -208,7 +208,7 @@ class Coordinator:
             self._train(index, is_idle=True)
 
     def _update_early(self, index: int) -> bool:
-        """Let an idle worker compute early shards. Return whether there was something to compute."""
+        """Let an idle worker compute a shard of the early update. Return whether there was one."""
         so_far, seconds = self.allocation.lengths(), self.config.cluster.slice_seconds
         due = self.uses_idle_time and self.early.next_call(index, so_far, seconds)
         if due:
@@ -216,8 +216,8 @@ class Coordinator:
         return due
 
     def _train(self, index: int, is_idle: bool = False) -> bool:
-        """Give an idle worker a call for the drafter. `is_idle`: whether it has no other work. Return whether a call
-        was due."""
+        """Let an idle worker train or evaluate the drafter. `is_idle`: whether it has no other work. Return whether a
+        call was started."""
         seconds = self.config.cluster.slice_seconds
         due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds, is_idle)
         if due:
@@ -225,7 +225,8 @@ class Coordinator:
         return due
 
     def _spend_extra_time(self, rollout_seconds: float) -> float:
-        """Train the drafter before the update, for `speculation.training.extra` of the rollout. Return the seconds."""
+        """Train the drafter before the update, for the fraction `speculation.training.extra` of the rollout's time.
+        Return the seconds that this took."""
         began = time.monotonic()
         until = began + self.training.extra * rollout_seconds
         if until == began:
@@ -236,7 +237,7 @@ class Coordinator:
         return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
-        """Let an idle worker decode requests of coming steps. Return whether there was something to decode."""
+        """Let an idle worker decode look-ahead requests. Return whether there were any."""
         looks_ahead = self.looks_ahead and self.uses_idle_time
         work = self.ahead.work(index, self._number, len(self.allocation.idle())) if looks_ahead else None
         if work:

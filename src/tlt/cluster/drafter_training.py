@@ -223,7 +223,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained({})
     def state(self) -> dict[str, Any]:
-        """Return plain data. Published drafters are in the run's folder."""
+        """Return the schedule's state as plain data for a checkpoint. Published drafters are in the run's folder."""
         return self.schedule.state()
 
     @contained(None)
@@ -242,7 +242,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def number_on(self) -> None:
-        """Number new drafters after those in the folder, because the saver keeps the highest numbers."""
+        """Continue the numbers of the drafters in the folder, because the saver deletes those with lower numbers."""
         self.version = newest_number(self.folder)
 
     @contained(None)

@@ -116,7 +116,8 @@ class ClusterPolicy:
         if the hashes differ."""
         digests = list(self.crew.call_all("sha256").values())
         if len(set(digests)) > 1:
-            raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
+            hashes = ", ".join(digest[:8] for digest in digests)
+            raise ClusterError(f"the workers' policies differ (hashes {hashes}): do not use them")
         return digests[0]
 
 

@@ -54,8 +54,8 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
 
 
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
-    """Return the expected time of `steps` steps, from the summary of a run that compared every step with plain
-    decoding."""
+    """Return lines of text about the expected time of `steps` steps. `summary` is that of a run that compared every
+    step with plain decoding."""
     from tlt.run.closing import GAIN, NO_GAIN, ROUNDING, same_tokens
 
     found, measured = summary["compared"], summary["steps"]

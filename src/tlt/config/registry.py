@@ -12,8 +12,8 @@ Shape = tuple[int, int, int, float]
 
 class DrafterEntry(NamedTuple):
     make: str
-    """`module:function`. It is called with `Sources` and returns a `Drafter`, or None where it does not work: see
-    `tlt.draft.drafter`."""
+    """`module:function`. It is called with `Sources`. It returns a `Drafter`, or None if the drafter does not support
+    the target; see `tlt.draft.drafter`."""
     chains: tuple[Shape, ...]
     """chains that `adaptive` may use, from short to long"""
     trees: tuple[Shape, ...] = ()

@@ -58,9 +58,11 @@ class RewardConfig(RewardTerm):
     turns: int | None = Field(default=None, gt=0)
     """Largest number of turns of the model in an episode (default: limited only by rollout.max_new_tokens)."""
     answer_marker: str = ""
-    """The answer is the text after the last occurrence of this in a response (default: the whole response)."""
+    """Text before the answer, which begins after its last occurrence in a response (default: none, the answer begins
+    with the response). If a response lacks it, the answer is empty."""
     answer_end: str = ""
-    """The answer ends before the next occurrence of this, such as `</answer>` (default: the end of the response)."""
+    """First string after the answer, such as `</answer>` (default: none, the answer ends with the response). If a
+    response lacks it, the answer is empty."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
     """Timeout in seconds of a reward, or of a reply of the environment. A response whose reward takes longer has no
     reward."""

@@ -22,14 +22,14 @@ class RunConfig(Section):
     """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled if its update has begun. A
     step that takes longer is abandoned. The state before it is saved, unless its update has begun."""
     keep: int = Field(default=2, gt=0)
-    """Number of checkpoints kept, the newest ones."""
+    """Number of newest checkpoints to keep."""
     mirror: str | None = None
     """Place to which each checkpoint is copied in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another URL
     of fsspec (tlt-rl[mirror]). --resume fetches the newest checkpoint from there if it is newer than those in
     `folder`."""
     compare_every: int = Field(default=0, ge=0)
-    """Every this many steps, decode the requests a second time with plain decoding. The run then reports the times of
-    both and the number of tokens that differ. 0 turns it off."""
+    """Number of steps between comparisons with plain decoding of the same requests. The run reports both times and the
+    number of tokens that differ. 0 turns comparisons off."""
     trackers: list[str] | None = None
     """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each is an extra, such as
     tlt-rl[wandb] (default: TensorBoard if it is installed)."""
@@ -38,7 +38,7 @@ class RunConfig(Section):
     completions_mb: int = Field(default=1024, ge=0)
     """Largest size of the saved responses in MiB. Beyond it the oldest are deleted. 0 saves none."""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
-    """`jsonl` writes completions.jsonl. `parquet` writes a file for each step into completions/ (tlt-rl[parquet])."""
+    """`jsonl` writes completions.jsonl. `parquet` writes a file per step to completions/ and needs tlt-rl[parquet]."""
     report: bool = True
     """Write report.html, one page on the whole run, at each checkpoint and at the end; see docs/report.md."""
     watts_per_core: float | None = Field(default=None, gt=0, le=1e6)

@@ -115,13 +115,13 @@ class TrainConfig(Section):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay rate of AdamW's second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are clipped to this norm."""
+    """Largest norm of the gradients. Larger gradients are clipped to it."""
     advantage: Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """Advantage of a response. grpo: (reward - mean) / deviation in the group. grpo_batch: like grpo, with the
     deviation of the whole rollout. dr_grpo: reward - mean. rloo: reward - mean of the other responses. reinforce_pp:
     mean and deviation of the whole rollout."""
     advantage_epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the deviation before dividing (TRL uses 1e-4)."""
+    """Number added to the deviation before dividing (TRL uses 1e-4)."""
     loss: Literal["ppo", "grpo", "dapo", "dr_grpo", "gspo"] = "ppo"
     """Loss. ppo: mean over tokens. grpo: mean over responses. dapo: mean over tokens, with a higher upper clip.
     dr_grpo: sum over tokens divided by rollout.max_new_tokens. gspo: mean over responses, with one ratio for each."""
@@ -153,10 +153,10 @@ class TrainConfig(Section):
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes over the rollout in an update. There are `epochs` x `updates_per_step` optimizer steps."""
     early_update: bool = True
-    """Let idle workers compute gradients of finished groups before the rollout ends. If there are several optimizer
-    steps per rollout, if train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and
-    reference log-probs instead. The result is the same. It needs several workers. It is not used with train.shard,
-    because a pass then needs all workers. A worker whose memory is too small continues without it and logs this."""
+    """Let idle workers compute gradients of finished groups before the rollout ends. With several optimizer steps per
+    rollout, train.kl_in = 'reward', or train.advantage = 'grpo_batch' or 'reinforce_pp', they compute the old and
+    reference log-probs instead. The result is the same. This needs several workers. It is not used with train.shard,
+    because a pass then needs all workers. A worker with too little memory continues without it and logs this."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass, including gaps of the packing. Before the first step, a pass
     of this size is tried on a CUDA device, or estimated on the CPU. If it does not fit the memory, the run ends with an

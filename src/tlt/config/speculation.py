@@ -18,7 +18,7 @@ class DrafterTrainConfig(Section):
     """Largest length of the chains of draft tokens in training. The drafter predicts each token from its own output for
     the one before. Chains are one token longer than the mean number of accepted draft tokens, up to this length."""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "acceptance_rate"] = "cross_entropy"
-    """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate` is the
+    """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate` minimizes the
     probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and
     the other two hardly learn."""
     learning_rate: float = Field(default=1e-3, gt=0)

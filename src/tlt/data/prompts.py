@@ -103,8 +103,8 @@ def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
-    """Return up to `eval.size` prompts that are not in `training`, evenly spaced in `eval.path`, or from the tasks with
-    another seed. Without evaluations there are none. Raises DataError."""
+    """Return up to `eval.size` prompts that are not in `training`: evenly spaced from `eval.path`, or from the tasks
+    with another seed. Return none if the run has no evaluations. Raises DataError."""
     if not held_out.every:
         return []
     tasks = [] if held_out.path else config.tasks
@@ -262,7 +262,7 @@ def _file_rows(config: DataConfig) -> list[Row]:
         if messages is None and not isinstance(question, str):
             problem = f"{where} has neither text nor messages under {config.prompt_column!r}"
             if not isinstance(row, dict):
-                raise DataError(f"{problem}, because it is not an object with named columns: convert the file")
+                raise DataError(f"{problem}, because the row is not a JSON object: convert the file")
             raise DataError(f"{problem}: set data.prompt_column to one of its columns, {', '.join(row)}")
         rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):

@@ -15,7 +15,7 @@ from tlt_rl import install_hint
 
 
 class DataError(ValueError):
-    """Prompts cannot be used. The message names the file, the row and the remedy."""
+    """Error for prompts that cannot be used. The message names the file, the row and the remedy."""
 
 
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
@@ -74,7 +74,7 @@ def _refuse_splits(files: list[Path]) -> None:
             by_split[SPLITS[word.lower()]] = str(file.parent / f"*{word}*{file.suffix}")
     if len(by_split) > 1:
         raise DataError(
-            f"{files[0].parent} contains files of several splits, {', '.join(by_split)}: give one of "
+            f"{files[0].parent} contains files of several splits ({', '.join(by_split)}): give one of "
             f"{', '.join(by_split.values())}"
         )
 

@@ -70,14 +70,15 @@ def _as_the_file_says(loaded: Any, path: Path) -> Any:
         _warn(f"tokenizer_config.json in {path} changes tokenizer.json, and tlt uses both: {difference}")
     else:
         _warn(
-            f"the {type(loaded).__name__} that transformers makes of {path} differs from tokenizer.json, and tlt uses "
+            f"transformers loads {path} as a {type(loaded).__name__} that differs from tokenizer.json; tlt uses "
             f"tokenizer.json: {difference}"
         )
     return own
 
 
 def _difference(tokenizer: Any, file: Tokenizer) -> str:
-    """Describe the first text that the two encode or decode differently; empty if there is none."""
+    """Return a description of the first text that the two tokenizers encode or decode differently; empty if there is
+    none."""
     added = [token.content for token in file.get_added_tokens_decoder().values()]
     for text in (*PROBES, *(f"a{token} b\n{token}c {token}" for token in added)):
         ours, its = tokenizer(text)["input_ids"], file.encode(text).ids

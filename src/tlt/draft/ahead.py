@@ -52,8 +52,8 @@ class AheadStore:
         return len(self._kept)
 
     def put(self, found: Iterable[Ahead]) -> None:
-        """Add entries. Each replaces the entry of its request, unless that one is of the same target version and ended
-        or is longer."""
+        """Add drafts. A draft replaces the stored one of its request, unless the stored one is of the same target
+        version and has ended or is longer."""
         for ahead in found:
             known = self._kept.get(ahead.seed)
             if not len(ahead.tokens):
@@ -77,7 +77,7 @@ class AheadStore:
                     del self._groups[ahead.prompt]
 
     def length(self, seed: int) -> int:
-        """Return the number of known tokens for this seed."""
+        """Return the length in tokens of the draft for this seed; 0 if there is none."""
         return len(self._kept[seed].tokens) if seed in self._kept else 0
 
     def get(self, request: Request) -> Ahead | None:

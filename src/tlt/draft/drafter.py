@@ -79,8 +79,8 @@ class Drafter(Protocol):
         ...
 
     def predict(self, level: Level) -> Candidates:
-        """Return log q of the tokens that may follow each node, under each request's sampling parameters. It may list
-        none."""
+        """Return log q of the tokens that may follow each node, under each request's sampling parameters. A node may
+        have no candidates."""
         ...
 
 
@@ -121,7 +121,7 @@ class ChainDrafter(Protocol):
     """A drafter that can draft a whole chain for each row without the host."""
 
     whole_chains: bool
-    """whether that is faster here than one level at a time"""
+    """whether whole chains are faster on this machine than one level at a time"""
 
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each row what `predict` would lead to, as long as all draft tokens are continued: the tokens [B,
@@ -134,9 +134,9 @@ class DraftCache(Protocol):
     """The target's keys and values, for drafters that attend to them."""
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of one draft token per row, `depth` after its last committed one, and their
-        attention. It stores their keys and values until the target's next pass overwrites them. Call it once for each
-        depth of a draft, from 0 on."""
+        """Return the positions [B, 1] of one draft token per row, `depth` after its last committed one, and the
+        attention of these draft tokens. The attention also stores their keys and values, until the target's next pass
+        overwrites them. Call this method once for each depth of a draft, from 0 on."""
         ...
 
     def wipe_drafts(self) -> None:

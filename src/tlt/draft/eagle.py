@@ -225,6 +225,6 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         raise DrafterError(f"{path / 'model.safetensors'} has token ids outside the {options.vocab_size} of the model")
     layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
-        raise DrafterError(f"{path / 'model.safetensors'}: {odd[0]} is not finite: train one with tlt draft train")
+        raise DrafterError(f"{path / 'model.safetensors'}: {odd[0]} is not finite: retrain with tlt draft train")
     layer.acceptance_rate = acceptance_rate
     return layer

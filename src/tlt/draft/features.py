@@ -141,7 +141,7 @@ class FeatureWindow:
         self._tokens.view(-1).index_copy_(0, where, tokens)
 
     def start(self, row: int) -> int:
-        """Return the oldest entry of the row that is in use."""
+        """Return the position of the row's oldest entry in use."""
         return max(self.first[row], self.length[row] - self.window)
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:

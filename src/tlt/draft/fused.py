@@ -18,7 +18,7 @@ _TABLE = 1 << 23  # elements up to which the contribution of every token's embed
 
 
 class FusedLayer:
-    """The layer's weights: fused, with the norms' weights multiplied in."""
+    """Fused weights of an `EagleLayer`. They include the weights of all norms except the output norm."""
 
     @torch.no_grad()
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
@@ -58,7 +58,7 @@ class FusedLayer:
         self.to_logits = target.to_logits if self.vocabulary is None else Product(target.head[self.vocabulary])
 
     def inputs(self, features: Tensor) -> Tensor:
-        """Return [M, D] for the target's hidden states [M, F]."""
+        """Map the target's hidden states [M, F] to the states [M, D] that `project` reads."""
         D = self.options.hidden_size
         return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
 

@@ -78,7 +78,7 @@ class SuffixDrafter(NodeDrafter):
 
     def begin(self, window: FeatureView | None) -> None:
         super().begin(window)
-        self.live: dict[tuple[int, int], int] = {}  # number of open requests by (prompt id, epoch)
+        self.live: dict[tuple[int, int], int] = {}  # number of active requests by (prompt id, epoch)
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         super().open(request, committed)
@@ -110,7 +110,7 @@ class SuffixDrafter(NodeDrafter):
         self.kept_tokens += len(tokens)
 
     def _forget(self) -> None:
-        """Drop the oldest (prompt, epoch) without open requests, until the limit holds."""
+        """Drop the oldest histories without active requests while more than `history_tokens` tokens are kept."""
         for key in list(self.histories):
             if self.kept_tokens <= self.history_tokens:
                 return
@@ -161,7 +161,8 @@ class SuffixDrafter(NodeDrafter):
 
 
 def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
-    """Return each token that followed the match -> the places after it, where the match continues."""
+    """Return a mapping from each token that followed the match to the places after that token, where the match
+    continues."""
     followers: dict[int, list[_Occurrence]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):

@@ -68,7 +68,7 @@ NoiseOf = Callable[[int, Tensor | None], Tensor]
 
 
 class _Inputs(NamedTuple):
-    """Inputs of all trees of a round."""
+    """Arguments of `grow`, for all trees of a round."""
 
     drafter: Drafter
     roots: Roots
@@ -229,8 +229,8 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
 
 
 def stack(trees: Sequence[DraftTree], device: torch.device, nodes: int = 1) -> TreeBatch:
-    """Stack trees, padded to the largest one, and to `nodes`. A padding node follows the one before it and is never
-    accepted. On a CPU it is not computed."""
+    """Stack trees, padded to the size of the largest tree and to at least `nodes` nodes. Each padding node is the child
+    of the node before it, and is never accepted. On a CPU it is not computed."""
     B, N = len(trees), max(nodes, *(len(tree.tokens) for tree in trees))
     if N == 1:
         alone = torch.tensor([tree.tokens for tree in trees], device=device)

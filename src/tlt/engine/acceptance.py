@@ -60,7 +60,7 @@ class AcceptanceModel:
         self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
 
     def state(self) -> list[Any]:
-        """Return plain data."""
+        """Return the counts as plain data for a checkpoint."""
         return [[*source, levels[levels[:, 0] > 0].tolist()] for source, levels in self.seen.items()]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:

@@ -167,15 +167,18 @@ class Bandit:
         return self.times.seconds(arm, bucket) + extra / rounds
 
     def plain_seconds(self, rows: int, context: float) -> float:
-        """Return the expected seconds, from the start-up profile and the timed rounds."""
+        """Return the expected seconds of a round with plain decoding, from the start-up profile and the timed
+        rounds."""
         return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
-        """Return the number of rows from the profile, within 3 % of the time: many on a GPU, hardly more on a CPU."""
+        """Return the largest number of rows whose round takes at most 1.03 times as long as one of `rows` rows, by the
+        profile. It is much larger than `rows` on a GPU, and hardly larger on a CPU."""
         return self.times.most_rows(rows, 1.03)
 
     def brief_rows(self) -> int:
-        """Return the number of rows from the profile, within 1.8 times the time of one: a full batch on a GPU."""
+        """Return the largest number of rows whose round takes at most 1.8 times as long as one of a single row, by the
+        profile. On a GPU this is a full batch."""
         return self.times.most_rows(1, 1.8)
 
     # -- learning from rounds ------------------------------------------------------------------------------------------

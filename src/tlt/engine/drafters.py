@@ -101,7 +101,7 @@ class Drafters:
         self.acceptance_rates[name].add(1 in path)
 
     def propose(self, name: str, call: Callable[[], T]) -> T | None:
-        """Return the result of the call, by which the drafter drafts. If it raises, drop the drafter and return
+        """Return the result of `call`, in which the drafter drafts. If the call raises, drop the drafter and return
         None."""
         drafted = self.guard(name, call, "propose")
         if drafted is None:

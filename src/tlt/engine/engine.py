@@ -139,7 +139,7 @@ class Engine(Generates):
         self.rollout.scheduler.look_ahead(wanted, self._most_with_ahead())
 
     def keep_ahead(self) -> None:
-        """Store the tokens that rows of coming steps have so far."""
+        """Store the tokens so far of look-ahead rows as drafts."""
         rollout = self.rollout
         for place, row in enumerate(rollout.rows):
             if row.ahead:
@@ -158,7 +158,7 @@ class Engine(Generates):
         self.swap(EagleDrafter(layer, self.target))
 
     def _preempt_ahead(self) -> None:
-        """Store and preempt the rows of coming steps, because rows of this rollout come first."""
+        """Store the tokens of look-ahead rows and preempt these rows, because rows of this rollout come first."""
         self.keep_ahead()
         self.rollout.scheduler.preempt_ahead()
 
@@ -178,7 +178,7 @@ class Engine(Generates):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether requests of coming steps are unfinished."""
+        """Whether look-ahead requests are unfinished."""
         return bool(self.rollout.scheduler.ahead) or any(row.ahead for row in self.rows)
 
     @property
@@ -245,7 +245,7 @@ class Engine(Generates):
         return bool(admitted)
 
     def _most_with_ahead(self) -> int:
-        """Return the largest number of active rows, rows of coming steps included, that does not delay the rows of this
+        """Return the largest number of active rows, look-ahead rows included, that does not delay the rows of this
         rollout."""
         own = sum(not row.ahead for row in self.rows)
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
@@ -364,7 +364,7 @@ class Engine(Generates):
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, **known)
 
     def _was_ahead(self, row: Row) -> bool:
-        """If this finished row is of a coming step, store its tokens as a look-ahead draft. Return whether it is."""
+        """If this finished row is a look-ahead row, store its tokens as a draft. Return whether it is one."""
         if row.ahead:
             self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
         return row.ahead

@@ -18,12 +18,13 @@ class Placing(NamedTuple):
     fresh: list[Row]
     """rows that need a prefill"""
     copies: list[Row]
-    """rows whose prompt another row has, active or among the two above"""
+    """rows that copy the keys and values of their prompt from another row: an active one, or one of `kept` or
+    `fresh`"""
 
 
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Place the admitted rows. Prefill each context once, then copy it to the siblings. Return the number of prefilled
-    tokens. Tokens of rows for coming steps are not counted."""
+    tokens, without those of look-ahead rows."""
     rows, window = rollout.rows, rollout.window
     kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
@@ -46,8 +47,8 @@ def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVC
 
 
 def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutState, cache: KVCache) -> int:
-    """Place rows and prefill them. The first `known[id(row)]` tokens of a row are restored from its last turn. Return
-    the number of prefilled tokens. Tokens of rows for coming steps are not counted."""
+    """Place rows and prefill them. For a row's first `known[id(row)]` tokens, restore the keys and values of its last
+    turn instead. Return the number of prefilled tokens, without those of look-ahead rows."""
     first = len(rollout.rows)
     for place, row in enumerate(fresh, start=first):
         rollout.rows.append(row)

@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether requests of coming steps are unfinished."""
+        """Whether look-ahead requests are unfinished."""
         ...
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]: ...
@@ -83,11 +83,11 @@ class RolloutEngine(Protocol):
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None: ...
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the requests of coming steps that are decoded in look-ahead."""
+        """Replace the look-ahead requests, which are requests of coming steps."""
         ...
 
     def keep_ahead(self) -> None:
-        """Store the tokens that rows of coming steps have so far."""
+        """Store the tokens so far of look-ahead rows as drafts."""
         ...
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:

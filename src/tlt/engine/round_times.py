@@ -94,7 +94,7 @@ class RoundTimes:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> list[Any]:
-        """Return plain data."""
+        """Return the timed rounds as plain data for a checkpoint."""
         return [[list(b), list(arm), list(s)] for b, arms in self._took.items() for arm, s in arms.items()]
 
     def load_state(self, state: Iterable[Any], arms: Iterable[Strategy]) -> None:

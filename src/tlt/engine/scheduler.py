@@ -11,7 +11,7 @@ from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
 from tlt.types import Request, Row
 
-_AHEAD_AT_ONCE = 4  # maximum number of rows of coming steps that are admitted in a round
+_AHEAD_AT_ONCE = 4  # maximum number of look-ahead rows that are admitted in a round
 _HEADROOM = 32  # tokens that each row must have room for before another row is admitted
 
 
@@ -31,7 +31,7 @@ class Scheduler:
         self.max_rows, self.max_positions = max_rows, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
-        self.ahead: deque[Row] = deque()  # rows of coming steps, admitted if no row waits
+        self.ahead: deque[Row] = deque()  # look-ahead rows, admitted if no row waits
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """Queue requests. Rows in `resumed` were begun by another engine. Raises ValueError for a request that cannot
@@ -58,7 +58,7 @@ class Scheduler:
         )
 
     def preempt_ahead(self) -> None:
-        """Remove the rows of coming steps. They are admitted first when slots are free again."""
+        """Remove the look-ahead rows. They are admitted first when slots are free again."""
         for place in reversed(range(len(self.rows))):
             if self.rows[place].ahead:
                 self.ahead.appendleft(self.rows.remove(place))
@@ -77,8 +77,8 @@ class Scheduler:
         until the next admission.
 
         An admission costs a prefill and a call for noise, for any number of rows. So a full batch waits until an eighth
-        of its slots is free. If no row waits, rows of coming steps are admitted, up to `most_ahead` active rows and a
-        few per round, because the worker may soon be needed for other work.
+        of its slots is free. If no row waits, look-ahead rows are admitted, up to `most_ahead` active rows and a few
+        per round, because the worker may soon be needed for other work.
         """
         live = len(self.rows)
         admitted: list[Row] = []

@@ -84,7 +84,7 @@ def source_of(tree: DraftTree, drafter: str) -> str:
 
 
 def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
-    """Count a row's part of a round. For a row of a coming step, only its tokens count."""
+    """Count a row's part of a round. For a look-ahead row, only its tokens count."""
     row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
@@ -123,7 +123,7 @@ def compare_with_plain(
     """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens.
 
     A plain round is its own estimate, so that other work on the machine does not count as a gain. A round whose drafter
-    proposed nothing is never slower by plain decoding. If rows of coming steps take part, their share is subtracted.
+    proposed nothing is never slower by plain decoding. If look-ahead rows take part, their share is subtracted.
     """
     own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
     if not own:

@@ -38,8 +38,8 @@ EVALUATION = "trl eval"
 class Rollout:
     """A `rollout_func` for one GRPOTrainer of TRL. `speculation` and `engine` have the fields of a recipe's sections.
 
-    The constructor raises ConfigError. A call raises ValueError for a second trainer, and UnsupportedError for options
-    of TRL that the engine lacks (`trl_terms.py`).
+    The constructor raises ConfigError. A call raises UnsupportedError for a second trainer, and for options of TRL that
+    the engine lacks (`trl_terms.py`).
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class _Process:
         return _completions(requests, responses)
 
     def _decode(self, requests: Sequence[Request], trainer: Any) -> tuple[list[Response], RolloutStats]:
-        """Decode the requests. Return the responses in their order, and the counters. In an evaluation, also save them
-        as drafts for the next one."""
+        """Decode the requests. Return the responses in their order, and the counters. In an evaluation, also save the
+        responses as drafts for the next evaluation."""
         responses, stats = self.rollout.generate(requests, lambda response: None)
         if not trainer.model.training:  # the next evaluation has the same prompts and seeds
             self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)

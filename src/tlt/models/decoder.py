@@ -194,9 +194,10 @@ class _Loader:
         return RMSNorm(self.take(name, (self.options.hidden_size,)), self.options.rms_norm_eps)
 
     def head(self, embedding: Tensor) -> Tensor:
-        """Return the head. As in transformers, a head among the weights is used even if config.json says it is tied.
+        """Return the head. If config.json ties it to the embedding, a different head among the weights is still used,
+        as in transformers.
 
-        A head that equals the embedding is stored once."""
+        If a tied head equals the embedding, it is not stored a second time."""
         tied = self.options.tied
         both = [self.state[name] for name in (_HEAD, _EMBEDDING) if name in self.state] if tied else []
         if tied and both[0].data_ptr() == both[-1].data_ptr():  # alive in `both`: freed memory may be reused

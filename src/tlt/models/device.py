@@ -31,7 +31,6 @@ def torch_device(config: ModelConfig) -> torch.device:
 
 
 def share_cores(config: Config) -> bool:
-    """Return whether the workers on this machine outnumber its CPU cores. Idle workers then leave their time to those
-    that decode."""
+    """Return whether the workers run on this machine's CPU and outnumber its cores. Look-ahead is then off."""
     alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
     return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))

@@ -114,7 +114,7 @@ class GenericDecoder(Decoder):
         except KeyError as error:  # Falcon, for example, picks its layers by the name of the attention
             if error.args != (_NAME,):
                 raise
-            raise ValueError("its layers have their own attention and accept no other") from None
+            raise ValueError("its layers support only their own attention") from None
 
     def _check_layers(self) -> None:
         """Raise ValueError for a model with other state than keys and values of the sizes in config.json."""

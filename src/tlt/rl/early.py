@@ -2,9 +2,9 @@
 
 Workers that have nothing to decode compute early shards before the rollout ends: their gradients, or the old and
 reference log-probs if gradients depend on more than one group. Groups are ordered by their longest response, then by
-prompt order. The longest eighth is never early. The others, in this order, are cut into early shards. So the shards are
-a function of the responses alone. So are the order in which gradients are summed, and what is packed together. Whether
-a shard was computed early or in the update changes no bit.
+prompt order. The longest eighth is never early. The others, in this order, are cut into early shards. So the shards,
+the order in which gradients are summed, and the packing of responses are functions of the responses alone. Whether a
+shard was computed early or in the update changes no bit.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
 
 
 def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether `fixed_logprobs` of this response are computed. Only its own group decides. With
-    reinforce_pp all groups determine whether its advantage is 0, so they are computed in any case."""
+    """Return whether `fixed_logprobs` of this response are computed. This depends on the response's own group alone.
+    With reinforce_pp all groups determine whether its advantage is 0, so its log-probs are computed in either case."""
     if _has_kl_in_reward(train):
         return True
     learns = i not in batch.masked if train.advantage in WITH_BATCH_MEAN else has_gradient(batch, i, train)
@@ -119,7 +119,7 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
     """Cut the first groups of the early order into shards. `count` is the number of groups in the batch, or a lower
-    bound of it. Of two prompts none is early: while one is decoded, it may turn out that the batch has one group."""
+    bound of it. With two prompts in a step no group is early, because the batch may turn out to have a single group."""
     if prompts <= 2:
         return []
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
@@ -185,7 +185,7 @@ class EarlyGroups:
         is_last_wave: bool,
         settle: Callable[[Sequence[Response]], bool],
     ) -> None:
-        """Create it for the requests of a wave. `before`: groups of earlier waves with rewards, first in the batch.
+        """Begin a wave with these requests. `before`: groups of earlier waves with rewards, first in the batch.
         `settle` sets the rewards of responses if all are known, and returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
         self._ended: dict[int, Response] = {}

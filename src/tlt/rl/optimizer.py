@@ -24,7 +24,7 @@ def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.opt
 
 
 def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return "parameter/moment" -> tensor. It is empty before the first update."""
+    """Return the moments by name "parameter/moment". Before the first update there are none."""
     names = {id(p): n for n, p in model.named_parameters()}
     return {
         f"{names[id(p)]}/{key}": value.detach().contiguous()

@@ -203,7 +203,8 @@ class Rendezvous:
     Its name is random, so that other processes cannot find it."""
 
     def __init__(self, place: str | Path) -> None:
-        """Create it in a folder of this machine (a Path, no open port), or at this machine's address (a string)."""
+        """Create the meeting point in a folder of this machine (a Path, no open port), or at this machine's address (a
+        string)."""
         name = secrets.token_hex(16)
         if isinstance(place, Path):
             self.address = str(place / f"rendezvous_{name}")
@@ -301,7 +302,7 @@ def _end_silent_connections() -> None:
 
 
 def broken(error: RuntimeError) -> GroupBroken | None:
-    """Return GroupBroken if `error` comes from a collective that torch itself started, else None.
+    """Return `error` as GroupBroken if it comes from a collective, such as one of FSDP, else None.
 
     gloo's errors are recognized by their text, which begins with a path of its sources."""
     if isinstance(error, GroupBroken):

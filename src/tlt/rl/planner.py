@@ -18,7 +18,8 @@ Held = Sequence[Mapping[int, float]]
 
 @dataclass
 class Planner:
-    """Planner of shards. They depend only on the batch and these settings. Only their owners depend on timing."""
+    """Planner of shards. The shards depend only on the batch and these settings. Only the owners of shards depend on
+    timing."""
 
     train: TrainConfig
     prompts: int

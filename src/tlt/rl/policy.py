@@ -89,7 +89,7 @@ class Policy(TrainedModel):
 
     @property
     def updated(self) -> float:
-        """Share of the current update that is done. Other threads may read it. It is 0 before and after it."""
+        """Share of the current update that is done; 0 before and after an update. Other threads may read it."""
         return self.passes.progress.done
 
     @torch.no_grad()

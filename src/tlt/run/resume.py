@@ -98,7 +98,7 @@ def sentence(change: Mapping[str, Any]) -> str:
     if _is_sha256(before) and _is_sha256(now):
         values = f"the files of {key} have changed"
     if change["effect"] == "forced":
-        return f"{values}, as forced: the result of the run changes"
+        return f"{values} (--force): the result of the run changes"
     return f"{values}: from this step on, results differ by rounding"
 
 

@@ -149,8 +149,8 @@ class Trackio:
 
 
 def names_of(trackers: Sequence[str] | None) -> list[str]:
-    """Return the names of `run.trackers`; None means TensorBoard if it is installed. Raises ConfigError for one that is
-    not installed."""
+    """Return the names of the trackers to use. If `trackers` is None, this is TensorBoard if it is installed. Raises
+    ConfigError if a tracker is not installed."""
     if trackers is None:
         return ["tensorboard"] if find_spec("tensorboard") else []
     for name in trackers:

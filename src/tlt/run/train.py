@@ -75,7 +75,7 @@ class Run:
     changes: list[dict[str, Any]]
     """changes of the recipe at a resume that may affect the result"""
     mirror: Mirror | None
-    """copies the checkpoints to a second place"""
+    """copier of the checkpoints to a second place"""
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
         parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
     else:
         parts.cursor.epoch = cursor.epoch + 1  # so that no earlier request is repeated
-        run.display.note("other prompts, as forced: starting a new epoch with them")
+        run.display.note("the prompts have changed (--force): starting a new epoch")
     run.policy.load_optimizer(found.folder)
     parts.rollout.load_state(state["rollout"])
     run.changes = [*state["changes"], *run.changes]
@@ -222,8 +222,8 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
-    """Raise DataError if the prompts have changed, unless that is forced and recorded. If `same`, only columns that the
-    model does not see have changed."""
+    """Raise DataError because the prompts have changed. If the change is forced, record it instead. If `same`, only
+    columns that the model does not see have changed."""
     key, source = run.config.data.source
     if key not in force:
         what = f"the prompts of {source} are not those of the run to be resumed"

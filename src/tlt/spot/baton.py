@@ -44,8 +44,8 @@ class Baton(Generic[State]):
         self._current.discard(worker)
 
     def taken(self, worker: int, state: State | None) -> None:
-        """Note the trainer state of a worker, from which any other continues. If it was lost (None), workers continue
-        from the one before."""
+        """Note the trainer state of a worker. Any other worker continues from this state. If the state was lost (None),
+        workers continue from the state before."""
         self.holder = None
         self._current.discard(worker)
         if state is not None:

@@ -1,4 +1,4 @@
-"""Schedule, which decides when the learned drafter is trained, from the results of training alone.
+"""Schedule of the learned drafter's training.
 
 Training proceeds in stretches of at least 16 micro-batches. After each stretch the candidate, which is the running mean
 of the trained weights, is compared with the drafter in use on held-out data. These are hidden states of the last
@@ -8,8 +8,8 @@ rounds.
     rest    training may use at most 5 % of the rollouts' time
     burst   training may also use idle time that look-ahead leaves, until 8 candidates in a row were not published
 
-Look-ahead comes before the rest of a burst, because it saves time at once. Training from random weights begins with a
-burst. A publication and a change of the task begin one too. A run that starts with a trained drafter begins at rest.
+Look-ahead comes before training beyond the 5 %, because it saves time at once. Training from random weights begins with
+a burst. A publication and a change of the task begin one too. A run that starts with a trained drafter begins at rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped, and a new burst begins.
@@ -38,8 +38,8 @@ class Rule:
     burst: int = 8
     """number of candidates in a row that may fail before training rests"""
     share: float = 0.05
-    """Worker seconds of training per second of rollout, before look-ahead. Training slows another worker on the same
-    CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    """Training with priority over look-ahead, in worker seconds per second of rollout. Training slows another worker on
+    the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
     """number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
@@ -113,8 +113,8 @@ class Schedule:
         return self.in_vain >= self.rule.burst
 
     def due(self, is_idle: bool = False) -> Due | None:
-        """Return what the worker that holds the trainer state should do next; None if that is other work. `is_idle`:
-        whether there is no other work."""
+        """Return whether the worker that holds the trainer state should train or evaluate next; None if it should do
+        other work. `is_idle`: whether there is no other work."""
         if self.credit <= 0.0 and (self.rests or not is_idle):
             return None
         return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
@@ -124,7 +124,8 @@ class Schedule:
         self._pay(report.seconds)
 
     def evaluated(self, part: Evaluation) -> Evaluation | None:
-        """Add a part of the candidate's evaluation. If it is complete, begin the next stretch and return the whole."""
+        """Add a part of the candidate's evaluation. If the evaluation is complete, begin the next stretch and return
+        the whole evaluation."""
         self._pay(part.seconds)
         whole = sum_evaluations([self.evaluation._replace(interrupted=False), part])
         if part.interrupted and whole.entries < self.wanted:
@@ -172,8 +173,8 @@ class Schedule:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return plain data. The current stretch is left out, because a resumed run continues from the published
-        drafter."""
+        """Return the schedule's state as plain data for a checkpoint. The current stretch is left out, because a
+        resumed run continues from the published drafter."""
         return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

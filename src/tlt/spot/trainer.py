@@ -1,7 +1,7 @@
 """Training of the learned drafter on hidden states of the rollout, one short step at a time.
 
-The drafter learns the target's full distribution. It is recomputed from the target's last hidden state with the head of
-the version that computed this state.
+The drafter learns the target's full distribution. This distribution is recomputed from the target's last hidden state,
+with the head of the same version of the target.
 
 Shapes: T entries of a pack, D hidden, E head size, V vocabulary.
 """

@@ -21,7 +21,8 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """There is no checkpoint to continue from, or none can be saved. The message names the place and the remedy."""
+    """Error because there is no checkpoint to continue from, or because none can be saved. The message names the place
+    and the remedy."""
 
 
 class Checkpoint(NamedTuple):

@@ -31,7 +31,7 @@ _CARD = "README.md"
 
 
 class HubError(ValueError):
-    """A name on the hub cannot be used. The message gives the remedy."""
+    """Error for a name on the hub that cannot be used. The message gives the remedy."""
 
 
 class _Name(NamedTuple):

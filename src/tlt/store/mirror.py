@@ -26,8 +26,8 @@ _QUIET = 3.0  # seconds of waiting for the last copy after which a message is lo
 
 class Mirror:
     def __init__(self, url: str, keep: int) -> None:
-        """Keep the newest `keep` checkpoints. Raises ConfigError if fsspec or its package for this place is missing, or
-        if nothing can be written there."""
+        """Keep the newest `keep` checkpoints. Raises ConfigError if fsspec or its backend for `url` is missing, or if
+        `url` cannot be written to."""
         self.url, self.keep = url, keep
         self._newest: Path | None = None  # newest checkpoint to be copied
         self._copied: Path | None = None  # last checkpoint that was copied
@@ -39,7 +39,7 @@ class Mirror:
             self._there = self._whole()
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"run.mirror = {url!r} cannot be used ({error}): {install_hint('mirror')}, for S3 {install_hint('s3')}"
+                f"run.mirror = {url!r} cannot be used ({error}): {install_hint('mirror')} (S3: {install_hint('s3')})"
             ) from None
         except Exception as error:  # each place has a library with errors of its own
             remedy = "check that the bucket or the parent folder exists, and that the credentials may write to it"
@@ -154,8 +154,8 @@ class Mirror:
 
 @contextmanager
 def _held(checkpoint: Path) -> Iterator[Path]:
-    """Copy a checkpoint to a name that stays until the block ends, even if the run deletes the checkpoint. Files are
-    linked."""
+    """Yield a copy of a checkpoint, made of links if possible. It stays until the block ends, even if the run deletes
+    the checkpoint."""
     held = checkpoint.with_name(f".{checkpoint.name}.copied")
     for left_over in checkpoint.parent.glob(".step_*.copied"):
         shutil.rmtree(left_over)
@@ -178,7 +178,7 @@ def mirror_of(run: RunConfig) -> Mirror | None:
 
 
 def latest_of(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
-    """Return the newest complete checkpoint. If the mirror has one of more steps, fetch it first. Raises
+    """Return the newest complete checkpoint. If the mirror has a checkpoint of more steps, fetch that one first. Raises
     CheckpointError."""
     if mirror:
         try:

@@ -101,7 +101,7 @@ class VllmEngine(Generates):
         return left + self._abort(names)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the requests of coming steps that are decoded when rows are free. Requests that are already live
+        """Replace the look-ahead requests, which are decoded when rows are free. Requests that are already live
         continue. Raises ValueError for a request that is too long."""
         wanted = {request.seed: request for request in requests}
         for request in wanted.values():
@@ -139,7 +139,7 @@ class VllmEngine(Generates):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether requests of coming steps are waiting or live."""
+        """Whether look-ahead requests are waiting or live."""
         return bool(self._ahead) or any(row.ahead for row in self.rows)
 
     @property

@@ -58,7 +58,7 @@ class NoisySampling:
         return slots.repeat_interleave(counts), runner.positions[drafts.logits_indices.long()]
 
     def slots(self) -> Tensor:
-        """Return the slots of a pass's requests [requests], in its order."""
+        """Return the slot of each request of a pass [requests], in the order of the pass."""
         return torch.tensor(self._held(), device=self.runner.device)
 
     def _held(self) -> list[int]:
@@ -107,9 +107,9 @@ class NoisyDrafts:
         drafter._greedy_sample = self.sample_draft
 
     def first_pass(self, *arguments: Any, **named: Any) -> Any:
-        """Prepare the first draft step and record the positions of the rows that are sampled.
+        """Prepare the first draft step. Record the position of each draft token's input, which selects its noise.
 
-        They are one above the drafter's positions, because its inputs are shifted by one token.
+        This position is the drafter's position + 1, because the drafter's inputs are shifted by one token.
         """
         found = self._first_pass(*arguments, **named)
         self._positions = self.drafter.positions[found[1]] + 1

@@ -1,4 +1,4 @@
-"""Tested versions of vLLM. Others may work: tokens and distributions are checked at the start."""
+"""Tested versions of vLLM. Others may work: tokens and distributions are checked at startup."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def require_vllm() -> None:
     found, tested = vllm_version(), " or ".join(TESTED)
     if found is None:
         raise VllmError(
-            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')} (on a machine without a "
-            "GPU: run make vllm in a clone of the repository), or set engine.backend = 'tlt'"
+            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')} (without a GPU: run make "
+            "vllm in a clone of the repository), or set engine.backend = 'tlt'"
         )
     if not is_tested(found):
-        log.warning("vLLM %s is not tested with tlt (tested: %s); its tokens are checked at the start", found, tested)
+        log.warning("tlt is not tested with vLLM %s (tested: %s): tokens are checked at startup", found, tested)
 
 
 def is_tested(found: str) -> bool:
