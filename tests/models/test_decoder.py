@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tlt.draft.tree import DraftTree, stack
-from tlt.engine.runner import Runner
+from tlt.engine.runner import Runner, _padded
 from tlt.models.decoder import Decoder, RMSNorm
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -101,8 +101,9 @@ class Rows:
 
     def logits(self, trees: Sequence[DraftTree]) -> Tensor:
         """Compute one target pass over trees whose root is each row's last token. Nothing is committed."""
-        (hidden,) = self.runner._pass(0, stack(trees, CPU), self.lengths)
-        return self.decoder.logits(hidden)
+        stacked = stack(trees, CPU)
+        (hidden,) = self.runner._pass(0, stacked, self.lengths)
+        return self.decoder.logits(_padded(hidden.flatten(0, 1), stacked))
 
 
 def some_tokens(count: int, seed: int) -> list[int]:

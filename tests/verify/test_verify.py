@@ -232,8 +232,8 @@ def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
 
 
 def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
-    """Planted bug: the distribution is a few per cent sharper if there are several nodes to verify."""
-    sharper = log_probs * 1.05 if log_probs.shape[1] > 1 else log_probs
+    """Planted bug: the distribution is a few per cent sharper if there are more nodes to verify than the four rows."""
+    sharper = log_probs * 1.05 if len(log_probs) > 4 else log_probs
     scores, picks = (sharper + noise).max(dim=-1, keepdim=True)
     return TopK(scores, picks)
 
