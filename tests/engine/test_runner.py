@@ -68,3 +68,22 @@ def test_trees_of_one_size_have_no_padding() -> None:
     assert stack([DraftTree.chain(1, [2]), DraftTree.chain(0, [3])], device).nodes is None
     assert stack([DraftTree.chain(1, [2]), DraftTree.chain(0, [])], device).nodes is not None
     assert stack([DraftTree.chain(1, [])], device, nodes=3).nodes is not None
+
+
+def test_a_layer_keeps_its_window_where_padding_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = started(monkeypatch)
+    store, windows, whole = engine.cache.store, list[int | None](), engine.target.forward
+    attends = store.attend
+
+    def seen(plan: Any, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        *tensors, window = qkv
+        windows.append(window)
+        return attends(plan, layer, *tensors, None)
+
+    def windowed(tokens: torch.Tensor, positions: torch.Tensor, attend: Any, taps: Any = None) -> torch.Tensor:
+        return whole(tokens, positions, lambda layer, q, k, v: attend(layer, q, k, v, 100 + layer), taps)
+
+    monkeypatch.setattr(store, "attend", seen)
+    monkeypatch.setattr(engine.target, "forward", windowed)
+    verified(engine, padding=False)
+    assert windows == [100, 101]
