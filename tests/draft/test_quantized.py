@@ -47,6 +47,20 @@ def test_a_second_rollout_drafts_with_the_new_weights(monkeypatch: pytest.Monkey
     assert engine.stats.acceptance_rate["quantized"] > 0.85
 
 
+def test_a_rollout_with_weights_that_are_not_finite_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.models.int8._SHARE", 1e9)
+    target, broken = Target(), Target()
+    broken.model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+    engine, requests = engine_of(target), make_requests(PROMPTS, (PARAMS,), group=2)
+    responses = small.decode(engine, requests)
+    for version, of in enumerate((broken, target), start=1):
+        target.decoder.load(of.model.state_dict(), version)
+        responses = small.decode(engine, requests)
+    small.check_tokens(responses, small.reference(target, requests))
+    assert "quantized" in engine.drafters.usable
+    assert engine.stats.accepted > 0
+
+
 class Spoiled(QuantizedDrafter):
     """Drafter that, from its 6th level on, computes values that are not finite, or fails after it stored some."""
 

@@ -87,6 +87,37 @@ def test_new_weights_are_quantized_only_if_that_takes_at_most_1_percent_of_the_t
     assert torch.equal(causal_hidden(copy.decoder(target), TOKENS), causal_hidden(fresh, TOKENS))
 
 
+def test_the_same_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "_SHARE", 1e9)
+    first, target = Target(), Target().decoder
+    copy = Int8Copy.of(target)
+    own = copy.decoder(target)
+    product = own.layers[0].qkv
+    copy.refresh(target)
+    assert own.layers[0].qkv is product
+    target.load(first.model.state_dict(), version=1)
+    copy.refresh(target)
+    assert own.layers[0].qkv is not product
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e39])
+def test_weights_that_are_not_finite_leave_the_old_copy(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "_SHARE", 1e9)
+    other, target = Target(), Target().decoder
+    other.model.lm_head.weight.data[0, 0] = value
+    bad = other.model.state_dict()
+    copy = Int8Copy.of(target)
+    own = copy.decoder(target)
+    product = own.to_logits
+    target.load(bad, version=1)
+    copy.refresh(target)
+    assert own.to_logits is product
+    new = Target().decoder
+    new.load(bad, version=0)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        Int8Copy.of(new).decoder(new)
+
+
 def test_only_the_fused_decoder_on_a_cpu_can_be_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target().decoder
     assert can_quantize(target)

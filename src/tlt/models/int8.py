@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,6 +43,8 @@ class Int8Product:
     def __init__(self, product: Product) -> None:
         weight = product.weight.t().float()  # [N, K]
         scales = weight.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        if not torch.isfinite(scales).all():
+            raise ArithmeticError("a weight is not finite in float32, so it has no int8 copy")
         values, zeros = (weight / scales[:, None]).round_().to(torch.int8).contiguous(), torch.zeros(len(scales)).long()
         with warnings.catch_warnings():  # the tensor's dtype is deprecated, but the product wants it
             warnings.simplefilter("ignore")
@@ -61,6 +65,7 @@ class Int8Copy:
     def __init__(self, target: Decoder) -> None:
         self._copy = target.empty()
         self._seconds, self._ended = 0.0, -math.inf
+        self._of: Callable[[], Tensor | None] = lambda: None  # embedding of the quantized weights; each load makes one
 
     @classmethod
     def of(cls, target: Decoder) -> Int8Copy:
@@ -70,13 +75,21 @@ class Int8Copy:
         return _COPIES[target]
 
     def refresh(self, target: Decoder) -> None:
-        """Quantize the target's present weights, unless that would take more than 1 % of the time."""
-        if time.perf_counter() - self._ended < self._seconds / _SHARE:
-            return
+        """Quantize the target's present weights, unless they are quantized already, or that would take more than 1 % of
+        the time. If they are not finite, an older copy is kept."""
         began = time.perf_counter()
-        self._take(target, [{name: Int8Product(getattr(layer, name)) for name in _PRODUCTS} for layer in target.layers])
-        to_logits: Any = Int8Product(target.to_logits)
+        if self._of() is target.embedding or began - self._ended < self._seconds / _SHARE:
+            return
+        try:
+            products = [{name: Int8Product(getattr(layer, name)) for name in _PRODUCTS} for layer in target.layers]
+            to_logits: Any = Int8Product(target.to_logits)
+        except ArithmeticError:
+            if not self._copy.layers:
+                raise
+            return
         self._copy.to_logits = to_logits
+        self._take(target, products)
+        self._of = weakref.ref(target.embedding)
         self._ended = time.perf_counter()
         self._seconds = self._ended - began
 
@@ -90,8 +103,8 @@ class Int8Copy:
 
     def _take(self, target: Decoder, products: list[dict[str, Any]]) -> None:
         copy = self._copy
-        copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
         copy.embedding, copy.norm, copy.head = target.embedding, target.norm, target.head
+        copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
 
 
 _COPIES: WeakKeyDictionary[Decoder, Int8Copy] = WeakKeyDictionary()
