@@ -48,17 +48,25 @@ def test_a_second_rollout_drafts_with_the_new_weights(monkeypatch: pytest.Monkey
     assert engine.stats.acceptance_rate["quantized"] > 0.85
 
 
-def test_the_weights_are_quantized_again_only_after_a_rollout_that_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, refreshed = Target(), list[Decoder]()
+def test_the_weights_are_not_quantized_before_the_first_draft() -> None:
+    target = Target()
     drafter = QuantizedDrafter(target.decoder)
-    engine, requests = engine_of(target, drafter), make_requests(PROMPTS, (PARAMS,))
-    monkeypatch.setattr(drafter.copy, "refresh", refreshed.append)
-    monkeypatch.setattr(drafter.copy, "decoder", lambda target: target)
-    list(engine.generate(requests))
-    assert refreshed == []
     drafter.begin(None)
-    drafter.begin(None)
-    assert refreshed == [target.decoder]
+    assert not drafter.copy._copy.layers
+
+
+def test_a_rollout_with_weights_that_are_not_finite_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.models.int8._SHARE", 1e9)
+    target, broken = Target(), Target()
+    broken.model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+    engine, requests = engine_of(target), make_requests(PROMPTS, (PARAMS,), group=2)
+    responses = small.decode(engine, requests)
+    for version, of in enumerate((broken, target), start=1):
+        target.decoder.load(of.model.state_dict(), version)
+        responses = small.decode(engine, requests)
+    small.check_tokens(responses, small.reference(target, requests))
+    assert "quantized" in engine.drafters.usable
+    assert engine.stats.accepted > 0
 
 
 def test_a_drafter_that_enters_between_two_rounds_can_draft() -> None:

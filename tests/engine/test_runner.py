@@ -81,7 +81,8 @@ def test_a_layer_keeps_its_window_where_padding_is_not_computed(monkeypatch: pyt
         return attends(plan, layer, *tensors, None)
 
     def windowed(tokens: torch.Tensor, positions: torch.Tensor, attend: Any, taps: Any = None) -> torch.Tensor:
-        return whole(tokens, positions, lambda layer, q, k, v: attend(layer, q, k, v, 100 + layer), taps)
+        narrow: Any = lambda layer, *qkv: attend(layer, *qkv, 100 + layer)  # noqa: E731
+        return whole(tokens, positions, narrow, taps)
 
     monkeypatch.setattr(store, "attend", seen)
     monkeypatch.setattr(engine.target, "forward", windowed)

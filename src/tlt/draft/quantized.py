@@ -27,15 +27,12 @@ class QuantizedDrafter:
 
     def __init__(self, target: Decoder) -> None:
         self.target, self.copy = target, Int8Copy.of(target)
-        self.drafted = False  # in this rollout
 
     def attach(self, cache: DraftCache) -> None:
         self.cache = cache
 
     def begin(self, window: FeatureView | None) -> None:
-        if self.drafted:
-            self.copy.refresh(self.target)
-        self.drafted = False
+        self.copy.refresh(self.target)
 
     def open(self, request: Request, committed: Sequence[int]) -> None: ...
 
@@ -45,7 +42,7 @@ class QuantizedDrafter:
 
     @torch.inference_mode()
     def predict(self, level: Level) -> Candidates:
-        decoder, self.drafted = self.copy.decoder(self.target), True
+        decoder = self.copy.decoder(self.target)
         positions, attend = self.cache.draft_pass(level.depth)
         positions = positions.clamp(max=decoder.options.max_positions - 1)  # the draft of a row that nears its end
         hidden = decoder.forward(torch.from_numpy(level.tokens), positions, attend)

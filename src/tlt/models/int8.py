@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +28,7 @@ from torch import Tensor
 from tlt.models.decoder import Decoder
 from tlt.models.product import Product
 
-_SHARE = 0.01  # share of the time that quantizing may take. Weights of some updates before accept hardly fewer tokens
+_SHARE = 0.005  # share of the time that quantizing may take. Weights of some updates before accept hardly fewer tokens
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
@@ -41,6 +44,8 @@ class Int8Product:
     def __init__(self, product: Product) -> None:
         weight = product.weight.t().float()  # [N, K]
         scales = weight.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        if not torch.isfinite(scales).all():
+            raise ArithmeticError("a weight is not finite in float32, so it has no int8 copy")
         values, zeros = (weight / scales[:, None]).round_().to(torch.int8).contiguous(), torch.zeros(len(scales)).long()
         with warnings.catch_warnings():  # the tensor's dtype is deprecated, but the product wants it
             warnings.simplefilter("ignore")
@@ -61,6 +66,7 @@ class Int8Copy:
     def __init__(self, target: Decoder) -> None:
         self._copy = target.empty()
         self._seconds, self._ended = 0.0, -math.inf
+        self._of: Callable[[], Tensor | None] = lambda: None  # embedding of the quantized weights; each load makes one
 
     @classmethod
     def of(cls, target: Decoder) -> Int8Copy:
@@ -70,28 +76,35 @@ class Int8Copy:
         return _COPIES[target]
 
     def refresh(self, target: Decoder) -> None:
-        """Quantize the target's present weights, unless that would take more than 1 % of the time."""
-        if time.perf_counter() - self._ended < self._seconds / _SHARE:
-            return
+        """Quantize the target's present weights if there is a copy of older ones, unless that would take more than
+        0.5 % of the time. If they are not finite, the older copy is kept."""
+        is_old = self._copy.layers and self._of() is not target.embedding
+        if is_old and time.perf_counter() - self._ended >= self._seconds / _SHARE:
+            with suppress(ArithmeticError):
+                self._quantize(target)
+
+    def _quantize(self, target: Decoder) -> None:
         began = time.perf_counter()
-        self._take(target, [{name: Int8Product(getattr(layer, name)) for name in _PRODUCTS} for layer in target.layers])
+        products = [{name: Int8Product(getattr(layer, name)) for name in _PRODUCTS} for layer in target.layers]
         to_logits: Any = Int8Product(target.to_logits)
         self._copy.to_logits = to_logits
+        self._take(target, products)
+        self._of = weakref.ref(target.embedding)
         self._ended = time.perf_counter()
         self._seconds = self._ended - began
 
     def decoder(self, target: Decoder) -> Decoder:
         """Return the copy. Its embedding and norms are those of the target now, so that no old ones are kept alive."""
         if not self._copy.layers:
-            self.refresh(target)
+            self._quantize(target)
         elif self._copy.embedding is not target.embedding:
             self._take(target, [{name: getattr(layer, name) for name in _PRODUCTS} for layer in self._copy.layers])
         return self._copy
 
     def _take(self, target: Decoder, products: list[dict[str, Any]]) -> None:
         copy = self._copy
-        copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
         copy.embedding, copy.norm, copy.head = target.embedding, target.norm, target.head
+        copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
 
 
 _COPIES: WeakKeyDictionary[Decoder, Int8Copy] = WeakKeyDictionary()
