@@ -513,3 +513,13 @@ def test_free_rows_hardly_add_time_to_a_round() -> None:
     """At 1 % per row, three more rows are within 3 % of one."""
     bandit = Bandit([PLAIN], lambda: {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
     assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]
+
+
+@pytest.mark.parametrize(
+    ("chance", "with_drafts", "free"), [(0.8, 1.6, 1), (0.8, 1.01, 4), (0.0, 1.6, 4), (0.1, 1.6, 4)]
+)
+def test_rows_are_not_free_if_drafts_would_be_lost(chance: float, with_drafts: float, free: int) -> None:
+    """Plain rounds of four rows and of one are equally fast. With drafts four rows take `with_drafts` times as long."""
+    arm = Strategy("eagle", 1, 1, 2)
+    seconds = {rows: {PLAIN: 1.0, arm: 1.2 * (with_drafts if rows > 1 else 1.0)} for rows in (1, 4)}
+    assert Bandit([PLAIN, arm], lambda: seconds, {"eagle": chance}).free_rows(1) == free
