@@ -57,7 +57,9 @@ DRAFTERS = {
         ((6, 2, 12, 0.1),),
         learned=True,
     ),
-    "quantized": DrafterEntry("tlt.draft.quantized:make", ((1, 1, 2, 0.3), (2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3))),
+    "quantized": DrafterEntry(
+        "tlt.draft.quantized:make", ((1, 1, 2, 0.3), (2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3))
+    ),
     "suffix": DrafterEntry("tlt.draft.suffix:make", ((4, 1, 5, 0.5),), ((8, 2, 12, 0.3),)),
 }
 REWARDS = {
