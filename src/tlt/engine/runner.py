@@ -118,14 +118,14 @@ class Runner:
         if self.graphs:
             trees = trees._replace(nodes=None)  # passes of a few shapes are replayed, padding included
         hidden, *features = self._pass(0, trees, lengths, self.graphs)
-        logits = self.target.logits(hidden).flatten(0, 1)[:, None]  # [M, 1, V]
+        logits = self.target.logits(hidden).flatten(0, 1)  # [M, V]
         place = torch.arange(len(lengths), device=self.target.device)[:, None].expand_as(trees.tokens)
         rows, positions = (_nodes(x.flatten(), trees) for x in (place, times[:, None] + trees.depths))
         parts = [
-            _sample(logits[part], noise.at(rows[part, None], positions[part, None]), sampling.of(rows[part]))
+            _sample(logits[part], noise.at(rows[part], positions[part]), sampling.of(rows[part]))
             for part in _parts(logits)
         ]
-        found = (_padded(torch.cat(x)[:, 0, 0], trees) for x in zip(*parts, strict=True))
+        found = (_padded(torch.cat(x)[:, 0], trees) for x in zip(*parts, strict=True))
         features = [_padded(x.flatten(0, 1), trees) for x in features]
         tokens, logprobs, full = to_host(*found)
         finite = None if math.isfinite(full.sum()) else [bool(row.all()) for row in np.isfinite(full)]
@@ -144,17 +144,15 @@ class Runner:
         if trees.nodes is None:
             return self._forward(trees.tokens, positions, plan)
         tokens, positions = (_nodes(x.flatten(), trees)[None] for x in (trees.tokens, positions))
+        return self._forward(tokens, positions, plan, trees)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
-            padded = [_padded(x, trees).flatten(0, 1) for x in (query, key, value)]
-            return _nodes(self.cache.store.attend(plan, layer, padded[0], padded[1], padded[2], window), trees)
-
-        return self._through(tokens, positions, attend)
-
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: Any) -> tuple[Tensor, ...]:
-        return self._through(tokens, positions, partial(self.cache.store.attend, plan))
-
-    def _through(self, tokens: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, ...]:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, plan: Any, packed: TreeBatch | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return what `_pass` returns. If `packed` is given, tokens and positions [1, M] are those of its nodes."""
+        attend: Attend = partial(self.cache.store.attend, plan)
+        if packed:
+            attend = _with_padding(attend, packed)
         if self.window is None:
             return (self.target.forward(tokens, positions, attend),)
         taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps)
@@ -178,18 +176,28 @@ def _padded(x: Tensor, trees: TreeBatch) -> Tensor:
     return x.view(*trees.tokens.shape, *x.shape[1:])
 
 
+def _with_padding(attend: Attend, trees: TreeBatch) -> Attend:
+    """Return an attention that takes and returns the M nodes that are not padding. `attend` works on all B * N."""
+
+    def packed(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        query, key, value = (_padded(x, trees).flatten(0, 1) for x in (query, key, value))
+        return _nodes(attend(layer, query, key, value, window), trees)
+
+    return packed
+
+
 def _parts(logits: Tensor) -> list[slice]:
-    """Cut the rows of `logits` [B, N, V] into parts that fit the cache of a CPU core. Other devices get one part."""
-    rows, nodes, vocab_size = logits.shape
-    size = max(1, _CACHE_BYTES // (4 * nodes * vocab_size)) if logits.device.type == "cpu" else rows
-    return [slice(low, low + size) for low in range(0, rows, size)]
+    """Cut the nodes of `logits` [M, V] into parts that fit the cache of a CPU core. Other devices get one part."""
+    nodes, vocab_size = logits.shape
+    size = max(1, _CACHE_BYTES // (4 * vocab_size)) if logits.device.type == "cpu" else nodes
+    return [slice(low, low + size) for low in range(0, nodes, size)]
 
 
 def _sample(logits: Tensor, noise: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token at each node of [B, N, V] and its two log-probs, [B, N, 1] each."""
+    """Return the token at each node of [M, V] and its two log-probs, [M, 1] each."""
     log_p, log_full = sampling_log_probs(logits, sampling)
     token = gumbel_topk(log_p, noise).picks
     logprob = log_p.gather(-1, token)
     if sampling.greedy:
-        logprob = logprob.masked_fill((sampling.temperature == 0)[:, None, None], 0.0)
+        logprob = logprob.masked_fill((sampling.temperature == 0)[:, None], 0.0)
     return token, logprob, log_full.gather(-1, token)
