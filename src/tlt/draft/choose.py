@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tlt.config import SpeculationConfig
 from tlt.config.registry import DRAFTERS, learned, maker
 from tlt.draft.drafter import Drafter, Sources
@@ -20,9 +22,8 @@ def make_drafters(
     names = list(DRAFTERS) if config.drafter == "adaptive" else [config.drafter]
     if any(learned(name) for name in names) and config.path and not layer:
         layer = load_drafter(config.path, target.options)
-    sources = Sources(target, layer, config.history_tokens)
-    made = [maker(DRAFTERS[name])(sources) for name in names if layer or not learned(name)]
-    drafters = [drafter for drafter in made if drafter is not None]
+    usable = [name for name in names if layer or not learned(name)]
+    drafters = _made(usable, Sources(target, layer, config.history_tokens))
     if not drafters:
         raise DrafterError(
             f"speculation.drafter = '{config.drafter}' does not work for this model on {target.device.type}: it needs "
@@ -32,5 +33,10 @@ def make_drafters(
 
 
 def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
-    made = [maker(entry)(Sources(target, layer, history_tokens)) for entry in DRAFTERS.values()]
+    return _made(DRAFTERS, Sources(target, layer, history_tokens))
+
+
+def _made(names: Iterable[str], sources: Sources) -> list[Drafter]:
+    """Return the drafters of these names that support the target."""
+    made = [maker(DRAFTERS[name])(sources) for name in names]
     return [drafter for drafter in made if drafter is not None]
