@@ -139,10 +139,6 @@ class DraftCache(Protocol):
         overwrites them. Call this method once for each depth of a draft, from 0 on."""
         ...
 
-    def wipe_drafts(self) -> None:
-        """Zero the keys and values of draft tokens."""
-        ...
-
 
 @runtime_checkable
 class CacheDrafter(Protocol):

@@ -10,9 +10,10 @@ from functools import partial
 from typing import TypeVar
 
 from tlt.draft.calibration import Calibration
-from tlt.draft.drafter import CacheDrafter, DraftCache, Drafter
+from tlt.draft.drafter import CacheDrafter, Drafter
 from tlt.draft.features import FeatureView
 from tlt.draft.tree import DraftTree
+from tlt.engine.kv_cache import KVCache
 from tlt.types import Request, Row
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class AcceptanceRate:
 class Drafters:
     """Per-row store of all drafters. All of them follow all rows, because any may draft in the next round."""
 
-    def __init__(self, drafters: Iterable[Drafter], cache: DraftCache) -> None:
+    def __init__(self, drafters: Iterable[Drafter], cache: KVCache) -> None:
         self.cache = cache
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.acceptance_rates = {name: AcceptanceRate(drafter.acceptance_rate) for name, drafter in self.usable.items()}
