@@ -12,11 +12,8 @@ one thread with AVX-512:
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -65,8 +62,8 @@ class Int8Copy:
 
     def __init__(self, target: Decoder) -> None:
         self._copy = target.empty()
-        self._seconds, self._ended = 0.0, -math.inf
-        self._of: Callable[[], Tensor | None] = lambda: None  # embedding of the quantized weights; each load makes one
+        self._seconds = self._ended = 0.0  # duration and end of the last quantization
+        self._version = -1  # of the quantized weights
 
     @classmethod
     def of(cls, target: Decoder) -> Int8Copy:
@@ -78,7 +75,7 @@ class Int8Copy:
     def refresh(self, target: Decoder) -> None:
         """Quantize the target's present weights if there is a copy of older ones, unless that would take more than
         0.5 % of the time. If they are not finite, the older copy is kept."""
-        is_old = self._copy.layers and self._of() is not target.embedding
+        is_old = self._copy.layers and self._version != target.version
         if is_old and time.perf_counter() - self._ended >= self._seconds / _SHARE:
             with suppress(ArithmeticError):
                 self._quantize(target)
@@ -89,7 +86,7 @@ class Int8Copy:
         to_logits: Any = Int8Product(target.to_logits)
         self._copy.to_logits = to_logits
         self._take(target, products)
-        self._of = weakref.ref(target.embedding)
+        self._version = target.version
         self._ended = time.perf_counter()
         self._seconds = self._ended - began
 
