@@ -28,6 +28,7 @@ _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
 _LOST = 0.01  # share of the seconds that drafts may lose against plain decoding
 _FIRST_ROUNDS = 128  # plain rounds whose share may be lost at the beginning
+_FREE = 1.03  # factor by which further rows may slow down the others of a round
 _MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
 _HOPED_ACCEPTANCE = 0.8  # of a drafter without evaluation, to decide whether it could be the fastest
 _ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
@@ -172,12 +173,12 @@ class Bandit:
         return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
-        """Return the number of rows that hardly delay these `rows`: 3 % of a plain round, and 3 % of what drafts could
-        reach. On a GPU these are many. On a CPU drafts pay with few rows, so further rows are not free."""
-        most = self.times.most_rows(rows, 1.03)
-        if most == rows or 1.03 * self._hoped_speed(most) >= self._hoped_speed(rows):
-            return most
-        return rows
+        """Return the largest number of rows whose plain round takes at most 3 % longer than one of `rows` rows, by the
+        profile. Return `rows` if the fastest drafts then slow a row down by more than that. On a GPU they hardly do. On
+        a CPU drafts pay with few rows only."""
+        most = self.times.most_rows(rows, _FREE)
+        free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
+        return most if free else rows
 
     def _hoped_speed(self, rows: int) -> float:
         """Return tokens per row and second of the fastest arm, if all drafters are good as far as is known."""
