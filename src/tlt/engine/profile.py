@@ -21,7 +21,7 @@ from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
-_SECONDS = 2.0  # time limit of all timed calls; the rounds of the rollout refine the result
+_SECONDS = 1.0  # time limit of all timed calls; the rounds of the rollout refine the result
 _REPEATS = 5
 _ROWS = 16
 _NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the timed passes

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tlt.models.decoder import Decoder
+from tlt.models.decoder import Decoder, Layer
 from tlt.models.product import Product
 
 _SHARE = 0.005  # share of the time that quantizing may take. Weights of some updates before accept hardly fewer tokens
@@ -44,10 +45,8 @@ class Int8Product:
         if not torch.isfinite(scales).all():
             raise ArithmeticError("a weight is not finite in float32, so it has no int8 copy")
         values, zeros = (weight / scales[:, None]).round_().to(torch.int8).contiguous(), torch.zeros(len(scales)).long()
-        with warnings.catch_warnings():  # the tensor's dtype is deprecated, but the product wants it
-            warnings.simplefilter("ignore")
-            # torch.quantize_per_channel takes twice as long
-            whole = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)  # pyright: ignore[reportPrivateImportUsage]
+        # torch.quantize_per_channel takes twice as long
+        whole = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)  # pyright: ignore[reportPrivateImportUsage]
         bias = None if product.bias is None else product.bias.float()
         self.packed = torch.ops.quantized.linear_prepack(whole, bias)
 
@@ -82,9 +81,11 @@ class Int8Copy:
 
     def _quantize(self, target: Decoder) -> None:
         began = time.perf_counter()
-        products = [{name: Int8Product(getattr(layer, name)) for name in _PRODUCTS} for layer in target.layers]
-        to_logits: Any = Int8Product(target.to_logits)
-        self._copy.to_logits = to_logits
+        with warnings.catch_warnings(), ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing is not threaded
+            warnings.simplefilter("ignore")  # the tensor's dtype is deprecated, but the product wants it
+            to_logits: Any = pool.submit(Int8Product, target.to_logits)
+            products = list(pool.map(_layer_products, target.layers))
+        self._copy.to_logits = to_logits.result()
         self._take(target, products)
         self._version = target.version
         self._ended = time.perf_counter()
@@ -102,6 +103,10 @@ class Int8Copy:
         copy = self._copy
         copy.embedding, copy.norm, copy.head = target.embedding, target.norm, target.head
         copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
+
+
+def _layer_products(layer: Layer) -> dict[str, Int8Product]:
+    return {name: Int8Product(getattr(layer, name)) for name in _PRODUCTS}
 
 
 _COPIES: WeakKeyDictionary[Decoder, Int8Copy] = WeakKeyDictionary()

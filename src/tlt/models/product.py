@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 4  # rows of the timed products: a short draft
-_REPEATS = 7  # the minimum counts, so that other processes matter little
+_REPEATS = 5  # the minimum counts, so that other processes matter little
 _TIMED_BYTES, _COPIES = 1 << 25, 16  # more than a CPU cache holds, because a pass finds no weight there
 NEVER = 1 << 62
 
