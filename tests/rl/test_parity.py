@@ -148,6 +148,19 @@ def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, kind: An
         take_weights(decoder, make_policy(folder, torch.float32), version=1)
 
 
+def test_weights_other_than_the_policys_are_refused_at_a_later_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, decoder = make_policy(sound(tmp_path)), make_decoder(tmp_path)
+    take_weights(decoder, policy, version=1)
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    for weight in policy.model.parameters():
+        weight.data.mul_(1.5)
+    monkeypatch.setattr(policy, "state_dict", lambda: before)
+    with pytest.raises(ModelError, match="not one model at version 2"):
+        take_weights(decoder, policy, version=2)
+
+
 @pytest.mark.parametrize("whose", ["policy", "engine"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_named(tmp_path: Path, whose: str, value: float) -> None:
@@ -229,4 +242,4 @@ def test_a_run_with_two_models_ends_at_its_start_and_at_every_sync(
 def test_speculative_logits_are_those_of_transformers(tmp_path: Path, count: int) -> None:
     tokens, decoder = torch.arange(count) * 7 % VOCAB, make_decoder(sound(tmp_path))
     wanted = transformers_logits(tmp_path, tokens)
-    torch.testing.assert_close(speculative_logits(decoder, tokens), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(speculative_logits(decoder, tokens, count // 2), wanted, atol=1e-5, rtol=0)

@@ -42,18 +42,19 @@ _DRAFT = 4  # text tokens in each verification pass
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
     """Load the policy's weights into the target. Raises ModelError if the two then fail `check_parity`."""
     return_freed_memory()  # of the update
+    is_new = target.version < 0
     target.load(policy.state_dict(), version)
-    check_parity(target, policy)
+    check_parity(target, policy, with_drafts=is_new)  # new weights do not change how drafts are verified
 
 
-def check_parity(target: Target, policy: Weighed) -> None:
+def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> None:
     """Compare the next-token distributions of target and policy on a short text.
 
     They are compared at each token, or with vLLM at the last token only. Raises ModelError if they differ by more than
     rounding explains. All members of a sharded policy make this call."""
     count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
-    decoded = _logits(target, tokens)
+    decoded = _logits(target, tokens, with_drafts)
     before = count - len(decoded)
     trained = policy.logits(tokens)[before:]
     apart = _distributions(trained, "policy", target.version) - _distributions(decoded, "engine", target.version)
@@ -71,25 +72,25 @@ def check_parity(target: Target, policy: Weighed) -> None:
         )
 
 
-def _logits(target: Target, tokens: Tensor) -> Tensor:
+def _logits(target: Target, tokens: Tensor, with_drafts: bool) -> Tensor:
     """Return logits [n, V] at the last n tokens of a text [N]."""
     if isinstance(target, VllmTarget):
         return target.text_logits(tokens)
     assert isinstance(target, Decoder), "targets are decoders or vLLM"
-    return speculative_logits(target, tokens.to(target.device))
+    return speculative_logits(target, tokens.to(target.device), len(tokens) // (1 + with_drafts))
 
 
-def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
+def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tensor:
     """Decode a text [N] as the engine does, and return the logits at each token [N, V].
 
-    The first half is prefilled. Each further pass verifies a tree of the next tokens, in which each correct draft
-    token has a wrong sibling."""
+    The first pass prefills `prefilled` tokens. Each further pass verifies a tree of the next tokens, in which each
+    correct draft token has a wrong sibling."""
     device, text = target.device, tokens.tolist()
     store = attention_for(HeadShape.of(target.options, target.dtype, device))
     store.resize(1, 2 * len(text))
     done, found = 0, list[Tensor]()
     while done < len(text):
-        right = text[done:][: _DRAFT if done else max(1, len(text) // 2)]
+        right = text[done:][: _DRAFT if done else max(1, prefilled)]
         tree = _with_wrong_tokens(right, target.options.vocab_size) if done else DraftTree.chain(right[0], right[1:])
         batch = stack([tree], device)
         accepted = torch.arange(0, len(tree.tokens), 2 if done else 1, device=device)
