@@ -1,7 +1,7 @@
 """tlt: faster RL training of reasoning LLMs without changing a single token.
 
-The names below are the public interface and follow semantic versioning. The command line uses them too. Each is
-imported at its first use, so that `import tlt` is fast."""
+The names in `__all__` are the public interface and follow semantic versioning. The command line uses them too. Each
+name is imported at its first use, so that `import tlt` is fast."""
 
 from __future__ import annotations
 

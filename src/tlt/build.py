@@ -1,4 +1,4 @@
-"""Builders of the parts of a recipe: backend, target, engine, learned drafter, prompts."""
+"""Functions that build the parts of a run from its recipe: backend, target, engine, learned drafter, prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tlt.types import Prompt, SamplingParams
 
 
 def backend_of(config: EngineConfig) -> Backend:
-    """Return the backend that `engine.backend` names. Its modules are imported now."""
+    """Import and return the rollout backend that `engine.backend` names, `tlt` or `vllm`."""
     return maker(BACKENDS[config.backend])()
 
 
@@ -54,10 +54,10 @@ def load_engine(
 
 
 def open_target(config: Config, folder: str | Path | None) -> Target:
-    """Return the target of the recipe's engine with the weights in `folder`.
+    """Return the target model of the recipe's backend with the weights in `folder`.
 
-    If `folder` is None, the target is for training: it gets its weights from `take_weights`, and vLLM can free memory
-    for the update. Raises ModelError or VllmError."""
+    If `folder` is None, the target is for training: `rl.parity.take_weights` loads the policy's weights into it, and
+    vLLM can free its KV cache during the update. Raises ModelError or VllmError."""
     return backend_of(config.engine).open_target(config, folder)
 
 
@@ -68,14 +68,15 @@ def open_engine(
     on_harvest: Callable[[Harvest | Transcript], None] | None = None,
     tracer: Tracer | None = None,
 ) -> RolloutEngine:
-    """Return the recipe's engine on this target."""
+    """Return an engine of the recipe's backend that decodes with `target`. `layer` is the learned drafter, if there is
+    one. `on_harvest` receives training data for the drafter."""
     backend, detokenize = backend_of(config.engine), load_detokenizer(config.model)
     return backend.open_engine(config, target, detokenize, layer, on_harvest, tracer or Tracer())
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
-    """Return the learned drafter that the run begins with; None if the run does not train one. It is loaded from
-    `speculation.path`. Without a path its weights are random, and the same on all workers."""
+    """Return the learned drafter with which the run begins, or None if the run trains no drafter. The drafter is loaded
+    from `speculation.path`. Without a path its weights are random, and the same on all workers."""
     speculation = config.speculation
     trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
     if not may_be_learned(speculation.drafter) or not trains or not backend_of(config.engine).trains_drafter(config):
@@ -85,12 +86,12 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
-    layer.acceptance_rate = 0.0  # the tuner need not measure that a random drafter is never right
+    layer.acceptance_rate = 0.0  # so the tuner need not measure that the drafts of a random drafter are rejected
     return layer
 
 
 def steps_ahead(config: SpeculationConfig) -> int:
-    """Return the number of coming steps whose requests idle workers decode."""
+    """Return the number of future steps for which idle workers decode look-ahead drafts; 0 if look-ahead is off."""
     return config.look_ahead if config.drafter == "adaptive" else 0
 
 
@@ -100,7 +101,7 @@ def load_detokenizer(model: ModelConfig) -> Detokenizer:
 
 
 class Workplace(NamedTuple):
-    """Tokenizer, prompts, target and sampling parameters of a recipe."""
+    """Tokenizer, prompts, target model and sampling parameters, loaded for a recipe."""
 
     tokenizer: Any
     prompts: list[Prompt]
@@ -109,8 +110,8 @@ class Workplace(NamedTuple):
 
 
 def open_workplace(config: Config) -> Workplace:
-    """Load the prompts as for training, and the target with the model's weights. Raises a ValueError whose message is
-    one sentence."""
+    """Load the recipe's tokenizer, prompts, target model and sampling parameters. The prompts are encoded as for
+    training. Raises ValueError with a message of one sentence."""
     tokenizer, config = load_tokenizer(config.model.path), with_tools(config)
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
@@ -119,10 +120,11 @@ def open_workplace(config: Config) -> Workplace:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration as it is used on this machine and recorded for the run.
+    """Return the configuration with all values that depend on this machine, as it is recorded for the run.
 
-    `auto` becomes a dtype. Look-ahead is turned off if workers share cores. With vLLM, `adaptive` becomes a fixed
-    drafter, unless look-ahead is used."""
+    `model.dtype = "auto"` becomes a dtype. `speculation.look_ahead` becomes 0 if workers share CPU cores. With vLLM and
+    without look-ahead, `speculation.drafter = "adaptive"` becomes `eagle` if there is a `speculation.path`, else
+    `off`."""
     dtype = str(torch_dtype(config.model)).removeprefix("torch.")
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     if share_cores(config):

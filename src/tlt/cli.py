@@ -31,8 +31,8 @@ from tlt.report import add_report
 from tlt.run.restarts import LOST
 from tlt.stopping import Stopped
 
-_SPINS = "50000"  # of a thread of torch before it sleeps. By default it spins as long as another process has its core
-_LONGEST = 1200  # characters of what an error says
+_SPINS = "50000"  # spins of an idle thread of torch before it sleeps; by default it keeps the core for longer
+_LONGEST = 1200  # maximum length of an error message in characters
 _DRAFTER = (
     "drafter, which changes the speed only. eagle: a learned drafter (--drafter-path). suffix: copies earlier text. "
     "quantized: the model itself with int8 weights, on CPUs. "
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     were lost; 130 interrupted, 143 terminated, 129 hung up. A run that a signal stopped has been saved.
     """
     arguments, overrides = _parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of other libraries would garble tlt's display
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
         with shown():
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = 130
     except Exception as error:
         message = _sentence(error)
-        if message is None:  # a bug of ours, which its traceback helps to find
+        if message is None:  # a bug in tlt: show its traceback
             raise
         print(f"tlt: {_one_line('; '.join([message, *getattr(error, '__notes__', [])]))}", file=sys.stderr)
         code = LOST if isinstance(error, ClusterError) or _is_out_of_memory(error) else 2
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("recipe", help=RECIPE)
     verify.add_argument("--steps", type=int, default=2, help="number of training steps")
     verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="number format")
-    verify.add_argument("--backend", choices=["tlt", "vllm"], help="engine that is compared with ours (engine.backend)")
+    verify.add_argument("--backend", choices=["tlt", "vllm"], help="engine to be checked (engine.backend)")
     verify.add_argument("--full", action="store_true", help="use all prompts of a step instead of at most 8")
     verify.add_argument("--json", type=Path, help="write the result to this file")
     verify.set_defaults(command=_verify)
@@ -136,7 +136,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         "--chat",
         default="auto",
         choices=["auto", "on", "off"],
-        help="use the chat template; auto: as the run did, else if there is one",
+        help="use the chat template; auto: as the run that trained the model, else if the tokenizer has one",
     )
     generate.add_argument("--system", default="", help="system message for prompts that have none")
     generate.add_argument("--samples", type=int, default=1, help="number of responses to each prompt")
@@ -158,7 +158,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("source", type=Path, help="folder of a run, of a model or of a drafter, or a name on the hub")
     export.add_argument("out", type=Path, help="folder to write; a run's drafter goes into drafter/")
     export.add_argument(
-        "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load it"
+        "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load the export"
     )
     export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="number format")
     export.add_argument("--model", type=Path, help="for a drafter: folder or name of its target model")
@@ -168,9 +168,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
-    rollout = kinds.add_parser("rollout", help="tokens per second by batch size and strategy, and of installed peers")
+    rollout = kinds.add_parser("rollout", help="measure tokens per second by batch size and strategy")
     rollout.add_argument("recipe", help=RECIPE)
-    rollout.add_argument("--batches", default="1,8,32", help="batch sizes, comma-separated")
+    rollout.add_argument("--batches", default="1,8,32", help="numbers of concurrent requests, comma-separated")
     rollout.add_argument("--tail", type=int, default=0, help="also measure one rollout of this many requests")
     rollout.add_argument("--repeats", type=int, default=3, help="number of measurements; the median is reported")
     rollout.add_argument(
@@ -178,10 +178,14 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="STEPS",
-        help="number of policy updates between the look-ahead drafts and the target; 0: no look-ahead",
+        help="number of policy updates between the target that drafts ahead and the measured one; 0: no look-ahead",
     )
-    rollout.add_argument("--only", default="", help="only strategies whose names begin with these, and plain")
-    rollout.add_argument("--peers", default="auto", choices=["auto", "none"], help="auto: the installed ones")
+    rollout.add_argument(
+        "--only", default="", help="comma-separated prefixes of the strategies to measure; plain is always measured"
+    )
+    rollout.add_argument(
+        "--peers", default="auto", choices=["auto", "none"], help="also measure other engines; auto: the installed ones"
+    )
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
 
@@ -213,7 +217,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 
 def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--seconds", arguments.seconds)
-    config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # it judges a learned one
+    config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # for a learned drafter
     from tlt.commands.drafting import eval_drafter
 
     eval_drafter(config, arguments.seconds, arguments.json)
@@ -223,7 +227,7 @@ def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         flag = overrides[0].partition("=")[0]
-        meant = "--" + flag.rpartition(".")[2].replace("_", "-")  # --engine.backend, as of a recipe
+        meant = "--" + flag.rpartition(".")[2].replace("_", "-")  # --backend for --engine.backend
         hint = (
             f"did you mean {meant}?"
             if "." in flag and meant[2:].replace("-", "_") in arguments

@@ -21,15 +21,15 @@ Compute = Callable[[], tuple[Tensor, ...]]
 
 
 class Replayed:
-    """A computation that reads tensors which the caller fills before each call. A call overwrites the result of the one
-    before.
+    """Computation that is captured as a CUDA graph and then replayed. It reads tensors that the caller fills before
+    each call. Each call overwrites the result of the previous call.
 
-    The first call only computes, because a capture takes as long as a call. The second call captures, and later ones
-    replay. On a CPU every call computes. The host must not wait for the device in `compute`. It is passed at each call,
-    because a stored reference could keep a graph and its memory alive."""
+    The first call runs `compute` without a capture, because a capture takes as long as a call. The second call captures
+    a graph, and later calls replay it. On a CPU every call runs `compute`. `compute` must not make the host wait for
+    the device. It is passed at each call, because a stored reference could keep a graph and its memory alive."""
 
     slow_calls = 0
-    """number of calls in this process that computed or captured; the time of a round with one is not typical"""
+    """number of calls in this process that ran or captured `compute`; a round with such a call is slow"""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,8 +51,8 @@ class Replayed:
         return self._result
 
     def _capture(self, compute: Compute) -> torch.cuda.CUDAGraph:
-        """Record `compute`. `torch.cuda.graph` would also empty the allocator's cache, which takes longer than a
-        pass."""
+        """Capture `compute` as a CUDA graph and return the graph. `torch.cuda.graph` is not used, because it also
+        empties the allocator's cache, which takes longer than a pass."""
         graph, (stream, keeper) = torch.cuda.CUDAGraph(), _shared(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
@@ -100,7 +100,7 @@ def _shared(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGra
 
 
 def rounded_up(count: int, parts: int = 1) -> int:
-    """Return the next multiple of 1 / `parts` of the largest power of two below `count`, so that few shapes are used.
-    With one part it is the next power of two."""
+    """Round `count` up, so that few different shapes occur. The result is the next multiple of p / `parts`, where p is
+    the largest power of two below `count`. If `parts` is 1, the result is the next power of two."""
     step = max(1, (1 << (count - 1).bit_length() - 1) // parts) if count > 1 else 1
     return -(-count // step) * step

@@ -27,7 +27,8 @@ Counters = dict[str, float]
 
 
 class Rapl:
-    """Joules of all CPU packages of this machine, from `/sys/class/powercap`. The kernel's counters wrap around."""
+    """Energy of all CPU packages of this machine in joules, from the RAPL counters in `/sys/class/powercap`. The
+    counters wrap around, which `read` corrects."""
 
     def __init__(self, root: Path = _POWERCAP) -> None:
         self.joules = 0.0
@@ -56,7 +57,7 @@ def _microjoules(path: Path) -> int:
 
 
 class Nvml:
-    """Joules of all NVIDIA cards of this machine, used by any process. Needs the package nvidia-ml-py."""
+    """Energy of all NVIDIA GPUs of this machine in joules, used by any process. It needs the package nvidia-ml-py."""
 
     def __init__(self, library: Any = None) -> None:
         self._cards: list[Any] = []
@@ -87,10 +88,10 @@ def cpu_seconds(root: Path = _PROC, ticks: int | None = None) -> float:
     parents: dict[int, int] = {}
     spent: dict[int, int] = {}
     for name in filter(str.isdecimal, os.listdir(root)):
-        with suppress(OSError, ValueError, IndexError), open(f"{root}/{name}/stat", "rb") as file:  # it may just end
+        with suppress(OSError, ValueError, IndexError), open(f"{root}/{name}/stat", "rb") as file:  # it may end now
             fields = file.read().rpartition(b")")[2].split(None, 15)
             parents[int(name)] = int(fields[1])
-            spent[int(name)] = sum(map(int, fields[11:15]))  # user, system, and both of ended children
+            spent[int(name)] = sum(map(int, fields[11:15]))  # user and system time, of itself and of its ended children
     me = os.getpid()
     return sum(spent[pid] for pid in spent if _descends(pid, me, parents)) / (ticks or os.sysconf("SC_CLK_TCK"))
 
@@ -102,12 +103,13 @@ def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 
 
 class Meter:
-    """All counters of this machine. A counter that fails is dropped, and the run continues."""
+    """Reader of the energy and CPU time counters of this machine. If a counter fails, the run continues without it."""
 
     def __init__(
         self, one_machine: bool = True, rapl: Rapl | None = None, nvml: Nvml | None = None, proc: Path = _PROC
     ) -> None:
-        """Set `one_machine` to False if workers run on other machines."""
+        """Find the counters of this machine. If `one_machine` is False, because workers run on other machines, nothing
+        is measured."""
         self._sources: dict[str, Callable[[], float]] = {}
         if one_machine:
             self._sources["cpu_seconds"] = lambda: cpu_seconds(proc)
@@ -116,7 +118,7 @@ class Meter:
                     self._sources[name] = source.read
 
     def read(self) -> Counters:
-        """Return the present value of each counter."""
+        """Return the current value of each available counter: `cpu_seconds`, `cpu_joules`, `gpu_joules`."""
         found: Counters = {}
         for name, source in list(self._sources.items()):
             try:
@@ -128,10 +130,10 @@ class Meter:
 
 
 class MeteredTracer(Tracer):
-    """Tracer of the driver that also records what each phase of a step used."""
+    """Tracer of the driver process that also records the energy and CPU time of each phase of a step."""
 
     def __init__(self, meter: Meter | None = None) -> None:
-        """Set the meter. Without one nothing is measured."""
+        """Measure with `meter`. Without a meter, energy and CPU time are not measured."""
         super().__init__()
         self._meter = meter or Meter(one_machine=False)
         self._last, self._since = self._meter.read(), time.perf_counter()
@@ -174,7 +176,9 @@ def _with_estimate(used: Counters, run: RunConfig) -> Counters:
 
 
 def total_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums over lines of metrics, and each figure per step, per million tokens and per reward point."""
+    """Return energy, CPU time and cost summed over the steps in `lines` of metrics.jsonl, and each sum per step, per
+    million tokens and per reward point. A reward point is an increase of the mean reward by 0.01 from the first to the
+    last tenth of the steps. The result is empty if nothing was measured."""
     found = [line["energy"] for line in lines if line.get("energy")]
     if not found:
         return {}
@@ -193,7 +197,8 @@ def total_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compared_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the energy of plain decoding and of the run's own decoding for the same tokens."""
+    """Return the energy of plain decoding (`plain`) and of decoding with speculation (`ours`), summed over the steps
+    that decoded the same requests both ways."""
     steps = [line["energy"]["phases"] for line in lines if "compare" in line.get("energy", {}).get("phases", {})]
     if not steps:
         return {}

@@ -1,4 +1,4 @@
-"""User files whose errors become one sentence, and writes that are flushed to the disk before a rename."""
+"""Functions for files: errors in user files become one sentence, and writes are flushed to the disk before a rename."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Copies from the device to the host. Drafting, verification and prefill wait for the device only here, so that their
-waits can be counted. The saved hidden states are copied elsewhere."""
+"""Copies of tensors from the device to the host. Drafting, verification and prefill wait for the device only in
+`to_host`, so that these waits can be counted. The hidden states saved for drafter training are copied elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _NUMPY = {torch.float64: np.float64, torch.int64: np.int64}
 
 
 def to_host(*tensors: Tensor) -> list[np.ndarray]:
-    """Copy all tensors to the host in one transfer, with their shapes. Integers become int64 and other numbers float64;
-    on a CPU the types are kept. Integers must be below 2^53, because they are transferred as float64."""
+    """Copy tensors to the host in one transfer, and return them as NumPy arrays of the same shapes. On a GPU, int64
+    stays int64 and all other dtypes become float64. On a CPU the dtypes are kept. Integers must be below 2^53, because
+    they are transferred as float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()

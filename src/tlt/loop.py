@@ -49,10 +49,10 @@ from tlt.types import (
 
 
 class Rollout(Protocol):
-    """Decodes requests with the weights of the last `sync`."""
+    """Protocol of a rollout: decodes requests with the weights of the last `sync`."""
 
     def sync(self, policy: Trainable, version: int) -> None:
-        """Give the policy's weights to the target."""
+        """Load the policy's weights into the engine's target. `version` is the number of policy updates so far."""
         ...
 
     def generate(
@@ -62,9 +62,10 @@ class Rollout(Protocol):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        """Return all responses, in any order, and the counters of the rollout. `on_response` is called for each
-        response as soon as it ends. Idle workers may compute early shards of the `early` groups, and decode the
-        requests in `coming`, one list for each next step."""
+        """Decode all requests. Return the responses, in any order, and the counters of the rollout. `on_response` is
+        called for each response as soon as it ends. Idle workers may compute early shards of the update from the groups
+        in `early`. They may also decode look-ahead drafts for `coming`, which has the requests of each future step in a
+        list."""
         ...
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -72,7 +73,7 @@ class Rollout(Protocol):
         ...
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Store drafts for requests that will be decoded again."""
+        """Store look-ahead drafts for requests that will be decoded again, such as those of an evaluation."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -91,11 +92,12 @@ class Rollout(Protocol):
         ...
 
     def trace(self) -> list[list[Span]]:
-        """Return each worker's spans since the last call, including the time in each state of `tlt.trace`."""
+        """Return each worker's trace spans since the last call. They include a span for each period that the worker
+        spent in one state of `tlt.trace`."""
         ...
 
     def peak_memory(self) -> dict[str, dict[str, float]]:
-        """Return `metrics.peak_memory` of each worker that has a process of its own, by name."""
+        """Return the peak memory in MiB (`metrics.peak_memory`) of each worker with its own process, by name."""
         ...
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class Rollout(Protocol):
 
 
 class Trainable(Protocol):
-    """Policy that is updated on a batch. Its weights are read by name."""
+    """Protocol of a policy that is updated on a batch. Its weights are read by their Hugging Face names."""
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]: ...
 
@@ -116,7 +118,7 @@ class Trainable(Protocol):
 
 
 class Watcher(Protocol):
-    """Observer of a run, such as the display. The result does not depend on it."""
+    """Protocol of an observer of a run, such as the display. The run's result does not depend on it."""
 
     def phase(self, step: int, name: str, total: int) -> None: ...
 
@@ -151,8 +153,8 @@ class StepResult:
 
 
 def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepResult:
-    """Run one step. Before it the engine must hold the policy's current weights; after it the engine holds the new
-    ones."""
+    """Run one training step: rollout, reward, update, sync. Before the step the engine must have the current weights of
+    the policy. After the step it has the updated weights."""
     seconds: dict[str, float] = {}
     with timed("total", seconds):
         groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
@@ -178,8 +180,8 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
 
 
 def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group]:
-    """Store the policy's log-probs in the responses of these groups. The next step needs them, and the policy that
-    decoded the groups is gone by then."""
+    """Store the current policy's log-probs in the responses of these groups, and return the groups. The next step needs
+    these log-probs, and it can no longer compute them, because the update changes the policy."""
     responses = [response for group in groups for response in rewarded(group)]
     if responses:
         for response, logprobs in zip(responses, policy.logprobs(make_batch(groups, config)), strict=True):
@@ -190,8 +192,9 @@ def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group
 def _decode(
     parts: Parts, config: Config, watcher: Watcher, step: int, seconds: dict[str, float]
 ) -> tuple[list[Group], RolloutStats, int, dict[str, int]]:
-    """Decode waves of prompts until there are enough usable groups. Return the rewarded groups in prompt order, the
-    counters, the number of waves, and the comparison with plain decoding, if one is due."""
+    """Decode waves of `rollout.prompts_per_step` prompts until enough groups are usable for training. Return the
+    rewarded groups in prompt order, the rollout counters, the number of waves, and the counts of the comparison with
+    plain decoding, which are empty if no comparison is due."""
     groups: list[Group] = []
     stats, waves, compared = RolloutStats(), 0, Counter[str]()
     every = config.run.compare_every
@@ -223,7 +226,8 @@ def _decode(
 def _early_groups(
     parts: Parts, config: Config, before: Sequence[Group], requests: Sequence[Request], is_last_wave: bool
 ) -> EarlyGroups | None:
-    """Return the groups that idle workers may compute early; None if they may not."""
+    """Return the groups whose gradients or log-probs idle workers may compute before the rollout ends. Return None if
+    the early update is off or not possible."""
     if not (config.train.early_update and has_early_shards(config.train, config.cluster.workers)):
         return None
     return EarlyGroups(config, before, requests, is_last_wave, parts.reward.settle)
@@ -240,7 +244,8 @@ def call_each(*listeners: Callable[[Response], None]) -> Callable[[Response], No
 
 
 def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[str, int]:
-    """Return the number of tokens, of responses, and of responses that differ between the two ways of decoding."""
+    """Return the number of tokens, of responses, and of responses that differ from those of plain decoding. Return an
+    empty dictionary if there are no `plain` responses."""
     if not plain:
         return {}
     tokens = {response.request.seed: response.token_ids for response in responses}
@@ -259,7 +264,7 @@ def _requests(parts: Parts, config: Config, cursor: Cursor) -> list[Request]:
 
 
 def coming(parts: Parts, config: Config, step: int) -> Iterator[list[Request]]:
-    """Yield one list of requests for `step` and each step after it. The cursor is not moved."""
+    """Yield a list with the requests of `step`, then one for each later step. The prompt cursor is not moved."""
     cursor = replace(parts.cursor)
     for _ in range(step, config.train.steps):
         yield _requests(parts, config, cursor)

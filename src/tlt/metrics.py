@@ -30,7 +30,7 @@ class MetricsError(ValueError):
 
 
 def leaves(tree: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a nested dictionary with its path."""
+    """Yield (path, value) for each value of a nested dictionary. A path is its keys, joined by `separator`."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, separator, f"{prefix}{name}{separator}")
@@ -54,11 +54,12 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     **{"step": int, "reward": _NUMBER, "accept_length": _NUMBER, "tokens": int, "tokens_per_second": _NUMBER},
     **{"seconds": dict, "rollout": dict},
 }
-"""fields that a line needs so that a run can be resumed and summarized"""
+"""required fields of a line of metrics.jsonl, with their types; a resume and the summary read them"""
 
 
 class MetricsWriter:
-    """Writer of metrics.jsonl, one line per step. On resume, lines from `first_step` on are dropped first."""
+    """Writer of metrics.jsonl, one line per step. It first removes the lines from `first_step` on, which a resumed run
+    writes again. It then appends `last`, if that is newer than the remaining lines."""
 
     def __init__(self, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         self.path = folder / "metrics.jsonl"
@@ -93,7 +94,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _line(words: str) -> dict[str, Any]:
-    """Parse the metrics of a step. Raises ValueError."""
+    """Parse one line of metrics.jsonl. Raises ValueError if the line is damaged."""
     line = parse_json(words)
     if not isinstance(line, dict):
         raise ValueError(f"{words[:40]!r} is not a step's metrics")
@@ -106,8 +107,9 @@ def _line(words: str) -> dict[str, Any]:
 def summarize(
     folder: Path, policy_sha256: str, evaluation: dict[str, float], changes: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Write and return summary.json: the whole run, including the parts before a resume, from metrics.jsonl and the
-    last evaluation. `changes` lists what a resume changed in the recipe."""
+    """Write summary.json to `folder` and return its content. It covers all steps in metrics.jsonl, including those
+    before a resume. `evaluation` is the last evaluation. `changes` lists the fields of the recipe that resumes
+    changed."""
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
@@ -150,16 +152,16 @@ def summarize(
 
 
 def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return {"times": ...}: the time that plain decoding would have taken in these rounds, divided by the time that
-    they took. Empty if that is not known."""
+    """Return {"times": t}, where t is the estimated time of plain decoding for all measured rounds, divided by the
+    measured time of these rounds. Return {} if no step has such times."""
     found = [step for step in steps if step.get("seconds")]
     seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
     return {"times": plain / seconds} if found else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return for each worker, over all steps: seconds and share of each state, and the part of its idle time used for
-    drafter training."""
+    """Return for each worker, over all steps: the seconds and the share of time in each state, and the seconds and
+    share of its idle time in which it trained the drafter."""
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
@@ -171,7 +173,7 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
 
 
 def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[str, Any]]]) -> float:
-    """Return the useful share of all workers' time over `steps`; 0 if nothing is known.
+    """Return the fraction of all workers' time in `steps` that was useful; 0 if no time was recorded.
 
     Each step is a pair: the seconds of each worker by state, and the counters of the rollout. Decoding, verifying and
     updating are useful. Drafting and look-ahead are useful in proportion to their accepted tokens."""
@@ -191,7 +193,8 @@ def _share(rollout: Mapping[str, Any], part: str, whole: str) -> float:
 
 
 def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Sum up the steps that were also decoded with plain decoding; empty if there are none."""
+    """Return sums over the steps that were also decoded with plain decoding: number of steps, tokens, responses,
+    responses that differ, and seconds with and without speculation. Return {} if there are no such steps."""
     found = [line for line in lines if line.get("compared")]
     if not found:
         return {}
@@ -228,7 +231,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def _largest(steps: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the maximum over all steps of each number of each process."""
+    """Return the peak memory of each process in MiB, by kind (`resident`, `cuda`): the maximum over all steps."""
     found: dict[str, dict[str, float]] = {}
     for process, peak in (item for step in steps for item in step.items()):
         before = found.setdefault(process, {})

@@ -1,4 +1,4 @@
-"""Triton kernel of the noise: alone, or added to rows of log-probs.
+"""Triton kernel of the Gumbel noise g: returns the noise alone, or adds it to rows of log-probs.
 
 The operations of `sampling.py` take 1.1 ms on an H100 for 32 rows of 49,152 tokens, and this kernel 0.03 ms. It
 computes `sampling.gumbel_noise`: Philox4x32-10 with key = seed and counter = (v div 4, 0, t, 0), and
@@ -19,7 +19,7 @@ _LANES = 256  # Philox counters per program, each for four tokens
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return `sampling.gumbel_noise`."""
+    """Compute `sampling.gumbel_noise` with Triton: [M, vocab_size] float32 for `seeds` [M] and `positions` [M]."""
     noise = torch.zeros(len(seeds), vocab_size, device=seeds.device)
     everywhere = torch.ones(len(seeds), dtype=torch.bool, device=seeds.device)
     write_scores(noise, noise, seeds, positions, everywhere, everywhere)
@@ -27,7 +27,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
-    """Compute `vllm.noise.write_scores` in one pass over the rows."""
+    """Compute `vllm.noise.write_scores` with Triton: write log p + noise into the rows of `logits` [R, V] in the mask
+    `ours`. Rows outside the mask `noisy` get log p alone."""
     assert logits.stride(1) == log_p.stride(1) == 1, "rows must be contiguous"
     rows, vocab_size = logits.shape
     grid = rows, triton.cdiv(vocab_size, 4 * _LANES)

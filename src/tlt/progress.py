@@ -24,7 +24,7 @@ _is_shown = False
 
 @contextmanager
 def shown(is_shown: bool = True) -> Iterator[None]:
-    """Show or hide the progress of the block's work."""
+    """Show (default) or hide all progress within the `with` block."""
     global _is_shown
     before, _is_shown = _is_shown, is_shown
     try:
@@ -50,7 +50,7 @@ def _bars() -> Progress:
 
 
 class Work:
-    """Piece of work: the amount done, the total, the rate and the time left."""
+    """Progress of one piece of work: the amount done, the total, the rate and the time left."""
 
     def __init__(self, name: str, total: float | None, unit: str) -> None:
         self.name, self.total, self.unit = name, total, unit
@@ -83,8 +83,8 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def working(name: str, total: float | None = None, unit: str = _SECONDS) -> Iterator[Work]:
-    """Show the progress of the block, which may be nested in another one. The block reports with `Work.update` or
-    `Work.advance`. Without a `total`, only the seconds are shown."""
+    """Show the progress of the work in the `with` block, which may be nested in another one. The block reports its
+    progress with `Work.update` or `Work.advance`. Without a `total`, the time left is not shown."""
     work, ended = Work(name, total, unit), threading.Event()
     if not _is_shown:
         yield work

@@ -1,6 +1,6 @@
-"""Shared-noise sampling: the noise g, the distribution p, and the one function that ranks tokens by their sum.
+"""Shared-noise sampling: the noise g, the distribution p, and the one function that ranks tokens by log p + g.
 
-    token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a function and not a stream
+    token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a pure function
 
 Targets and drafters both use `gumbel_topk`. So a draft token equals the target's token wherever their distributions are
 close. The committed token is always the target's exact sample (Gumbel-max), and no drafter can change it (drafter
@@ -65,7 +65,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether `noise_kernel` runs on this device. Triton needs a C compiler, and not too old a GPU."""
+    """Return whether `noise_kernel` runs on this device. Triton needs a C compiler and a GPU that it supports."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     from tlt import noise_kernel
@@ -82,14 +82,15 @@ def has_kernel(device: torch.device) -> bool:
 def _gumbel(words: Tensor) -> Tensor:
     """Return -log(-log(1 - u)) in float64 for u = (word + 0.5) / 2^32, with 32-bit words as int64.
 
-    u has 32 bits, because the largest noise comes from the smallest u. 1 - u is exact in float64.
+    All 32 bits are used for u, because the smallest u gives the largest noise. 1 - u is exact in float64.
     """
     rest = words.double().mul_(-(2.0**-32)).add_(1 - 2.0**-33)
     return rest.log_().neg_().log_().neg_()  # log is three times as fast as log1p
 
 
 def _host_words(seeds: Sequence[int], positions: Sequence[int], count: int) -> Iterator[Tensor]:
-    """Yield the rows of `philox_words`. randomgen takes half the time. It increments its counter before each block."""
+    """Yield the rows [count] of `philox_words`, computed by the package randomgen in half the time. The counter is set
+    one lower, because randomgen increments it before each block."""
     generator = Philox(number=4, width=32)
     state = generator.state
     for seed, position in zip(seeds, positions, strict=True):
@@ -127,8 +128,8 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of M rows, as tensors [M]. `restricted`: a row uses top-k or top-p. `tempered`: a row has a
-    temperature other than 1. `greedy`: a row has a temperature of 0."""
+    """Sampling parameters of M rows, as tensors [M]. `restricted`, `tempered` and `greedy` say whether some row may use
+    top-k or top-p, may have a temperature other than 1, or may have a temperature of 0."""
 
     temperature: Tensor
     top_k: Tensor
@@ -170,7 +171,7 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tenso
     probabilities = torch.softmax(ordered, dim=-1)
     # mass of the tokens ranked above, in float64, because the rounding of many small terms could move the cut
     before = torch.cumsum(probabilities, dim=-1, dtype=torch.float64) - probabilities
-    top_p = torch.where(sampling.top_p < 1, sampling.top_p, torch.inf)  # 1 keeps all, even if a partial sum rounds to 1
+    top_p = torch.where(sampling.top_p < 1, sampling.top_p, torch.inf)  # 1 keeps all tokens, even if a sum rounds to 1
     outside = before >= top_p.view(shape)
     outside[..., 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
@@ -180,7 +181,8 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tenso
 
 
 class TopK(NamedTuple):
-    """Best k of each node, best first: `scores` and `picks` [..., k]. A pick is an index into the last dimension."""
+    """The k best candidates of each row or node, best first: `scores` and `picks`, both [..., k]. A pick is an index
+    into the last dimension of the log-probs."""
 
     scores: Tensor
     picks: Tensor

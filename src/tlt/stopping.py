@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """A run stopped because a signal asked for it. The message says how to continue."""
+    """Exception that ends work because a signal asked for it. The message says what was saved or how to continue."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -29,12 +29,12 @@ def resume_hint(done: int, steps: int, folder: str, number: int) -> str:
 
 
 class GivenUp(BaseException):
-    """A signal ends the run before its first step, or abandons a step that did not end in time. It is a BaseException,
-    so that no `except Exception` catches it."""
+    """Exception that ends the run because a signal arrived before its first step, or because a step did not end in time
+    after a signal. It is a BaseException, so that no `except Exception` catches it."""
 
 
 class SignalRecord:
-    """Record of the first signal, so that work can end early. A second signal ends it at once."""
+    """Record of the first signal. The work checks it and ends early. A second signal raises KeyboardInterrupt."""
 
     number = 0
     """number of the signal that was received; 0 if none was"""
@@ -57,13 +57,14 @@ class StopRequest(SignalRecord):
         """Set the time in seconds that a step has after the first signal (`patience`)."""
         self.patience = patience
         self.begun = False
-        """whether there may be something to save; before that, the first signal ends the run at once"""
+        """whether the run may have progress to save; until then, the first signal ends the run at once"""
         self.over = False
         """whether the run already ends by itself; signals are then only recorded"""
         self.acknowledge: Callable[[str], None] = lambda text: None
-        """shows that the first signal was received; called in a signal handler"""
+        """function that shows the user a message about the first signal; it is called in the signal handler"""
         self.is_updating: Callable[[], bool] = lambda: False
-        """returns whether the state cannot be saved at present; the step then gets the same time again, once"""
+        """function that returns whether the step has updated the weights, so that the state cannot be saved before the
+        step ends; the step then gets `patience` seconds once more"""
         self._more = 1
 
     def receive_signal(self, number: int, frame: FrameType | None) -> None:
@@ -94,19 +95,21 @@ class StopRequest(SignalRecord):
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def run_ends(self) -> None:
-        """Ignore signals from now on. Saving takes as long as it needs."""
+        """Only record a first signal from now on, because the run ends by itself. Saving takes as long as it needs."""
         self.over = True
         self.step_has_ended()
 
 
 def recorded_signals(record: SignalRecord) -> AbstractContextManager[None]:
-    """Return a context in which `record` receives the signals that are not ignored (nohup)."""
+    """Return a context in which `record` receives SIGTERM, SIGINT and SIGHUP. A signal that the process ignores stays
+    ignored, such as SIGHUP under nohup."""
     return _handled(dict.fromkeys(_not_ignored(), record.receive_signal))
 
 
 @contextmanager
 def stop_request(patience: float) -> Iterator[StopRequest]:
-    """Record the signals that arrive in the block, and give the step `patience` seconds after the first one."""
+    """Record the signals that arrive in the `with` block. After the first signal, the current step has `patience`
+    seconds to end."""
     request = StopRequest(patience)
     with _handled(dict.fromkeys(_not_ignored(), request.receive_signal) | {signal.SIGALRM: request.time_is_up}):
         try:

@@ -1,4 +1,5 @@
-"""Spans of every worker, the states that they add up to, and trace.json for ui.perfetto.dev or chrome://tracing.
+"""Trace of a run: spans of time of every worker, the seconds that workers spend in each state, and the file trace.json
+for ui.perfetto.dev or chrome://tracing.
 
 Consecutive spans of the same work are joined, so that a rollout of a million rounds stays small."""
 
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple
 ROLLOUT, IDLE, EARLY, AHEAD, SPOT, UPDATE, ABSENT = STATES = (
     *("ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT", "UPDATE", "ABSENT"),
 )
-"""states of a worker; ABSENT is that of a missing worker. All other names are kinds of work: prefill, plain,
-speculative, ahead, spot, judge, early, update, sync, save, ..."""
+"""States of a worker; a missing worker is in the state ABSENT. All other names of spans are kinds of work: prefill,
+plain, speculative, ahead, spot, judge, early, update, sync, save, ..."""
 COMPARE = "COMPARE"
-"""state during the comparison with plain decoding; its seconds are not counted"""
+"""state during the comparison with plain decoding; its seconds are not counted in the seconds by state"""
 
 _JOINED = 0.005  # spans of the same name with a shorter gap, in seconds, are joined
 _MOST = 100_000  # largest number of spans kept; the oldest are dropped
@@ -29,13 +30,14 @@ class TraceError(ValueError):
 
 
 class Span(NamedTuple):
-    """Work or state with `start` and `end` in seconds since 1970, so that spans of several processes fit together."""
+    """Period in which a worker did one kind of work or was in one state. `start` and `end` are in seconds since 1970,
+    so that spans of several processes fit together."""
 
     name: str
     start: float
     end: float
     facts: dict[str, float]
-    """counts; joined spans add them up"""
+    """counts of the work, such as `tokens`; joined spans add them up"""
 
     @property
     def seconds(self) -> float:
@@ -43,7 +45,7 @@ class Span(NamedTuple):
 
 
 class Tracer:
-    """Spans of one process, kept until they are drained. At most 100,000 are kept."""
+    """Recorder of the spans of one process, until they are drained. Beyond 100,000 spans it drops the oldest."""
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=_MOST)
@@ -72,7 +74,7 @@ class Tracer:
 
     @property
     def state(self) -> str:
-        """The present state."""
+        """Present state of the worker; IDLE before the first `enter`."""
         return self._state[0] if self._state else IDLE
 
     def enter(self, state: str) -> None:
@@ -88,7 +90,7 @@ class Tracer:
         return spans
 
     def _end_stay(self) -> float:
-        """Add the time in the present state so far as a span. Return its end."""
+        """Add a span for the time in the present state so far. Return the end of the span, in seconds since 1970."""
         now = time.time()
         if self._state:
             state, start = self._state
@@ -99,7 +101,7 @@ class Tracer:
 
 
 def seconds_by_state(spans: Iterable[Span]) -> dict[str, float]:
-    """Return one worker's seconds in each state."""
+    """Return the seconds that one worker spent in each state of `STATES`, from its spans."""
     seconds: dict[str, float] = dict.fromkeys(STATES, 0.0)
     for span in spans:
         if span.name in seconds:
@@ -108,7 +110,7 @@ def seconds_by_state(spans: Iterable[Span]) -> dict[str, float]:
 
 
 _BEGIN, _END = b'{"traceEvents": [', b"\n]}\n"
-_STATE, _WORK = 1, 2  # threads of a worker in the trace
+_STATE, _WORK = 1, 2  # threads of a worker in the trace: one shows its states, one its work
 
 
 class TraceFile:
@@ -121,7 +123,7 @@ class TraceFile:
         self._numbers: dict[str, int] = {}
 
     def write(self, spans: Mapping[str, Sequence[Span]]) -> None:
-        """Append the spans of each worker or of `driver`. Each becomes a process of the trace. Raises TraceError."""
+        """Append spans by name of the worker, or `driver`. Each name is a process of the trace. Raises TraceError."""
         events = [event for name in spans for event in self._introduce(name)]
         events += [_event(span, self._numbers[name]) for name, mine in spans.items() for span in mine]
         if not events:
@@ -152,8 +154,8 @@ class TraceFile:
 
 
 def _event(span: Span, number: int) -> dict[str, Any]:
-    """Return an event in whole microseconds. Start and end are rounded the same way, so that adjacent spans do not
-    overlap."""
+    """Return the trace event of a span, in whole microseconds. Start and end are rounded the same way, so that adjacent
+    spans do not overlap."""
     start, end = round(span.start * 1e6), round(span.end * 1e6)
     thread = _STATE if span.name in (*STATES, COMPARE) else _WORK
     where = {"ph": "X", "name": span.name, "pid": number, "tid": thread, "ts": start, "dur": end - start}
@@ -161,7 +163,7 @@ def _event(span: Span, number: int) -> dict[str, Any]:
 
 
 def _end_of_events(path: Path) -> int:
-    """Return the position of the next event; 0 in a file without events."""
+    """Return the byte position at which the next event is written; 0 in a file without events."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 65536))

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_DRAFT_TOKENS = 64
-"""largest number of nodes in the draft of one row, without the root"""
+"""maximum number of draft tokens of one row in a round: the nodes of its draft tree without the root"""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Distribution that a response is sampled from, and its end conditions. `top_k=0` and `top_p=1.0` turn them off.
-    `temperature=0` is argmax."""
+    """Distribution that a response is sampled from, and its end conditions. `top_k=0` turns top-k off, `top_p=1.0`
+    turns top-p off, and `temperature=0` is argmax."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -22,7 +22,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     continues: bool = False
-    """whether an environment may continue an ended response; its keys and values are then kept"""
+    """whether an environment may continue the response after its turn; the engine then keeps its keys and values"""
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
@@ -30,8 +30,8 @@ class SamplingParams:
 
 
 def column(row: Any, name: str) -> Any:
-    """Return the value under a name, or under a dotted path such as `reward_model.ground_truth`; None if there is
-    none."""
+    """Return the value of `row` under a name, or under a dotted path such as `reward_model.ground_truth`; None if there
+    is none."""
     if not isinstance(row, dict) or name in row:
         return row.get(name) if isinstance(row, dict) else None
     first, _, rest = name.partition(".")
@@ -47,20 +47,20 @@ class Prompt:
     token_ids: tuple[int, ...]
     data: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
     answer_column: str = "answer"
-    """name of the answer in `data`"""
+    """column of `data` that has the reference answer, or a dotted path to it"""
     prefill: str = ""
     """text that each response begins with; its tokens are the last ones of `token_ids`"""
     counts_by_task: bool = True
-    """whether the metrics include rewards by task"""
+    """whether the metrics by task include this prompt's rewards"""
 
     @property
     def ground_truth(self) -> Any:
-        """The right answer in the data, or None."""
+        """Reference answer in the data; None if there is none."""
         return column(self.data, self.answer_column)
 
     @property
     def task(self) -> str:
-        """Kind of the prompt: `task` of the data, or verl's `data_source`; empty if there is neither."""
+        """Name of the task of the prompt: `task` of the data, or verl's `data_source`; empty if there is neither."""
         return str(self.data.get("task") or self.data.get("data_source") or "")
 
 
@@ -70,32 +70,33 @@ class Request:
 
     prompt: Prompt
     index: int
-    """position in the group, 0 .. G-1"""
+    """number of the response in its group of G responses to the prompt, 0 .. G-1"""
     epoch: int
     seed: int
-    """64 bits, from `sampling.request_seed`"""
+    """64-bit seed of the noise, from `sampling.request_seed`"""
     sampling: SamplingParams
 
 
 @dataclass
 class PassCounts:
-    """Counters of the target's passes over one row or several. No token depends on them."""
+    """Counters of target passes and draft tokens, for one row or several. No token depends on them."""
 
     row_passes: int = 0
-    """number of passes over a row, summed over the rows"""
+    """number of target passes, counted once for each row in a pass"""
     drafted: int = 0
     accepted: int = 0
     ahead_passes: int = 0
-    """passes over rows whose draft came from look-ahead"""
+    """number of `row_passes` whose draft came from look-ahead"""
     ahead_committed: int = 0
-    """tokens committed by these passes, including the target's own"""
+    """tokens committed by `ahead_passes`, including the target's own token of each pass"""
     ahead_drafted: int = 0
-    """draft tokens of look-ahead"""
+    """draft tokens that came from look-ahead"""
     seen_ahead: int = 0
-    """accepted draft tokens of look-ahead"""
+    """accepted draft tokens that came from look-ahead"""
 
     def count(self, drafted: int, accepted: int, committed: int, ahead: bool) -> None:
-        """Count one more pass over a row."""
+        """Count one target pass over a row. `committed` includes the target's own token. `ahead` says that the draft
+        came from look-ahead."""
         self.row_passes += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -107,7 +108,7 @@ class PassCounts:
 
 
 class Reply(NamedTuple):
-    """Tokens [start, end) of a response that the environment wrote."""
+    """Reply of an environment: its text, and its tokens [start, end) of the response."""
 
     start: int
     end: int
@@ -116,19 +117,19 @@ class Reply(NamedTuple):
 
 @dataclass
 class Row:
-    """Request that is being decoded, with its tokens so far. The cache holds all tokens except the last, which is the
-    root of the next round."""
+    """Request that is being decoded, with its tokens so far. The KV cache has all tokens except the last one, which is
+    the root of the next round's draft tree."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
     harvested: int = 0
-    """hidden states below this position have already been saved as training data"""
+    """hidden states before this position of the sequence have already been saved as training data of the drafter"""
     finite: bool = True
-    """whether all outputs of the target for this row were finite"""
+    """whether all outputs of the target for this row were finite so far"""
     ahead: bool = False
-    """whether the row is decoded for a coming step, as a draft and not as a response"""
+    """whether this is a look-ahead row, whose tokens become a draft for a later rollout instead of a response"""
     decoded: PassCounts = field(default_factory=PassCounts)
     """counters of the passes that decoded it"""
     proposed: str = ""
@@ -155,7 +156,7 @@ class Row:
 
     @property
     def room(self) -> int:
-        """Number of tokens that may still be decoded."""
+        """Number of tokens that may still be decoded for the response."""
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
 
@@ -174,19 +175,19 @@ class Response:
     text: str = ""
     """the prompt's prefill and the decoded text"""
     reward: float | None = None
-    """None: there is no reward, so the group's statistics and the update leave the response out"""
+    """None if there is no reward; the statistics of the group and the update then leave the response out"""
     outcome: str = ""
     """reason why there is no reward; empty if there is one"""
     scores: dict[str, float] = field(default_factory=dict)
     """score of each reward term, before its weight"""
     advantage: float | None = None
-    """None: the policy is not trained on this response"""
+    """None if the policy is not trained on this response"""
     decoded: PassCounts = field(default_factory=PassCounts)
     """counters of the passes that decoded it"""
     proposed: str = ""
     """same as `Row.proposed`"""
     old_logprobs: list[float] | None = None
-    """the trainer's log-probs under the policy that decoded the response, if it is kept for the next step"""
+    """log-probs under the policy that decoded the response; only for a response that the next step trains on"""
     answer: str = ""
     """the part of `text` that rewards take as the answer"""
     replies: list[Reply] = field(default_factory=list)
@@ -204,7 +205,7 @@ class Response:
 
     @property
     def mask(self) -> list[bool]:
-        """One entry per token: whether the model sampled it."""
+        """Whether the model sampled each token. It is False for tokens of the environment's replies."""
         mask = [True] * len(self.token_ids)
         for start, end, _ in self.replies:
             mask[start:end] = [False] * (end - start)
@@ -221,14 +222,14 @@ class Group:
 
 @dataclass
 class RolloutStats(PassCounts):
-    """Counters of one rollout. Accept length is the number of tokens committed per target pass of a row, including the
-    bonus token."""
+    """Counters of one rollout. Accept length is the number of tokens committed per target pass and row, including the
+    target's own token."""
 
     tokens: int = 0
     rounds: int = 0
     prefill_tokens: int = 0
     ahead_tokens: int = 0
-    """tokens decoded for coming steps"""
+    """tokens of look-ahead drafts decoded for future steps"""
     preemptions: int = 0
     drafter_failures: int = 0
     drafter_tokens: int = 0
@@ -238,16 +239,16 @@ class RolloutStats(PassCounts):
     acceptance_rate: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of the first draft token, for each drafter"""
     verified_to: dict[str, int] = field(default_factory=dict)
-    """number of drafts by the depth of the last verified token: the first rejected one, or the end of the draft. The
-    key `eagle 2` is the drafter and the depth."""
+    """Number of drafts by drafter and depth, with keys such as `eagle 2`. The depth is that of the first rejected draft
+    token, or of the last draft token if none was rejected."""
     accepted_to: dict[str, int] = field(default_factory=dict)
-    """number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted"""
+    """number of the same drafts by drafter and depth of the deepest accepted token; depth 0 if none was accepted"""
     alarms: dict[str, float] = field(default_factory=dict)
-    """acceptance rates that are below half of their value at publication, for each such drafter"""
+    """recent acceptance rate of each drafter whose rate has fallen below half of its rate when it was published"""
     seconds: dict[str, float] = field(default_factory=dict)
     """seconds of prefill, draft, verify, commit, and of drafter training that delayed the rollout (`spot`)"""
     against_plain: dict[str, float] = field(default_factory=dict)
-    """seconds of the rounds without a prefill, and the estimated seconds of plain decoding for their tokens"""
+    """`seconds` of rounds without a prefill, and `plain_seconds`, their estimated time with plain decoding"""
     spot: dict[str, float] = field(default_factory=dict)
     """drafter training: drafter version, accept length of the current drafter and of the candidate, whether training is
     paused"""
@@ -279,7 +280,7 @@ def _sum_by_key(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class TrainBatch:
-    """Input of an update, in prompt order whatever the order of arrival."""
+    """Input of an update of the policy. Responses are in prompt order, whatever the order in which they arrived."""
 
     prompt_ids: list[tuple[int, ...]]
     response_ids: list[list[int]]
@@ -287,11 +288,11 @@ class TrainBatch:
     rollout_logprobs: list[list[float]]
     """log-probs of the rollout, for the mismatch metric and for truncated importance weights"""
     rewards: list[list[float]] = field(default_factory=list)
-    """[group][response], from which the advantages were computed"""
+    """rewards [group][response], from which the advantages were computed"""
     old_logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """log-probs under the policy that decoded the response, for responses of the previous step"""
+    """response index -> log-probs under the policy that decoded it, for responses kept from the previous step"""
     masked: set[int] = field(default_factory=set)
-    """responses that count in the advantages of their group but are not trained on"""
+    """indices of responses that count in the advantages of their group but are not trained on"""
     masks: dict[int, list[bool]] = field(default_factory=dict)
     """Response index -> whether the model sampled each token, if the environment replied. Log-probs cover sampled
     tokens only."""
@@ -309,12 +310,12 @@ class TrainBatch:
         return self.masks.get(i, [True] * len(self.response_ids[i]))
 
     def groups(self) -> list[list[int]]:
-        """Return the responses of each group. Several groups may have the same prompt."""
+        """Return the response indices of each group. Several groups may have the same prompt."""
         numbers = iter(range(len(self.response_ids)))
         return [[next(numbers) for _ in group] for group in self.rewards]
 
     def part(self, members: Sequence[int]) -> TrainBatch:
-        """Return these responses as a batch, without the rewards."""
+        """Return the responses with the indices `members` as a batch, without the rewards."""
         return TrainBatch(
             [self.prompt_ids[i] for i in members],
             [self.response_ids[i] for i in members],
@@ -334,7 +335,7 @@ class WorkerNow(NamedTuple):
     live: tuple[int, ...] = ()
     """number of tokens so far of each active row"""
     ahead: tuple[int, ...] = ()
-    """distances of the coming steps whose requests it decodes; 1 is the next step"""
+    """future steps for which the worker decodes look-ahead drafts; 1 is the next step"""
 
 
 @dataclass
@@ -359,7 +360,7 @@ class StepMetrics:
     update: dict[str, float]
     rollout: dict[str, Any]
     batch: dict[str, float] = field(default_factory=dict)
-    """waves, and the numbers of groups trained on, dropped (by reason) or kept for the next step"""
+    """number of waves, and numbers of groups trained on, dropped (by reason) or kept for the next step"""
     outcomes: dict[str, int] = field(default_factory=dict)
     """number of responses without a reward, by reason"""
     episodes: dict[str, Any] = field(default_factory=dict)
@@ -382,4 +383,4 @@ class StepMetrics:
     tokens_seen: int = 0
     """tokens of prompts and responses in all steps so far"""
     seconds_left: float = 0.0
-    """estimated time of the remaining steps, from the mean of the last ten"""
+    """estimated seconds of the remaining steps, from the mean of the last ten steps"""

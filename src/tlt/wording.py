@@ -1,4 +1,4 @@
-"""Grammar of messages."""
+"""Functions for the wording of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets of a benchmark of look-ahead: the present one, and an older one that decodes the look-ahead drafts."""
+"""Two targets for look-ahead benchmarks: the present policy, and an older version that decodes the drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt.models.decoder import Decoder
 from tlt.run.parts import make_parts
 from tlt.types import Request, Response
 
-_FIRST_STEPS = 2  # the optimizer's first steps differ from later ones
+_FIRST_STEPS = 2  # steps before the older weights are copied: the optimizer's first steps differ from later ones
 _MOST_ROWS = 64
 
 
@@ -54,7 +54,7 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
 
 
 def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
-    """Return two targets with the weights of `trained`: the older one, then the present one."""
+    """Train the policy with `trained`. Return two targets with its older and its present weights."""
     older, present = make_target(config.model), make_target(config.model)
     now, before = trained(config, steps)
     older.load(before, version=_FIRST_STEPS)
@@ -63,7 +63,7 @@ def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
 
 
 def decode_ahead(older: Decoder, config: Config, requests: Sequence[Request]) -> list[Ahead]:
-    """Decode these requests with the older target. Return the look-ahead drafts."""
+    """Decode these requests with the older target. Return its responses as look-ahead drafts."""
     store = AheadStore(sum(request.sampling.max_new_tokens for request in requests))
     rows = config.engine.model_copy(update={"max_rows": _MOST_ROWS})
     engine = Engine(older, rows, detokenize=load_detokenizer(config.model), store=store)

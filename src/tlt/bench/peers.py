@@ -1,4 +1,4 @@
-"""Plain decoding by other engines, with the same prompts and lengths for all.
+"""Plain decoding by other engines (transformers, vLLM), with the same prompts and lengths for all.
 
 Each peer is a function that decodes once; its result is not used. A peer that is not installed is left out."""
 
@@ -33,7 +33,7 @@ def _transformers(
 ) -> dict[str, Decode]:
     model: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=config.dtype, local_files_only=True)
     model.to(device).eval()
-    model.generation_config.eos_token_id = model.config.eos_token_id = None  # nothing stops early
+    model.generation_config.eos_token_id = model.config.eos_token_id = None  # no response stops early
     ids = torch.tensor(prompts, device=device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     generation = GenerationConfig(**sampling, max_new_tokens=new_tokens, pad_token_id=0)
@@ -59,7 +59,7 @@ def _transformers(
 
 
 def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decode:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, like the others
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run vLLM in this process, like the others
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 

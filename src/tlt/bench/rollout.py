@@ -40,16 +40,16 @@ from tlt.spot.buffer import HarvestBuffer
 from tlt.store.hub import from_hub
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
-_PEER_PROMPT, _PEER_TOKENS = 64, 128
-_HALF_WIDTH = 0.02  # relative half-width of adaptive's interval at which repeats end; at most twice `repeats`
-_TRIALS = 3
-_TURN = 0.1  # seconds of a turn
+_PEER_PROMPT, _PEER_TOKENS = 64, 128  # tokens of a prompt and of its response, in the comparison with other engines
+_HALF_WIDTH = 0.02  # relative half-width of adaptive's 95 % interval at which repeats end; at most 2 * `repeats`
+_TRIALS = 3  # measurements of each number of threads
+_TURN = 0.1  # duration of a turn in seconds
 _FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # number of responses per repeat that rounding may change
 _SHAPES = {
     "suffix": ((6, 2, 8, 0.5),),
     "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (8, 1, 9, 0.0), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
 }
-_AHEAD = (8, 16, 32, 63)
+_AHEAD = (8, 16, 32, 63)  # maximum numbers of look-ahead tokens in a draft
 
 
 def bench_rollout(
@@ -62,12 +62,12 @@ def bench_rollout(
     look_ahead: int = 0,
     only: Sequence[str] = ("",),
 ) -> None:
-    """Measure and print.
+    """Measure the tokens per second of each strategy and print a table.
 
     If `tail` is above 0, add a rollout of `tail` requests, decoded at once until the last one ends. `look_ahead` is the
-    number of policy updates between the target that decodes ahead and the present one. 0 turns look-ahead off, and
-    nothing is trained. `only` has the first letters of the names of the strategies to measure, in addition to plain
-    decoding."""
+    number of policy updates between the target that decodes look-ahead drafts and the present target. 0 turns
+    look-ahead off, and nothing is trained. `only` has prefixes of the names of the strategies to measure, in addition
+    to plain decoding."""
     console, config = Console(highlight=False), settled(from_hub(config))
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
@@ -104,7 +104,8 @@ def bench_rollout(
 
 @dataclass
 class _Contender:
-    """Strategy, or `adaptive`. Its calibration and its tuner are kept between repeats, as in a training run."""
+    """Fixed strategy or `adaptive`, with its measurements. Its calibration and its tuner are kept between repeats, as
+    in a training run."""
 
     name: str
     tuner: Tuner
@@ -120,7 +121,7 @@ class _Contender:
 
 
 class _Run:
-    """Engine of a contender with the requests of one repeat."""
+    """Engine that decodes the requests of one repeat with one contender."""
 
     def __init__(self, contender: _Contender, engine: Engine, requests: Sequence[Request]) -> None:
         self.contender, self.engine = contender, engine
@@ -207,8 +208,8 @@ class _Bench:
         return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
 
     def _best_threads(self, batch: int, count: int) -> int:
-        """Set and return the number of threads with which plain decoding is fastest, for all contenders. One core may
-        be faster than all for a small batch."""
+        """Set and return the number of threads for all contenders: 1 or all, whichever makes plain decoding faster. One
+        thread may be faster than all for a small batch."""
         trials = {threads: _Contender("plain", Fixed(PLAIN)) for threads in {1, self.threads}}
         for _ in range(_TRIALS if len(trials) > 1 else 0):
             for threads, contender in trials.items():
@@ -229,7 +230,7 @@ class _Bench:
         ahead: Sequence[Ahead] = (),
     ) -> list[_Run]:
         """Decode with all contenders. The contender with the fewest tokens has the next turn. On a GPU they decode one
-        after another, because the memory does not suffice for all at once."""
+        after another, because its memory does not suffice for all at once."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
         for group in [[contender] for contender in contenders] if apart else [contenders]:
@@ -265,7 +266,7 @@ class _Bench:
             on_harvest=buffer.add if contender.harvest else None,
             store=store,
         )
-        engine.drafters.calibrations |= contender.calibrations  # those of earlier repeats
+        engine.drafters.calibrations |= contender.calibrations  # calibrations of earlier repeats
         contender.calibrations = engine.drafters.calibrations
         return engine
 

@@ -1,8 +1,8 @@
-"""`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with our noise, by batch size and drafter.
+"""`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with tlt's noise, by batch size and drafter.
 
 All engines decode the same requests to the same tokens, one after another in this process, several times. The tokens
-are compared with those of our own engine. It is measured too, with plain decoding and with `adaptive`. Plain vLLM is
-compiled, unless `engine.vllm.enforce_eager` is set."""
+are compared with those of tlt's own engine, which is measured too, with plain decoding and with `adaptive`. Plain vLLM
+is compiled, unless `engine.vllm.enforce_eager` is set."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class _VllmContender(NamedTuple):
 
 
 def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: Path | None, look_ahead: int) -> None:
-    """Measure and print. `look_ahead` is the number of policy updates between the older and the present target; 0 turns
-    look-ahead off."""
+    """Measure the tokens per second of each engine and print a table. `look_ahead` is the number of policy updates
+    between the older and the present target; 0 turns look-ahead off."""
     console, config = Console(highlight=False), from_hub(config)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_rows": max(batches)})})
     place = open_workplace(config)

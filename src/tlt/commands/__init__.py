@@ -1,1 +1,1 @@
-"""Commands of the command line that have no folder of their own, one file each."""
+"""Commands `tlt train`, `generate`, `estimate`, `export` and `draft`, one file each, and files that they share."""

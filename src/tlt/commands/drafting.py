@@ -44,16 +44,16 @@ from tlt.wording import counted
 _HELD_OUT = 16  # number of prompts for the final evaluation; each is answered once
 _HELD_BACK = 5  # one in five of the other prompts is for validation, which selects the weights
 _EVALUATING, _JUDGING = 0.1, 0.2  # seconds of validation, and of the final evaluation, per second of training
-_EVALUATED = 2048  # tokens of a validation
+_EVALUATED = 2048  # number of tokens that a validation uses
 _OVERFITTED = 0.1  # gap between the acceptance rates of the first draft token in training and validation
-_LEAST_ROUNDS = 8  # of a final evaluation, even if they exceed its time
-_RISING = 1.01  # growth of the accept length in the last quarter that shows that training is not finished
+_LEAST_ROUNDS = 8  # minimum number of rounds of a final evaluation, even if they exceed its time
+_RISING = 1.01  # if the accept length grew by this factor in the last quarter, training is not finished
 _CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 
 
 @dataclass
 class Workbench:
-    """Target of a recipe, and requests for training prompts and held-out prompts."""
+    """Target model of a recipe, and requests for its training prompts and its held-out prompts."""
 
     config: Config
     target: Decoder
@@ -71,7 +71,7 @@ class Workbench:
             make_requests(part, size, params, config.run.seed, "draft")
             for part in (prompts[:_HELD_OUT], prompts[_HELD_OUT:])
         )
-        in_order = sorted(train, key=lambda request: request.index)  # different prompts teach more
+        in_order = sorted(train, key=lambda request: request.index)  # first one response to each prompt
         return cls(config, target, in_order, [request for request in held_out if request.index == 0])
 
 
@@ -80,8 +80,8 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
 
     The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
     trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps the drafter and raises Stopped. If
-    the model still answers prompts, nothing is kept. Raises ValueError if the folder is not empty, ConfigError,
-    DataError, ModelError or HubError."""
+    the model is still answering prompts then, nothing is kept. Raises ValueError if the folder is not empty, and
+    ConfigError, DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
@@ -112,7 +112,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
     layer.acceptance_rate = curve.acceptance_rate
-    _save(layer, folder, facts | {"held_out": []})  # the final evaluation may be interrupted
+    _save(layer, folder, facts | {"held_out": []})  # saved now, because the final evaluation may be interrupted
     kept = f"the drafter is in {folder}, without a final evaluation (tlt draft eval)"
     if signals:
         raise Stopped(f"{signals.name} ended the training early: {kept}", signals.number)
@@ -142,7 +142,7 @@ def harvest(
     """Decode the training prompts until the hidden states of `tokens` tokens are saved, all prompts are answered, or
     `stop` returns True."""
     wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
-    buffer = HarvestBuffer(wanted + layer.options.window)  # no item is longer than the window
+    buffer = HarvestBuffer(wanted + layer.options.window)  # room for the last item, of at most a window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
     speculation = bench.config.speculation.model_copy(update=changes)
     drafters, _ = make_drafters(speculation, bench.target)
@@ -170,13 +170,13 @@ class Curve:
         self.trainer = trainer
         self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
         self.seconds = self.longest = 0.0
-        """seconds of all evaluations, and of the longest one"""
+        """`seconds` of all evaluations so far, and seconds of the longest one (`longest`)"""
         self.points: list[dict[str, Any]] = []
-        """seconds of training, accept length of a chain in validation, and acceptance rate by depth in validation
-        (`held_back`) and in training (`taught`)"""
+        """One entry per evaluation: seconds of training, accept length of a chain in validation, and acceptance rate by
+        depth in validation (`held_back`) and in training (`taught`)"""
         self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
         self.accept_length = self.acceptance_rate = 0.0
-        """of `best` in validation: accept length of a chain, and acceptance rate of its first draft token"""
+        """accept length of a chain, and acceptance rate of its first draft token, for `best` in validation"""
 
     def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
         drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
@@ -215,8 +215,9 @@ def fit(
     seconds: float,
     stop: Callable[[], bool] = lambda: False,
 ) -> Curve:
-    """Train for `seconds`, including evaluations, with a learning rate that falls linearly to a tenth, or until `stop`
-    returns True. The layer ends with the weights that were best on the validation prompts."""
+    """Train the drafter for `seconds`, including evaluations, or until `stop` returns True. The learning rate falls
+    linearly to a tenth. At the end the drafter has the weights that were best on the validation prompts. Return the
+    learning curve."""
     began = time.perf_counter()
     trainer.prepare(taught, from_scratch=True)
     curve = Curve(trainer, taught, held_back)
@@ -240,14 +241,15 @@ def fit(
 
 
 def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> list[dict[str, Any]]:
-    """Compare a chain and a tree with plain decoding of the held-out prompts, in about `seconds` altogether."""
+    """Measure a chain and a tree of draft tokens against plain decoding of the held-out prompts, in about `seconds`
+    altogether. Return a result for the chain and one for the tree."""
     plain, *found = (evaluate(bench, layer, strategy, seconds / 3) for strategy in (PLAIN, _CHAIN, _TREE))
     return [result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]} for result in found]
 
 
 def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: float = math.inf) -> dict[str, Any]:
-    """Decode the held-out prompts for up to `seconds`. Return accept length with its 95 % interval, acceptance rate by
-    depth, and speed. All draft tokens are verified, so that every depth is measured."""
+    """Decode the held-out prompts with this strategy for up to `seconds`. Return accept length with its 95 % interval,
+    acceptance rate by depth, and speed. All draft tokens are verified, so that every depth is measured."""
     drafter = EagleDrafter(layer, bench.target)
     spell, layout = load_detokenizer(bench.config.model), layer.options.layout
     engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), detokenize=spell, layout=layout)

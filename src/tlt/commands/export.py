@@ -32,7 +32,7 @@ from tlt.store.hub import local_model
 from tlt.store.model_files import model_files, write_files
 
 To = Literal["hf", "vllm", "sglang", "speculators"]
-_DRAFT_TOKENS = 4  # number of draft tokens in the commands that serve
+_DRAFT_TOKENS = 4  # number of draft tokens per pass in the commands that serve a model
 
 
 def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = None) -> list[str]:
@@ -48,7 +48,7 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     source = Path(local_model(str(source))[0])
     if out.is_file():
         raise ModelError(f"{out} is a file: give a folder")
-    out = out.resolve()  # `.` has no name
+    out = out.resolve()  # the path `.` has no name
     draft = out / ".partial" if out.is_dir() else out.parent / f".{out.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -72,7 +72,7 @@ def _put_in_place(draft: Path, out: Path) -> None:
 
 
 def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, model: Path | None) -> list[str]:
-    """Fill `draft`, which becomes `out`."""
+    """Write the export to the temporary folder `draft`, which later becomes `out`. Return a report in sentences."""
     if _is_drafter(source):
         if model is None:
             raise DrafterError(f"{source} is a drafter: give the model that it drafts for with --model FOLDER")
@@ -105,7 +105,8 @@ def _published_drafter(run: Path, policy: Path) -> Path | None:
 
 
 def _named_drafter(run: Path) -> Path | None:
-    """Return the drafter that a run's recipe names. Raises DrafterError if it is missing and the run published none."""
+    """Return the folder of the drafter that a run's recipe names; None if it names none. If that folder is missing,
+    return None, or raise DrafterError if the run published no drafter."""
     recipe = run / "config.json"
     named = (read_json(recipe).get("speculation") or {}).get("path") if recipe.is_file() else None
     if not named or _is_drafter(Path(named)):
@@ -119,7 +120,8 @@ def _named_drafter(run: Path) -> Path | None:
 
 
 def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write weights, tokenizer, chat template, generation config, and a config that enables the cache."""
+    """Write the policy to the folder `out`: weights, tokenizer, chat template, generation config, and a config with
+    `use_cache` on. Compare the result with the policy."""
     if (folder / ADAPTERS).is_file():
         whole = whole_model(folder, dtype)
     else:
@@ -138,7 +140,7 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
 
 
 def _serve_with_a_cache(file: Path) -> None:
-    """Enable the cache, because training may have turned it off."""
+    """Set `use_cache` to true in a generation_config.json, because training may have turned it off."""
     if (config := read_json(file)).get("use_cache") is False:
         file.write_text(json.dumps(config | {"use_cache": True}, indent=2) + "\n", encoding="utf-8")
 
@@ -147,7 +149,7 @@ def _serve_with_a_cache(file: Path) -> None:
 
 
 class Served(NamedTuple):
-    """Final folders of the model and the drafter, which cards and configs name."""
+    """Final folders of the exported model and its drafter, which READMEs and configs name."""
 
     model: Path
     drafter: Path
@@ -199,7 +201,7 @@ def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
 
 
 def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
-    """Return the README.md of the checkpoint with the command that serves it."""
+    """Return the README.md of an exported policy: that of the checkpoint, with the command that serves the export."""
     card = policy / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {out.name}\n"
     serve = "" if to == "hf" else f"\nServed by {to}:\n\n    {serve_command(to, out, None, '')}\n"
@@ -247,12 +249,12 @@ A drafter changes the speed, and not the distribution of the responses.
 
 
 def _rates(found: Mapping[str, Any]) -> Sequence[float | None]:
-    """Return the acceptance rates by depth in training.json, whose older files have another name for them."""
+    """Return the acceptance rates by depth from an entry of training.json. Older files name them `agreement`."""
     return found.get("acceptance_rate") or found.get("agreement") or []
 
 
 def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
-    """Return a table of the acceptance rate by depth, if it was measured."""
+    """Return a Markdown table of the acceptance rate by depth, if it was measured on held-out prompts."""
     held_out = [(found, rates) for found in facts.get("held_out", []) if (rates := _rates(found))]
     if not held_out:
         first = layer.acceptance_rate

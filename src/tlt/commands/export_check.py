@@ -1,7 +1,8 @@
-"""Comparison of an export with the exported model.
+"""Comparison of an exported folder with the model that was exported.
 
-The exporting process writes facts of the model in its memory. Then `python -m tlt.commands.export_check FOLDER FACTS`
-loads the folder with transformers, in a new process, and prints the first difference."""
+The exporting process writes facts about its model, such as token ids, the sha256 of the weights and next-token
+distributions. Then `python -m tlt.commands.export_check FOLDER FACTS` loads the folder with transformers, in a new
+process, and prints the first difference."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from tlt.models.families import DecoderOptions, ModelError, decoder_options
 from tlt.models.hugging_face import is_tied
 from tlt.models.weights import sha256
 
-_PROMPTS, _NEW = PROBES[1:4], 8  # texts, and number of greedy tokens that follow each
-_ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # largest total variation distance
+_PROMPTS, _NEW = PROBES[1:4], 8  # prompts, and number of greedy tokens that follow each prompt
+_ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # maximum total variation distance of next-token distributions
 _CHAT = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
@@ -89,7 +90,7 @@ def check_drafter(folder: Path, target: DecoderOptions) -> None:
 
 
 def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return the values that must be equal, with names for the user."""
+    """Return the values that must be equal in a model and its export, by names that error messages show."""
     names = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
     return {
         **_fields("config.json", model.config),
@@ -117,7 +118,7 @@ def _rendered(tokenizer: Any) -> str:
 
 @torch.no_grad()
 def _continued(model: Any, prompt: Sequence[int]) -> list[int]:
-    """Return a prompt's tokens that are in the vocabulary, followed by greedy tokens."""
+    """Return the tokens of a prompt that are in the vocabulary, followed by 8 greedily decoded tokens."""
     config = model.config
     tokens = [token for token in prompt if token < config.vocab_size][: config.max_position_embeddings - _NEW] or [0]
     for _ in range(_NEW):

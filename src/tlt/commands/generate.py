@@ -29,23 +29,24 @@ from tlt.types import Prompt, Request, Response
 from tlt.wording import counted
 
 OURS = ("row", "index", "response", "finish_reason")
-"""fields of a response in a line of --out, after the columns of its row"""
+"""fields of a response in a line of the --out file, after the columns of its row of data"""
 _SHOWN, _CHAT = ("prompt_column", "template", "prefill"), ("system", "chat_arguments", "now")
-"""fields of [data] of a run that its model's prompts need, without and with the chat template"""
+"""fields of the section [data] that determine how the model sees a prompt: always, and only with the chat template"""
 _OPTIONS = {"data.prompt_column": "--prompt-column", "data.chat = true": "--chat on", "data.chat = false": "--chat off"}
-"""field of a recipe -> option of this command"""
+"""field of a recipe -> option of `tlt generate`, for error messages"""
 
 
 class Asked(NamedTuple):
-    """Prompts of a command, and how they become messages."""
+    """Prompts given on the command line, and how they become messages."""
 
     prompts: Sequence[str]
     file: str | None
     """file with more prompts, like `data.path`"""
     column: str | None
-    """column of `file` with the prompt; None: that of the recipe of the run that trained the model"""
+    """column of `file` that has the prompt; None: the column in the recipe of the run that trained the model"""
     chat: str
-    """`on`, `off`, or `auto`: as the run did that trained the model; else on if the tokenizer has a chat template"""
+    """`on`, `off`, or `auto`: like the run that trained the model; without a run, on if the tokenizer has a chat
+    template"""
     system: str
 
 
@@ -111,7 +112,7 @@ def _data_of_the_run(policy: Path) -> Mapping[str, Any]:
 
 
 def _prompts(asked: Asked, tokenizer: Any, trained_on: Mapping[str, Any]) -> list[Prompt]:
-    """Return the prompts of the command, as the run with this section [data] showed its prompts to the model."""
+    """Return the prompts of the command, encoded as in the run whose section [data] is `trained_on`."""
     config = _shown_as_in(trained_on, asked, tokenizer)
     encode = encoder(tokenizer, config)
     typed = [_typed(i, text, config, encode) for i, text in enumerate(asked.prompts)]
@@ -137,7 +138,7 @@ def _shown_as_in(trained_on: Mapping[str, Any], asked: Asked, tokenizer: Any) ->
 
 
 def _typed(number: int, text: str, config: DataConfig, encode: Encode) -> Prompt:
-    """Return the prompt of a --prompt. Raises DataError."""
+    """Return the encoded prompt of one --prompt option. Raises DataError."""
     if not is_text(text):
         raise DataError(f"--prompt is not UTF-8 text: {text[:80]!a}")
     token_ids = tuple(encode(shown_to_model(text, config))) if text else ()
@@ -147,7 +148,7 @@ def _typed(number: int, text: str, config: DataConfig, encode: Encode) -> Prompt
 
 
 def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
-    """Raise DataError for rows with a column that --out also writes for the response."""
+    """Raise DataError if a column of the data has a name that --out uses for a field of the response."""
     if taken := [name for name in OURS if any(name in prompt.data for prompt in prompts)]:
         raise DataError(f"{file} has columns that --out writes for each response: rename {', '.join(taken)}")
 
@@ -171,7 +172,7 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
     written = 0
 
     def write(response: Response) -> None:
-        """Write all responses that have no missing response before them."""
+        """Write this response and those that waited for it. The file has the order of the requests."""
         nonlocal written
         waiting[places[response.request.seed]] = response
         while written in waiting:
@@ -187,7 +188,7 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
 
 
 def _line(response: Response) -> str:
-    """Return a JSON line with the columns of the row and the response."""
+    """Return a JSON line with the columns of the data row, followed by the response."""
     request = response.request
     generated = (request.prompt.prompt_id, request.index, response.text, response.finish_reason)
     line = {**request.prompt.data, **dict(zip(OURS, generated, strict=True))}

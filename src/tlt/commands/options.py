@@ -1,4 +1,4 @@
-"""Parser of the command line, whose help shows the default of every option, and texts that commands share."""
+"""Command-line parser whose help shows the default of every option, and help texts that commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERRIDES = (
 
 class _Help(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Return the help of an option with its default, unless that is empty or off."""
+        """Return the help text of an option with its default, unless the default is empty or off."""
         default, off = action.default, (None, False, "", argparse.SUPPRESS)
         if default == [] or any(default is value for value in off) or not action.option_strings:
             return action.help
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """Join `--section.key value` into one word, so that a value is not taken for the recipe."""
+    """Join `--section.key value` into `--section.key=value`, so that the value is not taken for the recipe."""
     found: list[str] = []
     for word in words:
         if found and re.fullmatch(r"--\w+(\.\w+)+", found[-1]) and not word.startswith("--"):

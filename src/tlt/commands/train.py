@@ -64,7 +64,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
     resume = arguments.resume is not None
     if arguments.resume == "auto" and not _has_checkpoints(config):
-        overrides = [*overrides, "--run.overwrite", "true"]  # a run in this folder has saved nothing
+        overrides = [*overrides, "--run.overwrite", "true"]  # the folder has no checkpoint to lose
         resume, config = False, load_config(arguments.recipe, overrides)
     from tlt.run.train import train
     from tlt.run.views import open_view

@@ -1,4 +1,4 @@
-"""Parts shared by all integrations: a recipe, an engine that trains its drafter, and prompt numbers."""
+"""Functions shared by the integrations: a recipe, an engine that trains its drafter, and prompt numbers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def recipe_of(
 def adaptive_engine(
     config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
 ) -> tuple[Engine, OwnTraining]:
-    """Return an engine on this target, whose weights are loaded, and the training of its drafter.
+    """Return an engine that decodes with `target`, whose weights must be loaded, and the training of the engine's
+    drafter.
 
-    If the run is `resumed`, it continues with the newest drafter in its folder. Otherwise new drafters are numbered
-    after the existing ones.
+    If `resumed` is True, training continues with the newest drafter in the run's folder. Otherwise new drafters are
+    numbered after the existing ones.
     """
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)
@@ -58,5 +59,5 @@ def adaptive_engine(
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:
-    """Return a prompt id that depends on the tokens alone."""
+    """Return a prompt id computed from the token ids alone, so that equal prompts have equal ids."""
     return request_seed(0, f"prompt {tuple(token_ids)}", 0, 0, 0) >> 1

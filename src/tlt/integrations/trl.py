@@ -32,7 +32,7 @@ from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats
 
 EVALUATION = "trl eval"
-"""domain of the seeds of an evaluation"""
+"""`domain` of `sampling.request_seed` for evaluations, which gives them other seeds than training"""
 
 
 class Rollout:
@@ -53,8 +53,9 @@ class Rollout:
         self._process: _Process | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return a completion for each prompt; TRL has repeated the prompts already. All processes call this once for
-        each generation batch. Torch's global generators, which shuffle TRL's data, stay as they were."""
+        """Return a completion for each prompt, in TRL's format. TRL has already repeated the prompts for their groups.
+        All processes call this once for each generation batch. Torch's global generators, which shuffle TRL's data, are
+        not changed."""
         with _copied_random_state(trainer):
             if self._process is None:
                 refuse(trainer, self.engine)
@@ -70,7 +71,7 @@ def _copied_random_state(trainer: Any) -> AbstractContextManager[None]:
 
 
 class _Process:
-    """Engine of one process of the trainer."""
+    """Engine, weights and drafter training in one process of a TRL trainer."""
 
     def __init__(self, trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> None:
         config = _config(trainer, speculation, engine)
@@ -145,7 +146,7 @@ class _Process:
 
 
 class _GenerationCounter:
-    """Counter of generations. Several may share a global step, and an evaluation has several batches."""
+    """Counter of generation batches, because several may share a global step, and an evaluation has several."""
 
     def __init__(self) -> None:
         self.generations = 0
@@ -162,7 +163,7 @@ class _GenerationCounter:
         return domain, (step if trainer.model.training else None), count
 
     def evaluated(self) -> None:
-        """Note that an evaluation ended. The next one may be at the same step, or have another data set."""
+        """Reset the count after an evaluation. The next one may be at the same step, or have another data set."""
         self._last.pop(EVALUATION, None)
 
 
@@ -175,14 +176,14 @@ class _AfterEvaluation(TrainerCallback):
 
 
 class _Others:
-    """Barrier of the trainer's processes at the end of decoding."""
+    """Barrier at which the trainer's processes wait for each other after decoding."""
 
     def __init__(self, processes: int) -> None:
         self.group: Any = dist.new_group(backend="gloo") if processes > 1 else None
 
     def wait(self, meanwhile: Callable[[Callable[[], bool]], None]) -> None:
-        """Wait until all processes have called this. Until then run `meanwhile`. Its argument is a function that
-        returns whether they have."""
+        """Wait until all processes have called this. Until then run `meanwhile(is_over)`, where `is_over()` returns
+        whether all processes have called."""
         if self.group:
             work = dist.barrier(self.group, async_op=True)
             assert work
@@ -202,7 +203,7 @@ def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> 
     return {
         "prompt_ids": [list(request.prompt.token_ids) for request in requests],
         "completion_ids": [list(response.token_ids) for response in responses],
-        "logprobs": [list(response.full_logprobs) for response in responses],  # TRL appends those of tool results
+        "logprobs": [list(response.full_logprobs) for response in responses],  # TRL appends log-probs of tool results
     }
 
 

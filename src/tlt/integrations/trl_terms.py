@@ -1,4 +1,4 @@
-"""TRL's arguments of a rollout: prompts, sampling parameters, and the options that are refused by name."""
+"""Translation of TRL's prompts and sampling options for tlt's engine. Unsupported options are refused by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tlt.integrations.trl_tools import has_tools, refuse_other_methods
 from tlt.types import SamplingParams
 
 TESTED = ((1, 16), (1, 16))
-"""first and last tested version of TRL"""
+"""first and last tested version (major, minor) of TRL"""
 
 
 def refuse(trainer: Any, engine: EngineConfig) -> None:
-    """Raise UnsupportedError for options that the engine lacks."""
+    """Raise UnsupportedError for options of the trainer that tlt's engine does not support."""
     args, model, plugin = trainer.args, trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     zero = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
     for asked, what, remedy in (
@@ -63,7 +63,7 @@ def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
     parts = [message["content"] for messages in prompts for message in messages]
     if any(isinstance(part, list) and any(piece.get("type") != "text" for piece in part) for part in parts):
         raise UnsupportedError("tlt in TRL does not support images: leave rollout_func out")
-    if has_tools(trainer):  # each prompt with the tools of its environment
+    if has_tools(trainer):  # TRL renders each prompt with the tools of its environment
         return [tuple(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
     rendered = tokenizer.apply_chat_template(
         conversation=list(prompts),
@@ -90,7 +90,8 @@ def to_sampling_params(trainer: Any) -> SamplingParams:
 
 
 def refuse_impossible(token_ids: Sequence[int], params: SamplingParams, most: int) -> None:
-    """Raise ValueError, with TRL's names of options, for a prompt that the engine would refuse."""
+    """Raise ValueError, with TRL's names of options, for a prompt that the engine would refuse. `most` is the model's
+    limit in tokens."""
     if not token_ids:
         raise ValueError("a prompt has no tokens: drop empty prompts from the data set")
     longest = len(token_ids) + params.max_new_tokens

@@ -31,8 +31,8 @@ class _Row:
 
 
 class ToolTurns:
-    """Replacement of the trainer's generation after a tool call. A turn is a function of the weights, the tokens before
-    it, the seed of its row and its number."""
+    """Replacement for the trainer's method that generates a turn after a tool call. The tokens of a turn are a function
+    of the weights, the tokens before the turn, the seed of the row and the number of the turn."""
 
     def __init__(self, trainer: Any, decode: Callable[[Sequence[Request]], list[Response]]) -> None:
         """Wrap `decode`, which returns the responses in the order of the requests."""
@@ -75,7 +75,8 @@ class ToolTurns:
         return tokens, logprobs
 
     def _continued(self, prompt_ids: Sequence[Sequence[int]]) -> list[_Row]:
-        """Return the rows that these tokens continue. TRL keeps the order of the rows, and does not number them."""
+        """Return the rows that these token sequences continue, found by their tokens. TRL keeps the order of the rows,
+        but does not number them."""
         left = iter(self._rows)
         found = [next((row for row in left if tuple(ids[: len(row.text)]) == row.text), None) for ids in prompt_ids]
         rows = [row for row in found if row is not None]

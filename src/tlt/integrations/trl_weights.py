@@ -84,7 +84,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_dropout(model: Any) -> Iterator[None]:
-    """Switch dropout off and on again. `model.train()` would also switch on modules that the user switched off."""
+    """Switch dropout off for the `with` block. Modules are restored one by one, because `model.train()` would also
+    switch on modules that the user switched off."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

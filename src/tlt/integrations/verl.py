@@ -27,7 +27,7 @@ from tlt.integrations.versions import refuse_version
 
 
 class ServerAdapter(BaseRollout):
-    """Adapter in a trainer process, one for each replica."""
+    """verl's interface to a replica, in a trainer process. There is one for each replica."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -37,7 +37,8 @@ class ServerAdapter(BaseRollout):
 
     @property
     def server(self) -> Any:
-        """Actor of the replica. It is looked up at first use, because it is launched after the adapter is created."""
+        """Ray actor of the replica. It is looked up at first use, because it is launched after the adapter is
+        created."""
         self._server = self._server or ray.get_actor(_actor_name(self.replica_rank))
         return self._server
 
@@ -103,7 +104,7 @@ class Replica(RolloutReplica):
         )
         await server.__ray_ready__.remote()
         self.servers, self._server_handle = [server], server
-        self._server_address = name  # verl identifies servers by it; there is no HTTP
+        self._server_address = name  # verl identifies servers by their address; this one has no HTTP
 
 
 def _place(_: Any) -> tuple[str, str]:

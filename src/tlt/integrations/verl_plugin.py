@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # as verl's guide for new engines has it
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # verl's guide for new engines imports it too
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 NAME = "tlt"

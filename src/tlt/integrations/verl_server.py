@@ -59,8 +59,8 @@ class Server:
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> TokenOutput:
-        """Return a response. Raises ValueError for a prompt that is too long, and for unsupported inputs or sampling
-        parameters."""
+        """Decode and return one response. Raises ValueError for a prompt that is too long, and for unsupported inputs
+        or sampling parameters."""
         if image_data or video_data or audio_data:
             raise ValueError("tlt decodes text only: remove images, video and audio from the prompt")
         while not self.admits.is_set():
@@ -105,14 +105,14 @@ class Server:
     # -- around an update ----------------------------------------------------------------------------------------------
 
     async def take_weights(self, bucket: Mapping[str, Tensor]) -> None:
-        """Receive a part of the new weights, in host memory."""
+        """Store a part of the new weights (name -> tensor in host memory) until `load_weights`."""
         self.received |= bucket
 
     async def load_weights(self, step: int | None) -> None:
-        """Load the received weights. Raises ModelError if weights are missing, and keeps the old ones then."""
+        """Load the received weights of step `step`. If weights are missing, keep the old ones and raise ModelError."""
         weights, self.received = self.received, {}
         await self.engine.between_rounds(lambda engine: self._load(engine, weights))
-        if step is not None:  # else verl restores the same weights after a sleep
+        if step is not None:  # None: verl restores the same weights after a sleep
             await self.set_global_steps(step)
 
     def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
@@ -151,7 +151,7 @@ class Server:
         """Do nothing, like `start_profile`."""
 
     def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
-        """Train the drafter while other replicas decode."""
+        """Train the drafter while this replica has nothing to decode, until `is_over()` returns True."""
         if self.awake:
             self.training.train_until(is_over)
 

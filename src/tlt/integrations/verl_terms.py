@@ -11,7 +11,7 @@ from tlt.sampling import request_seed
 from tlt.types import SamplingParams
 
 TESTED = ((0, 9), (0, 9))
-"""first and last tested version of verl"""
+"""first and last tested version (major, minor) of verl"""
 
 
 def refuse(rollout: Any) -> None:
@@ -73,7 +73,7 @@ def to_sampling_params(
 
 
 class Seeds:
-    """Seeds of requests, which do not use verl's random request ids.
+    """Seeds of requests. They do not depend on verl's random request ids.
 
     A seed depends on the run's seed, the server, the step of the weights, the prompt, and the number of earlier
     requests with that prompt at that step. So the same calls in another order get the same responses.
@@ -90,7 +90,7 @@ class Seeds:
         self._step = number
 
     def next(self, prompt: int) -> tuple[int, int]:
-        """Return (number of earlier requests with this prompt, seed)."""
+        """Return (number of earlier requests with this prompt at this step, seed of the new request)."""
         index = self._asked[prompt]
         self._asked[prompt] += 1
         return index, request_seed(self._seed, self._domain, prompt, self._step, index)

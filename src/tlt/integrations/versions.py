@@ -1,4 +1,4 @@
-"""Version check of trainers that use tlt."""
+"""Version check of the trainers that use tlt (TRL, verl)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Version = tuple[int, int]
 
 
 def refuse_version(package: str, name: str, tested: tuple[Version, Version]) -> None:
-    """Raise UnsupportedError if `package`, called `name`, is missing or older than the first tested version. Log a
-    warning if it is newer than the last one."""
+    """Raise UnsupportedError if `package` is missing or older than the first version in `tested`. Log a warning if it
+    is newer than the last one. `name` is its name in messages."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

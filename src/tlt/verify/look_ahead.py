@@ -1,4 +1,5 @@
-"""Look-ahead in `tlt verify`: an older target decodes a step's own requests, and its tokens may be corrupted."""
+"""Look-ahead modes of `tlt verify`: an older target decodes the step's own requests first. Its tokens, which may be
+corrupted on purpose, serve as drafts."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from tlt.rewards.turns import Turns
 from tlt.rl.early import EarlyGroups
 from tlt.types import Request, Response, RolloutStats
 
-MOST_TOKENS = 2**22  # capacity of a store: more than a step decodes
+MOST_TOKENS = 2**22  # capacity of an AheadStore in tokens: more than a step decodes
 _MOVED = 0.02  # standard deviation of the relative noise on weights before the first update
 
 
 class OlderTarget:
-    """Target with the weights of the previous step. In the first step it has this step's weights plus a little noise.
+    """Target with the weights of the previous step, whose tokens serve as look-ahead drafts. In the first step it has
+    the weights of this step plus a little noise.
 
     It decodes a request once per step, for all modes."""
 
@@ -59,7 +61,8 @@ class OlderTarget:
 
 
 def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with noise. Tied tensors stay equal, because the noise depends on the shape alone."""
+    """Return the weights with relative Gaussian noise of 2 %. Tied tensors stay equal, because the noise depends on the
+    shape alone."""
     moved = {}
     for name, tensor in weights.items():
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
@@ -96,7 +99,7 @@ class LookAheadRollout(LocalRollout):
 
 
 def spoiled(entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> list[Ahead]:
-    """Return the entries, each corrupted in a random way, with a newer version than is true."""
+    """Return the look-ahead drafts, each corrupted in a random way. Their target version is set one too high."""
     return [
         entry._replace(tokens=_another(entry, entries, vocab_size, rng), version=entry.version + 1) for entry in entries
     ]
@@ -112,7 +115,7 @@ def _another(entry: Ahead, entries: Sequence[Ahead], vocab_size: int, rng: rando
         tokens[:0],
         np.delete(tokens, at),
         np.insert(tokens, at, rng.randrange(vocab_size)),
-        np.concatenate([tokens, tokens]),  # on beyond its end
+        np.concatenate([tokens, tokens]),  # continues beyond the end of the response
         np.array([rng.randrange(vocab_size) for _ in tokens], dtype=np.int32),
         rng.choice(siblings or [tokens]),
         rng.choice(strangers or [tokens]),

@@ -29,16 +29,16 @@ from tlt.rewards.turns import Turns
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, spoiled
 from tlt.verify.several import SeveralWorkers
 
-_WIDE = (3, 4, 12)  # depth, branching, tokens to verify
+_WIDE = (3, 4, 12)  # depth, branching, number of tree nodes to verify (with the root)
 _CHAIN, _TREE = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
 _CHANGING = (*[PLAIN] * 3, *[_TREE] * 2, _TREE._replace(drafter="suffix"))
-_AHEAD = 16  # look-ahead tokens in a draft
+_AHEAD = 16  # maximum number of look-ahead tokens in a draft
 
 
 def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """Return name -> rollout. All engines share the target.
+    """Return the rollout of each mode by name. All engines share the target.
 
-    The learned drafter is the recipe's if it names one, else a random one of the recipe's kind."""
+    The learned drafter is loaded from `speculation.path`. Without a path its weights are random."""
     make = _Maker(config, target, tokenizer, turns)
     # plain is last, because the next step starts from its state
     return {
@@ -52,7 +52,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict
 
 
 class _Maker:
-    """Maker of the modes' rollouts. Their engines share the target and the weights of the learned drafter."""
+    """Builder of the rollouts of all modes. Their engines share the target and the weights of the learned drafter."""
 
     def __init__(self, config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> None:
         self.config, self.target, self.detokenize, self.turns = config, target, Detokenizer(tokenizer), turns
@@ -86,7 +86,7 @@ class _Maker:
         }
 
     def look_ahead(self) -> dict[str, Rollout]:
-        """Return the modes whose drafts are the tokens of an older target, true and corrupted."""
+        """Return the modes whose drafts are the tokens of an older target, unchanged or corrupted."""
         older = OlderTarget(self.target, self.config.engine, self.detokenize)
 
         def spoil(entries: Sequence[Ahead]) -> list[Ahead]:

@@ -26,7 +26,8 @@ _TOKENS, _ROWS, _DEPTH, _AHEAD = 48, 4, 3, 16
 
 
 class OracleDrafter(NodeDrafter):
-    """Drafter that uses the target itself, without engine or cache. Each node's context takes one causal pass."""
+    """Drafter whose distributions are those of the target itself, computed without engine or KV cache: one causal pass
+    over the whole context of each node."""
 
     name = "oracle"
 
@@ -50,7 +51,7 @@ def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
 def oracle_checks(
     target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[dict[str, Any]]:
-    """Return the drafted and accepted tokens of the oracle drafter, for each sampling distribution.
+    """Return the numbers of drafted and accepted tokens of the oracle drafter, for each sampling distribution.
 
     `target` computes in float64, whatever the dtype of the runs, because only then must every token be accepted."""
     chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
@@ -67,8 +68,8 @@ def oracle_checks(
 def look_ahead_checks(
     target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[dict[str, Any]]:
-    """Return the same counts for the target's own look-ahead. Add the number of row passes, and the smallest possible
-    number."""
+    """Return the numbers of drafted and accepted tokens when the target verifies its own look-ahead drafts, for each
+    sampling distribution. Add the number of row passes, and the smallest possible number."""
     ahead = PLAIN._replace(ahead=_AHEAD)
     checks = []
     for distribution in _DISTRIBUTIONS:
@@ -109,7 +110,8 @@ def _engine(
     drafters: Sequence[Drafter] = (),
     store: AheadStore | None = None,
 ) -> Engine:
-    """Return an engine that admits all rows and preempts some later, because tokens must agree after that too."""
+    """Return an engine whose KV cache is so small that rows are preempted, because drafts must be accepted after a
+    preemption too."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     bound = max(len(requests) * (longest + 36), longest + _TOKENS + 32)
     return Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)

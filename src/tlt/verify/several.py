@@ -26,12 +26,12 @@ from tlt.verify.look_ahead import MOST_TOKENS
 
 _WORKERS = 3
 _SPARE = 64  # tokens that a cache needs beyond its longest row
-_AHEAD = 4  # most requests for which a worker decodes look-ahead tokens
+_AHEAD = 4  # maximum number of requests for which a worker decodes look-ahead tokens
 
 
 class SeveralWorkers:
-    """Rollout by several engines that share `target`. `make` returns a worker's engine, given its store and the size of
-    its cache in tokens. `swap` replaces an engine's drafter."""
+    """Rollout by several engines that share `target`. `make` returns a worker's engine, given its look-ahead store and
+    the size of its KV cache in tokens. `swap` replaces an engine's drafter."""
 
     def __init__(
         self,

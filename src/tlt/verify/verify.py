@@ -2,7 +2,7 @@
 
 Each step of each mode starts from the plain run's state at that step, so a difference does not affect later steps. If
 every step ends with the plain run's sha256, whole runs are equal by induction. A fork is the first token that differs
-in a response. Forks are checked against float64 arithmetic without transformers. The target is also run as its own
+in a response. Whether rounding explains a fork is checked with the target in float64. The target is also run as its own
 drafter and its own look-ahead. All its tokens must be accepted, because a rejection there is a bug that no other check
 shows.
 """
@@ -40,7 +40,7 @@ from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.verify.modes import modes
 from tlt.verify.oracle import look_ahead_checks, oracle_checks
 
-_MOST_PROMPTS = 8  # per step, unless --full
+_MOST_PROMPTS = 8  # maximum number of prompts per step, unless --full
 
 
 @dataclass
@@ -62,7 +62,8 @@ class _Silent:
 
 
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
-    """Print the verdict, write it to `json_file`, and return whether all checks hold."""
+    """Run `steps` training steps in every mode and compare them. Print the verdict, write it to `json_file`, and return
+    whether all checks hold."""
     console = Console(highlight=False)
     config = with_tools(_verify_config(from_hub(config), dtype, full))
     tokenizer = load_tokenizer(config.model.path)
@@ -108,10 +109,11 @@ def _with_our_engine(config: Config) -> Config:
 
 
 def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """Return name -> rollout. The first mode of a step queries the environment; the others reuse its replies."""
+    """Return the rollout of each mode by name. The first mode of a step queries the environment; the others reuse its
+    replies."""
     if config.engine.backend == "tlt":
         return modes(config, target, tokenizer, turns)
-    from tlt.verify.vllm_modes import vllm_modes  # vLLM is an extra
+    from tlt.verify.vllm_modes import vllm_modes  # vLLM is an optional dependency
 
     return vllm_modes(config, target, tokenizer, turns)
 
@@ -192,7 +194,7 @@ class _Snapshot:
 
 
 def _pairs(plain: StepResult, other: StepResult) -> list[tuple[Response, Response]]:
-    """Pair the responses to prompts that both decoded. After a fork, dynamic sampling may draw more waves in one."""
+    """Pair the responses to prompts that both runs decoded. After a fork, one run may have decoded more waves."""
     return [
         pair
         for ours, theirs in zip(plain.groups, other.groups, strict=False)

@@ -20,7 +20,8 @@ from tlt.vllm.target import VllmTarget
 
 
 def vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """Return name -> rollout. Each mode has its own vLLM, except our plain decoding, which uses `target`."""
+    """Return the rollout of each mode by name. Each mode has its own vLLM, except plain decoding by our own engine with
+    `target`."""
     spell = Detokenizer(tokenizer)
 
     def engine(drafter: str, store: AheadStore | None = None) -> VllmEngine:

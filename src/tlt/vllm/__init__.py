@@ -1,1 +1,1 @@
-"""vLLM as the rollout engine. It uses the same noise and therefore draws the same tokens."""
+"""vLLM as the rollout engine. It samples with tlt's noise, so it draws the same tokens as tlt's own engine."""

@@ -123,7 +123,7 @@ class VllmEngine(Generates):
             self._ahead.appendleft(Row(row.request, ahead=True))
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Replace the learned drafter."""
+        """Load the weights of `layer` into the learned drafter."""
         self.target.load_drafter(layer)
 
     def release(self) -> None:
@@ -144,7 +144,7 @@ class VllmEngine(Generates):
 
     @property
     def rows(self) -> Collection[Row]:
-        """Live rows."""
+        """Rows that vLLM is decoding, including look-ahead rows."""
         return self._live.values()
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class VllmEngine(Generates):
             name, news = output.request_id, output.outputs[0].token_ids
             if name in self._live and news:
                 row = self._live[name]
-                if len(row.tokens) == len(row.logprobs):  # its first output since it was added
+                if len(row.tokens) == len(row.logprobs):  # first output since the row was added to vLLM
                     self.stats.prefill_tokens += len(row.context) - output.num_cached_tokens
                 tokens += self._append(name, news, finished)
             if output.finished:
@@ -192,7 +192,8 @@ class VllmEngine(Generates):
             self._live[name], self._accepted[name] = row, row.decoded.accepted
 
     def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
-        """Append new tokens to a row, up to a stop, and return their number."""
+        """Append new tokens to a row until a stop, and return their number. The stop's reason is put into
+        `finished`."""
         row = self._live[name]
         had = len(row.tokens)
         for token in news:

@@ -17,7 +17,7 @@ from tlt.vllm.noise import CHAINS, KEY
 
 
 def chains_for(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
-    """Return the saved responses of a row's request and of its group, as int32 bytes, its own first.
+    """Return the saved responses to a row's request and to its group's other requests, as int32 bytes, its own first.
 
     The list is empty if the request itself has no saved response, or if a token is outside the vocabulary.
     """
@@ -35,7 +35,7 @@ def rest_of(store: AheadStore, row: Row) -> list[int]:
 
 
 class LookAheadProposer:
-    """Proposer that vLLM creates and calls."""
+    """Draft proposer for vLLM's `custom_class` method. It proposes the next tokens of a request's saved response."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.widest = vllm_config.speculative_config.num_speculative_tokens
@@ -71,7 +71,7 @@ class LookAheadProposer:
 
 
 class _Followed:
-    """Request with its position in its saved responses."""
+    """Request of vLLM, with its current position in its saved responses."""
 
     def __init__(self, request: Any) -> None:
         ours = (request.sampling_params.extra_args or {}).get(KEY) or {}

@@ -40,15 +40,16 @@ class Draw:
     top_k: int
     top_p: float
     show_distribution: bool = False
-    """keep the log-probs of the whole vocabulary for its last row, to compare two models"""
+    """whether to keep the log-probs of the whole vocabulary at the request's last row of logits, to compare two
+    models"""
 
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
-        """Return the value for `SamplingParams.extra_args`. `chains` are saved responses, see `look_ahead`."""
+        """Return the value for `SamplingParams.extra_args`. `chains` are saved responses, see `vllm.look_ahead`."""
         return {KEY: asdict(self) | {CHAINS: list(chains)}}
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> Draw | None:
-        """Read `extra_args`. Return None if there is no tlt entry. Raises ValueError for an invalid entry."""
+        """Return tlt's entry of `extra_args`; None if there is none. Raises ValueError for an invalid entry."""
         given = {name: value for name, value in ((extra or {}).get(KEY) or {}).items() if name != CHAINS}
         if not given:
             return None
@@ -65,7 +66,8 @@ class Draw:
 
     @classmethod
     def of_params(cls, params: Any) -> Draw | None:
-        """Read a request's `SamplingParams`. Raises ValueError for an invalid entry or a temperature other than 0."""
+        """Return tlt's entry of a request's `SamplingParams`; None if there is none. Raises ValueError for an invalid
+        entry or a temperature other than 0."""
         draw = cls.of(params.extra_args)
         if draw and params.temperature != 0:
             raise ValueError(
@@ -99,8 +101,8 @@ class NoiseTable:
         self._top_p = torch.ones(slots, dtype=torch.float64, device=device)
         # [S, T, 2]; tokens sampled outside a response (inside its prompt or after its end) are written to index T - 1
         self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
-        self._drafts: dict[int, list[int]] = {}  # by slot
-        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # by key, for requests that left their slot
+        self._drafts: dict[int, list[int]] = {}  # [draft tokens, passes with drafts] by slot
+        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # both by key, for requests that left their slot
         self._distribution: Tensor | None = None
         self._write = score_writer(device)
 
@@ -152,7 +154,7 @@ class NoiseTable:
             self._ours[slot] = False
 
     def drafted(self, slot: int, tokens: int) -> None:
-        """Count the draft tokens of one pass over the request."""
+        """Count one pass over the request in this slot, with this number of draft tokens."""
         if tokens and slot in self._drafts:
             self._drafts[slot][0] += tokens
             self._drafts[slot][1] += 1
@@ -211,8 +213,8 @@ class NoiseTable:
         return logits
 
     def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write scores into the logits. Return log p and the log-softmax of the logits, both [R, V], and a mask [R] of
-        the rows with noise."""
+        """Replace logits [R, V] by log p + noise, in place. Return log p and the log-softmax of logits / temperature,
+        both [R, V], and a mask [R] of the rows with a temperature above 0, which get noise."""
         draws = self.draws.values()
         sampling = SamplingTensors(
             self._temperature[slots],
@@ -231,7 +233,8 @@ WriteScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def score_writer(device: torch.device) -> WriteScores:
-    """Return the Triton kernel on a GPU if Triton is installed, else the PyTorch function."""
+    """Return the function that writes log p + noise into logits: in Triton if the device supports it, else in
+    PyTorch."""
     if not has_kernel(device):
         return write_scores
     from tlt import noise_kernel

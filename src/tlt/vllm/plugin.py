@@ -61,7 +61,7 @@ def _draws(config: Any) -> bool:
     if config.use_v2_model_runner:
         given = config.model_config.logits_processors or ()
         return any(p == PROCESSOR or getattr(p, "__module__", "") == PROCESSOR.partition(":")[0] for p in given)
-    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # which adds the noise itself
+    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # tlt's extension adds the noise
 
 
 def _wraps_v1() -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SharedNoise(LogitsProcessor):
-    """Processor that vLLM creates and calls."""
+    """Logits processor of vLLM that replaces the logits of each request with a tlt entry by log p + noise."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         from tlt.vllm.noise import NoiseTable
@@ -39,5 +39,5 @@ class SharedNoise(LogitsProcessor):
 
 
 def _before(draw: Draw | None, req_states: Any, slot: int) -> int:
-    """Return the number of response tokens in the request's prompt."""
+    """Return the number of tokens in the request's vLLM prompt that already belong to its response."""
     return int(req_states.prompt_len.np[slot]) - draw.prompt_tokens if draw else 0

@@ -17,9 +17,9 @@ EXTENSION = "tlt.vllm.worker.WorkerExtension"
 PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
 WIDEST = 16
 """Maximum number of look-ahead tokens verified in one pass. vLLM reserves this number of tokens for each request."""
-_CACHE_MB = 1024  # for engine.kv_memory_mb = "auto": vLLM reserves it from the start
+_CACHE_MB = 1024  # size of the KV cache in MiB if engine.kv_memory_mb = "auto": vLLM reserves it from the start
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights are loaded without a copy
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run vLLM in this process, so that weights are loaded without a copy
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker is already bound to its cores
@@ -48,7 +48,7 @@ def engine_arguments(
         "dtype": model.dtype,
         "max_model_len": longest,
         "max_num_seqs": engine.max_rows,
-        "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # a pass holds all rows
+        "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # one pass has all rows
         "kv_cache_memory_bytes": (_CACHE_MB if engine.kv_memory_mb == "auto" else engine.kv_memory_mb) * 2**20,
         "speculative_config": speculative,
         "worker_extension_cls": EXTENSION,

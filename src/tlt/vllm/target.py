@@ -53,7 +53,7 @@ class VllmTarget:
         self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
         self._keys, self._config = itertools.count(), read_config(model.path)
         self._sleeps, self._asleep = sleeps and device.type == "cuda", False
-        self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # for the learned drafter
+        self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # the learned drafter in vLLM's format
 
         def export() -> tuple[str, str]:
             layer = load_drafter(str(speculation.path), options)
@@ -75,7 +75,7 @@ class VllmTarget:
         if self.parallel:  # weights are sent to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
-        self.llm.reset_prefix_cache(reset_running_requests=True)  # else the cache is kept while a row is live
+        self.llm.reset_prefix_cache(reset_running_requests=True)  # else vLLM keeps the cache while a request runs
         self.version = version
 
     def load_drafter(self, layer: EagleLayer) -> None:
@@ -84,7 +84,7 @@ class VllmTarget:
         self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
 
     def text_logits(self, tokens: Tensor) -> Tensor:
-        """Return [1, V] logits, up to a constant, of the token after this text [n].
+        """Return logits [1, V], up to an additive constant, of the token that follows the token ids `tokens` [n].
 
         vLLM must have no running requests. Raises VllmError if vLLM's sample is not the one given by the shared noise.
         """
@@ -165,7 +165,7 @@ def _start(arguments: dict[str, Any]) -> Any:
 
         given = EngineArgs(**arguments)
         if given.create_engine_config().use_v2_model_runner:
-            others = arguments.get("logits_processors") or ()  # tlt's is last, because it needs the final logits
+            others = arguments.get("logits_processors") or ()  # tlt's comes last: it needs the final logits
             given = EngineArgs(**arguments | {"logits_processors": [*others, PROCESSOR]})
         return LLMEngine.from_engine_args(given)
     except Exception as error:
@@ -180,7 +180,7 @@ def _reason(error: BaseException) -> str:
     """Return the message of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
-    errors = getattr(error, "errors", None)  # pydantic's
+    errors = getattr(error, "errors", None)  # a pydantic error has them
     found: Any = errors() if callable(errors) else None
     text = ": ".join([*map(str, found[0]["loc"]), found[0]["msg"]]) if found else str(error)
     return " ".join(text.split()) or type(error).__name__
