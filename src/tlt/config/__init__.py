@@ -1,4 +1,5 @@
-"""Configuration in sections. An unknown key is an error that names the nearest known key.
+"""Configuration of a run, in sections such as [model] and [train]. An unknown key is an error that names the nearest
+known key.
 
 This package imports neither torch nor transformers, so that errors in a recipe are reported at once."""
 

@@ -1,4 +1,4 @@
-"""Combinations of fields that a recipe must not have. Each rule raises ValueError with the remedy."""
+"""Rules on configuration fields that cannot be combined. A rule raises ValueError with the remedy."""
 
 from __future__ import annotations
 

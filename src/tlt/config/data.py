@@ -14,37 +14,37 @@ class TaskConfig(Section):
     name: str
     """Name of a reasoning-gym task, such as `chain_sum`."""
     weight: float = Field(default=1.0, gt=0, le=1e30)
-    """Weight of the task in the mixture, relative to the other tasks."""
+    """Weight of the task in the mixture of tasks, relative to the weights of the other tasks."""
     params: dict[str, JsonValue] = {}
-    """Parameters of the task, with reasoning-gym's names."""
+    """Parameters of the task, with the names that reasoning-gym gives them."""
     stage: int = Field(default=0, ge=0)
-    """Stage of a curriculum. The first epoch goes through the stages in order. Later epochs mix them."""
+    """Curriculum stage of the task. The first epoch visits the stages in increasing order, later epochs ignore them."""
 
 
 class DataConfig(Section):
     tasks: list[TaskConfig] = []
-    """Mixture of reasoning-gym tasks. Give either this or `path`."""
+    """Mixture of reasoning-gym tasks that generate the prompts. Give one of `tasks`, `path` and `environment`."""
     path: str | None = None
-    """A .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern such as
-    `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
+    """Prompts: a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern
+    such as `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
     `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
-    a branch, a tag or a commit. Give either this or `tasks`."""
+    a branch, a tag or a commit. Give one of `tasks`, `path` and `environment`."""
     hub: str | None = None
-    """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
-    commit."""
+    """Name and commit of the data set, if `path` is a name on the Hugging Face hub. A run records them here, so that
+    --resume loads the same commit."""
     environment: str | None = Field(default=None, min_length=1)
-    """Name of an installed environment of the package `verifiers`. It gives prompts, replies and rewards
-    (docs/environments.md). Give either this, `tasks` or `path`."""
+    """Name of an installed environment of the package `verifiers`. It provides prompts, replies to the model and
+    rewards (docs/environments.md). Give one of `tasks`, `path` and `environment`."""
     environment_arguments: dict[str, JsonValue] = {}
-    """Settings of that environment's taskset, such as { game = "Hangman-v0" }."""
+    """Settings of the taskset of `environment`, such as { game = "Hangman-v0" }."""
     prompt_column: str = "question"
-    """Column of `path` with the prompt: text, or a list of messages with role and content. A dotted name such as
-    `extra.prompt` reads a nested field."""
+    """Column of the data in `path` that contains the prompt: text, or a list of messages with role and content. A
+    dotted name such as `extra.prompt` reads a nested field."""
     answer_column: str = "answer"
     """Column of `path` with the right answer. A dotted name such as `reward_model.ground_truth` reads a nested
     field."""
     template: str = "{question}"
-    """Text that the model sees. `{question}` is replaced by the prompt's text."""
+    """Template of the text that the model sees. `{question}` is replaced by the prompt's text."""
     chat: bool = False
     """Apply the tokenizer's chat template. The text of `template` becomes the user's message. Prompts that are lists of
     messages need it."""
@@ -56,19 +56,19 @@ class DataConfig(Section):
     """Time for chat templates that write the date, such as `2026-11-25` (default: the time at which the run began).
     Needs `chat`."""
     prefill: str = ""
-    """Text that each response begins with. The model continues it, and rewards see it."""
+    """Text at the beginning of each response. The model continues it. Rewards receive it as a part of the response."""
     size: int = Field(default=2000, gt=0, le=1_000_000)
     """Number of prompts generated from `tasks`, which is one epoch. For `environment`, the largest number of its
     tasks."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the generated tasks."""
+    """Random seed of the prompts that are generated from `tasks`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch. If false, keep the order of the source."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longest prompt, in tokens."""
+    """Largest length of a prompt in tokens, with chat template and `prefill`. See `long_prompts` for longer ones."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
-    """Handling of prompts longer than `max_prompt_tokens`: `refuse` ends with an error at the start, `drop` leaves them
-    out and logs their number."""
+    """Handling of prompts longer than `max_prompt_tokens`: `refuse` ends the run with an error at its start, `drop`
+    leaves them out and logs their number."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -96,7 +96,7 @@ class DataConfig(Section):
 
     @property
     def source(self) -> tuple[str, str]:
-        """Name of the field that sets the source of prompts, and its value for display."""
+        """Configuration field that sets the source of prompts, such as `data.path`, and its value for display."""
         if self.path:
             return "data.path", self.hub or self.path
         if self.environment:

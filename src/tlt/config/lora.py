@@ -1,4 +1,4 @@
-"""LoRA adapters, which are trained instead of the policy's own weights."""
+"""Section [train.lora]: LoRA adapters, which are trained instead of the policy's own weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class LoraConfig(Section):
     """Rank of the LoRA adapters (arXiv 2106.09685, by PEFT). The policy's own weights are then frozen. 0 turns LoRA
     off."""
     alpha: float = Field(default=32.0, gt=0, le=10_000)
-    """An adapter is scaled by alpha / rank."""
+    """Scale of the LoRA adapters: the output of each is multiplied by alpha / rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """Linear layers that get adapters, by the end of their names."""
+    """Linear layers that get LoRA adapters. Each entry is the end of a layer's name."""

@@ -1,5 +1,5 @@
-"""Fields that moved or were removed, and values with a new name. In a recipe they are an error that names the
-replacement. Recipes in old checkpoints are converted."""
+"""Configuration fields that were moved or removed, and values that were renamed. In a recipe they are an error that
+names the replacement. Recipes in old checkpoints are converted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REMOVED = {
     "speculation.training.warmup_steps": "is always 20: remove it",
     "speculation.training.max_grad_norm": "is always 0.5: remove it",
 }
-"""key -> note on what to use instead. No result of a run depends on these fields."""
+"""removed configuration field -> note on what to use instead. These fields do not affect the result of a run."""
 _VALUES = {"speculation.training.loss": {"agreement": "acceptance_rate"}}
-"""key -> old value -> new value"""
+"""configuration field -> old name of a value -> its new name"""
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """Return one sentence about the first old field or value; None if there is none."""
+    """Return a sentence about the first moved, removed or renamed entry of a recipe; None if it has none."""
     if "drafter" in tree:
         return _fault_of_drafter(tree["drafter"])
     for key, note in _REMOVED.items():
@@ -47,7 +47,7 @@ def _fault_of_drafter(fields: Any) -> str:
 
 
 def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe of an older checkpoint with all fields in their new places, without removed ones."""
+    """Convert the recipe of an older checkpoint: move and rename its fields, and drop removed fields."""
     now = deepcopy(dict(tree))
     for name, value in now.pop("drafter", {}).items():
         _set(now, _new_key(name), value)
@@ -69,7 +69,8 @@ def _new_key(name: str) -> str:
 
 
 def _table_of(tree: Any, key: str) -> tuple[dict[str, Any], str]:
-    """Return the table that holds the field, and the field's name. If it is not there, return an empty table."""
+    """Return the table of `tree` that holds the field with the dotted name `key`, and the last part of the name. If
+    there is no such table, return an empty one."""
     *tables, name = key.split(".")
     for table in tables:
         tree = tree.get(table) if isinstance(tree, Mapping) else None

@@ -1,5 +1,4 @@
-"""Reader of recipes: TOML and `--section.key value` overrides become a checked configuration. Each error is one
-sentence."""
+"""Reader of recipes. It turns TOML and `--section.key value` overrides into a validated configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
-    """Resolve relative paths: first in the recipe's folder, then in the working directory."""
+    """Resolve the relative paths of a configuration: first in the recipe's folder, then in the working directory."""
 
     def resolve(path: str) -> str:
         if any(char < " " for char in path):  # as in "C:\new", which TOML reads as a line break
@@ -75,14 +74,15 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 def parse_config(tree: dict[str, Any], source: str = "configuration", own: Mapping[str, Any] | None = None) -> Config:
     """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error.
 
-    The error names the `source`, or the command line for a value that is not in `own`, the recipe without overrides."""
+    `own` is the recipe without command line overrides. The error names `source`, such as the recipe's path. If the
+    value is not the one in `own`, the error names the command line."""
     if fault := moved.fault(tree):
         raise ConfigError(f"{_blamed(source, tree, own, fault.split()[0].split('.'))}: {fault}")
     return parse_section(Config, tree, source, own)
 
 
 def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapping[str, Any] | None = None) -> S:
-    """Validate one section, as `parse_config` does. Raises ConfigError on the first error."""
+    """Validate one section, as `parse_config` validates all of them. Raises ConfigError on the first error."""
     for key, fault in _no_values(tree):
         raise ConfigError(f"{_blamed(source, tree, own, key.split('.'))}: {key}: {fault}")
     try:
@@ -93,16 +93,18 @@ def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapp
 
 
 def _blamed(source: str, tree: Any, own: Mapping[str, Any] | None, location: Sequence[str | int]) -> str:
-    """Return where the value at this location comes from. A table with values from both is the recipe's."""
+    """Return the source of the value at this location of `tree` for an error: `source`, or the command line if the
+    value is not the one in `own`, the recipe without overrides. For a table this is always `source`."""
     if own is None:
         return source
     before, now = _value_at(own, location), _value_at(tree, location)
-    is_same = before is now or before == now  # the first for NaN
+    is_same = before is now or before == now  # `is` because NaN != NaN
     return source if is_same or isinstance(before, dict) else "the command line"
 
 
 def _value_at(tree: Any, location: Sequence[str | int]) -> Any:
-    """Return the value, or None. A location may lead on from a value to the type that it should have."""
+    """Return the value at a location of nested tables and lists, or None if it is missing. The location of a pydantic
+    error may end with the name of an expected type, which is ignored."""
     for part in map(str, location):
         items = _items(tree)
         if items is None:
@@ -112,13 +114,13 @@ def _value_at(tree: Any, location: Sequence[str | int]) -> Any:
 
 
 def section_of(section: type[S], values: S | Mapping[str, Any] | None, name: str) -> S:
-    """Return the section for `values`: a section, a mapping of its fields, or None for the defaults. Raises
-    ConfigError."""
+    """Return a validated section. `values` is a section already, a mapping of its fields, or None for the defaults.
+    Errors begin with `name`. Raises ConfigError."""
     return values if isinstance(values, section) else parse_section(section, dict(values or {}), name)
 
 
 def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, error) for values that TOML or a command line may contain but no field allows."""
+    """Yield (dotted key, error) for each value that TOML or a command line may contain but no field allows."""
     if isinstance(tree, float) and not math.isfinite(tree):
         yield key, f"must be a finite number (got {tree})"
     if isinstance(tree, int) and abs(tree) >= 2**63:
@@ -132,7 +134,7 @@ def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the names, or numbers, and values of a table or a list; None for other values."""
+    """Return (name, value) pairs of a table or (index, value) pairs of a list. Return None for other values."""
     return tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
 
 
@@ -160,8 +162,8 @@ def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
 
 
 def _typed(text: str, annotation: Any) -> Any:
-    """Return the text as TOML reads it, or the text itself for a text field and for text that is not TOML (a bare
-    word). An empty text means None for an optional field."""
+    """Return the value of an override: the text parsed as TOML. If it is not TOML (a bare word), or if a field of type
+    str would get another type, return the text itself. For an optional field an empty text means None."""
     if not text and type(None) in get_args(annotation):
         return None
     try:

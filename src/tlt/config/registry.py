@@ -7,48 +7,50 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 Shape = tuple[int, int, int, float]
-"""depth, branching, tokens to verify, smallest probability of a node"""
+"""Shape of a draft: depth in tokens, children per node (1 is a chain), number of nodes to verify with the root, and
+smallest estimated probability that a node is reached."""
 
 
 class DrafterEntry(NamedTuple):
     make: str
-    """`module:function`. It is called with `Sources`. It returns a `Drafter`, or None if the drafter does not support
-    the target; see `tlt.draft.drafter`."""
+    """`module:function` that makes the drafter. It is called with `Sources`. It returns a `Drafter`, or None if the
+    drafter does not support the target model; see `tlt.draft.drafter`."""
     chains: tuple[Shape, ...]
-    """chains that `adaptive` may use, from short to long"""
+    """shapes of chains that speculation.drafter = 'adaptive' may choose, from short to long"""
     trees: tuple[Shape, ...] = ()
-    """trees that `adaptive` may use with speculation.trees; empty if it drafts chains only"""
+    """shapes of trees that `adaptive` may choose too if speculation.trees; empty for drafters of chains only"""
     learned: bool = False
-    """whether it needs weights, from speculation.path or from training in the run"""
+    """whether the drafter needs trained weights, from speculation.path or from training during the run"""
 
 
 class RewardEntry(NamedTuple):
     make: str
-    """`module:function`. It is called with (term, config) and returns the reward function of (prompt, answer): see
-    `tlt.rewards.scores`."""
+    """`module:function` that makes the reward. It is called with (term, config), and returns the reward function
+    f(prompt, answer); see `tlt.rewards.scores`."""
     quick: bool = False
-    """whether it runs no user code and cannot hang, so that it needs no process of its own"""
+    """whether the reward runs in the driver's process, because it runs no user code and cannot hang"""
     compares: bool = False
-    """whether it compares the model's answer with the answer in the data"""
+    """whether the reward compares the model's answer with the right answer in the data"""
 
 
 class TrackerEntry(NamedTuple):
     make: str
-    """`module:class`. It is called with a `TrackedRun` and returns a `Tracker`: see `tlt.run.trackers`."""
+    """`module:class` that is called with a `TrackedRun` and returns a `Tracker`; see `tlt.run.trackers`"""
     package: str
-    """package that it needs"""
+    """import name of the package that the tracker needs"""
 
 
 class BackendEntry(NamedTuple):
     make: str
-    """`module:class` of a `Backend`: see `tlt.engine.protocol`"""
+    """`module:class` of a `Backend`, which provides an engine for rollouts; see `tlt.engine.protocol`"""
 
 
 BACKENDS = {
     "tlt": BackendEntry("tlt.engine.backend:OwnBackend"),
     "vllm": BackendEntry("tlt.vllm.backend:VllmBackend"),
 }
-# A learned chain ends before a token that is reached with a probability below 0.3. Values from 0.2 to 0.4 were equally
+# The last number of a shape: a chain of the learned drafter ends before a token that is reached with a probability
+# below 0.3. Values from 0.2 to 0.4 were equally
 # fast at batch sizes 1 and 4, and 0.5 was slower.
 DRAFTERS = {
     "eagle": DrafterEntry(

@@ -1,4 +1,4 @@
-"""Section [reward]: reward functions with their weights, or an environment."""
+"""Section [reward]: reward functions with their weights, or an environment that gives the reward."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from tlt.config.section import LONGEST, Section
 class RewardTerm(Section):
     name: str = "reasoning_gym"
     """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`. Your function is called as
-    f(prompt, answer) -> float and may be async. If it returns None, the term does not apply. Further parameters are
-    filled by name: response (the whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and
-    columns of the data."""
+    f(prompt, answer) -> float and may be async. If it returns None, the term is left out. Further parameters are filled
+    by name: response (the whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and columns of
+    the data."""
     weight: float = Field(default=1.0, ge=-1e30, le=1e30)
     """Weight of this term. The reward is the sum of weight * score over the terms."""
     pattern: str = ""
-    """For `format`: regular expression. The score is 1 if it is found in the response, else 0."""
+    """Regular expression of the reward `format`. The score is 1 if it matches anywhere in the response, else 0."""
     length_from: int = Field(default=0, ge=0)
-    """For `length`: the score is 0 up to this many tokens, then falls linearly."""
+    """Response length in tokens up to which the score of the reward `length` is 0. It then falls linearly to -1 at
+    `length_to`."""
     length_to: int = Field(default=0, ge=0)
-    """For `length`: the score is -1 from this many tokens on."""
+    """Response length in tokens from which the score of the reward `length` is -1."""
     batched: bool = False
-    """Your function takes lists (of prompts, answers, ...) and returns a list of numbers."""
+    """Call your function with lists (of prompts, answers, ...) for several responses. It returns a list of numbers."""
     if_fails: Literal["response", "term"] = "response"
-    """If your function raises or returns no number: `response` gives the response no reward, `term` leaves out only
-    this term."""
+    """Effect if your function raises an exception or returns no number: with `response` the response has no reward,
+    with `term` only this term is left out of the sum."""
 
     @model_validator(mode="after")
     def _possible(self) -> RewardTerm:
@@ -58,23 +59,23 @@ class RewardConfig(RewardTerm):
     turns: int | None = Field(default=None, gt=0)
     """Largest number of turns of the model in an episode (default: limited only by rollout.max_new_tokens)."""
     answer_marker: str = ""
-    """Text before the answer, which begins after its last occurrence in a response (default: none, the answer begins
-    with the response). If a response lacks it, the answer is empty."""
+    """Text before the answer, such as `Answer:`. The answer begins after its last occurrence in the response. If a
+    response lacks it, the answer is empty. By default the answer begins with the response."""
     answer_end: str = ""
-    """First string after the answer, such as `</answer>` (default: none, the answer ends with the response). If a
-    response lacks it, the answer is empty."""
+    """Text after the answer, such as `</answer>`. The answer ends before its first occurrence. If a response lacks it,
+    the answer is empty. By default the answer ends with the response."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
-    """Timeout in seconds of a reward, or of a reply of the environment. A response whose reward takes longer has no
-    reward."""
+    """Timeout in seconds for a reward, or for a reply of the environment. After it the response has no reward."""
     workers: int | None = Field(default=None, gt=0)
-    """Number of processes that compute rewards at once (default: half the number of cores). Processes that only wait,
-    for example for a network, are not counted."""
+    """Largest number of processes that compute rewards at the same time (default: half the number of CPU cores).
+    Processes that only wait, for example for a network, are not counted."""
     batch_size: int = Field(default=16, gt=0)
-    """Number of responses in one call of an async or batched function."""
+    """Largest number of responses in one call of an async or batched reward function."""
     memory_mb: int = Field(default=8192, ge=0, le=2**40)
-    """Memory limit of a reward process and the processes it starts, in MiB. 0 sets none."""
+    """Memory limit in MiB of a reward process together with the processes that it starts. 0 sets no limit."""
     folder: str = "."
-    """Folder of your module. The folder of the recipe is searched first, then the working directory."""
+    """Folder of the Python module with your reward function or environment. A relative path is looked up in the
+    recipe's folder first, then in the working directory."""
 
     @model_validator(mode="after")
     def _one_or_several(self) -> RewardConfig:
@@ -91,10 +92,10 @@ class RewardConfig(RewardTerm):
 
     @property
     def all_terms(self) -> list[RewardTerm]:
-        """The terms that are summed; none if an environment gives the reward."""
+        """Terms whose weighted scores are summed to the reward. Empty if an environment gives the reward."""
         return [] if self.environment else self.terms or [self]
 
     @property
     def named(self) -> str:
-        """Names of the reward terms, or of the environment."""
+        """Text for display: the names of the reward terms joined by ` + `, or the name of the environment."""
         return self.environment or " + ".join(term.name for term in self.all_terms)

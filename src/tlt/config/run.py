@@ -1,4 +1,4 @@
-"""Section [run]: the folder of a run, and what it writes."""
+"""Section [run]: the folder of a run, and the files, metrics and checkpoints that the run writes."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from tlt.config.section import LONGEST, Section
 
 class RunConfig(Section):
     folder: str = "runs/latest"
-    """Folder of the run."""
+    """Folder of the run, for its checkpoints, metrics and other files."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the noise of all responses and of the order of prompts."""
+    """Random seed for the sampling of all responses and for the order of the prompts."""
     save_every: int = Field(default=20, ge=0)
-    """Number of steps between checkpoints. One is also saved at the end, at a signal and at an error. 0 saves only
-    then."""
+    """Number of steps between checkpoints. A checkpoint is also saved at the end of the run, after a signal such as
+    SIGTERM, and after an error. 0 saves only in these cases."""
     stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
-    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled if its update has begun. A
-    step that takes longer is abandoned. The state before it is saved, unless its update has begun."""
+    """Timeout in seconds for the current step after SIGTERM, SIGHUP or Ctrl-C. It is doubled if the step's update has
+    begun. A step that exceeds it is abandoned. The state before that step is saved, unless its update has begun."""
     keep: int = Field(default=2, gt=0)
-    """Number of newest checkpoints to keep."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     mirror: str | None = None
-    """Place to which each checkpoint is copied in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another URL
-    of fsspec (tlt-rl[mirror]). --resume fetches the newest checkpoint from there if it is newer than those in
+    """URL to which each checkpoint is copied in the background, such as `s3://bucket/run` (install tlt-rl[s3]) or
+    another URL of fsspec (install tlt-rl[mirror]). --resume fetches a checkpoint that is newer than those in
     `folder`."""
     compare_every: int = Field(default=0, ge=0)
-    """Number of steps between comparisons with plain decoding of the same requests. The run reports both times and the
-    number of tokens that differ. 0 turns comparisons off."""
+    """Number of steps between comparisons of speculative with plain decoding. In a comparison, the step's requests are
+    also decoded without drafts, and both times are reported. 0 turns comparisons off."""
     trackers: list[str] | None = None
-    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each is an extra, such as
+    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each needs an extra, such as
     tlt-rl[wandb] (default: TensorBoard if it is installed)."""
     tracker_completions: int = Field(default=0, ge=0, le=10_000)
-    """Number of responses of each step that `wandb` and `trackio` receive as a table. 0 sends none."""
+    """Number of responses per step that are sent to the trackers `wandb` and `trackio` as a table. 0 sends none."""
     completions_mb: int = Field(default=1024, ge=0)
-    """Largest size of the saved responses in MiB. Beyond it the oldest are deleted. 0 saves none."""
+    """Largest total size of the saved responses in MiB. If it is exceeded, the oldest are deleted. 0 saves none."""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
-    """`jsonl` writes completions.jsonl. `parquet` writes a file per step to completions/ and needs tlt-rl[parquet]."""
+    """File format of the saved responses. `jsonl` writes completions.jsonl. `parquet` writes one file per step to
+    completions/, and needs the extra tlt-rl[parquet]."""
     report: bool = True
     """Write report.html, one page on the whole run, at each checkpoint and at the end; see docs/report.md."""
     watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
-    """Power of a busy CPU core in watts. This is only used to estimate energy where no counter measures it."""
+    """Power of a busy CPU core in watts. This is only used to estimate energy if the machine has no energy counter."""
     price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
     """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
     overwrite: bool = False

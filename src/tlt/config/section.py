@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 LONGEST = 1e6
-"""largest timeout in seconds, because operating systems count milliseconds in 31 bits"""
+"""Largest timeout in seconds, because operating systems count the milliseconds of a timeout in 31 bits."""
 
 
 class Section(BaseModel):

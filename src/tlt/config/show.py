@@ -20,14 +20,14 @@ _WIDTH = 100
 
 
 def commented(section: str | None = None) -> str:
-    """Return the default recipe, or one section of it, with comments. It is a valid recipe when the required fields are
-    set."""
+    """Return the default recipe, or one section of it, as TOML with an explanation of each field. It is a valid recipe
+    when the required fields are set."""
     names = [section] if section else list(SECTIONS)
     return "\n\n".join("\n".join(_commented(name, SECTIONS[name])) for name in names) + "\n"
 
 
 def resolved(config: Config) -> str:
-    """Return every field of a recipe. Values that are not the default are marked."""
+    """Return every field of a recipe as TOML. A comment shows the default of each field that differs from it."""
     return "\n\n".join("\n".join(_resolved(name, getattr(config, name))) for name in SECTIONS) + "\n"
 
 
@@ -73,7 +73,7 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
 
 
 def _note(field: FieldInfo) -> list[str]:
-    """Return comment lines with the meaning of a field and its choices."""
+    """Return TOML comment lines with the explanation of a configuration field and its choices."""
     text = " ".join((field.description or "").split())
     choices = [json.dumps(choice) for choice in _choices(field.annotation)]
     missing = [choice for choice in choices if json.loads(choice) not in text] if choices else []
@@ -83,7 +83,7 @@ def _note(field: FieldInfo) -> list[str]:
 
 
 def _choices(annotation: Any) -> Sequence[Any]:
-    """Return the choices of a Literal anywhere in the annotation."""
+    """Return the choices of all `Literal` types in a type annotation."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return [choice for part in get_args(annotation) for choice in _choices(part)]

@@ -1,4 +1,4 @@
-"""Section [speculation]: the drafter, and how it is trained."""
+"""Section [speculation]: the drafter of speculative decoding, its training, and look-ahead drafts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class DrafterTrainConfig(Section):
     """Training of the learned drafter, by `tlt draft train` and during a run."""
 
     unroll: int = Field(default=7, gt=0, le=16)
-    """Largest length of the chains of draft tokens in training. The drafter predicts each token from its own output for
-    the one before. Chains are one token longer than the mean number of accepted draft tokens, up to this length."""
+    """Largest number of consecutive draft tokens that the drafter is trained on. It predicts each token from its own
+    output for the previous token. In use is the mean number of accepted draft tokens plus one, up to this."""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "acceptance_rate"] = "cross_entropy"
-    """Loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate` minimizes the
-    probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn equally well, and
-    the other two hardly learn."""
+    """Training loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate`
+    minimizes the probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn
+    equally well, and the other two hardly learn."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Highest learning rate of the drafter. It falls as the drafter improves, or over the time of `tlt draft train`."""
+    """Peak learning rate of the drafter. It falls as the drafter improves, or over the time of `tlt draft train`."""
     micro_batch_tokens: int = Field(default=1024, gt=0)
-    """Number of tokens in a micro-batch, which is one optimizer step."""
+    """Number of tokens in a micro-batch of drafter training. Each micro-batch is one optimizer step."""
     idle: bool = True
     """Train the drafter on idle workers (several workers only). Training starts from `speculation.path`, or from random
     weights if `speculation.drafter` is adaptive and no path is given."""
@@ -36,7 +36,7 @@ class DrafterTrainConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """Drafting: strategies, drafter, and look-ahead."""
+    """Speculative decoding: the drafter, the shape of its drafts, and look-ahead drafts."""
 
     drafter: str = "adaptive"
     """`adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM it chooses one for
@@ -45,7 +45,7 @@ class SpeculationConfig(Section):
     trees: bool = False
     """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
     path: str | None = None
-    """Folder of a learned drafter. `tlt draft train` makes one. A relative path is looked up in the recipe's folder
+    """Folder of a learned drafter, as made by `tlt draft train`. A relative path is looked up in the recipe's folder
     first, then in the working directory."""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
     """Architecture of a new drafter. `eagle1` reads the target's last hidden state. `eagle3` reads hidden states of
@@ -55,21 +55,22 @@ class SpeculationConfig(Section):
     """Attention window of a new drafter, in tokens. Hidden states of the last `window` tokens are kept for each active
     request."""
     depth: int = Field(default=6, gt=0, le=32)
-    """Number of consecutive draft tokens."""
+    """Largest number of consecutive draft tokens. `adaptive` chooses its own number."""
     branching: int = Field(default=2, gt=0, le=16)
-    """Number of children of each node of a draft tree, and number of nodes continued at each depth. 1 drafts a
-    chain. `quantized` always drafts chains."""
+    """Number of children of each node of a draft tree, and number of nodes that get children at each depth. 1 drafts a
+    chain. `quantized` always drafts chains. `adaptive` chooses its own number."""
     verify_tokens: int = Field(default=8, gt=0, le=256)
-    """Number of tree nodes verified in one pass, root included. 1 is plain decoding."""
+    """Largest number of nodes of a draft tree that are verified in one pass of the target, including the root. 1 is
+    plain decoding. `adaptive` chooses its own number."""
     min_chance: float = Field(default=0.5, ge=0, lt=1)
-    """Smallest estimated probability that a draft token is reached. Draft tokens below it are not verified."""
+    """Smallest estimated probability that a draft token is reached. Less likely draft tokens are not verified."""
     history_tokens: int = Field(default=200_000, gt=0)
-    """Number of tokens of earlier epochs that the suffix drafter keeps. The oldest are dropped."""
+    """Number of response tokens of earlier epochs that the drafter `suffix` keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
-    """Number of coming steps whose requests are decoded as drafts: by idle workers, or by a single worker on a GPU
-    whose batch has room. Needs `adaptive`. 0 turns it off."""
+    """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. Idle
+    workers decode them, or a single worker on a GPU whose batch has room. Needs `adaptive`. 0 turns it off."""
     look_ahead_tokens: int = Field(default=16_000_000, gt=0)
-    """Number of look-ahead tokens kept in host memory, four bytes each. The oldest are dropped."""
+    """Number of tokens of look-ahead drafts kept in host memory, four bytes each. The oldest are dropped."""
     training: DrafterTrainConfig = DrafterTrainConfig()
 
     @field_validator("drafter")

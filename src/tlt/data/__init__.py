@@ -1,1 +1,1 @@
-"""Prompts: files and data sets, chat templates, tokenizers."""
+"""Loading of prompts: data files and data sets, chat templates, and tokenizers."""

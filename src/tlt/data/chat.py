@@ -1,4 +1,4 @@
-"""Prompts as messages, and the tokenizer's chat template that turns them into text."""
+"""Prompts that are lists of messages, and the tokenizer's chat template, which converts them to text."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TRIES = 8  # renderings, in which a template that chooses between two texts at random almost surely shows both
+_TRIES = 8  # number of renderings that detect a template which chooses between texts at random
 
 
 # -- messages of a file's row ------------------------------------------------------------------------------------------
 
 
 def messages_of(question: Any, where: str) -> Messages | None:
-    """Return the messages of a prompt in the format of TRL, verl and OpenAI, or None if it is not a list of messages.
-    The content of each message becomes a text or a list of texts. Raises DataError for other content; `where` names the
-    row."""
+    """Return a prompt's messages in the format of TRL, verl and OpenAI. Return None if the prompt is not a list of
+    messages. In the result, the content of a message is a text or a list of texts. Raises DataError if a message has
+    other content, such as an image. `where` names the row in the error."""
     if isinstance(question, str):
         question = _parsed(question)
     if not isinstance(question, Sequence) or isinstance(question, str) or not question:
@@ -44,7 +44,7 @@ _CARRIES = {"content", "tool_calls"}
 
 
 def _parsed(text: str) -> Any:
-    """Parse messages that are stored as JSON text, for tables without nested columns. Return None for other text."""
+    """Parse messages that are JSON text, as in tables without nested columns. Return None for other text."""
     if not (text.lstrip().startswith("[") and '"role"' in text):
         return None
     try:
@@ -54,13 +54,14 @@ def _parsed(text: str) -> Any:
 
 
 def text_of(messages: Messages) -> str:
-    """Return the text of the messages, for display."""
+    """Return the contents of the messages as one text, for display and for comparing prompts."""
     contents = [message.get("content") or "" for message in messages]
     return "\n".join(content if isinstance(content, str) else "\n".join(content) for content in contents)
 
 
 def _of_texts(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the message with its text parts as content: a list of texts, or the text itself if there is only one."""
+    """Return a message whose content is a text, or a list of texts if the message has several parts. Raises DataError
+    for other content. `where` names the message in the error."""
     content = message.get("content")
     if isinstance(content, list) and content:
         texts = [_text_of(part, where) for part in content]
@@ -82,11 +83,12 @@ def _text_of(part: Any, where: str) -> str:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, with one fixed time for all prompts. Each new sequence of roles is tested first,
-    because templates silently drop messages that they do not know."""
+    """Chat template of a tokenizer. All prompts are rendered with the same date and time. Each new sequence of roles is
+    tested when it first occurs, because templates silently drop messages that they do not support."""
 
     def __init__(self, tokenizer: Any, config: DataConfig) -> None:
-        """Raise DataError if the tokenizer has no chat template, or does not read an argument."""
+        """Store the template and its arguments. Raise DataError if the tokenizer has no chat template, or if the
+        template does not use an argument of data.chat_arguments."""
         if not getattr(tokenizer, "chat_template", None):
             raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
         self.tokenizer, self.arguments = tokenizer, config.chat_arguments
@@ -95,8 +97,8 @@ class ChatTemplate:
         self._refuse_unread_arguments()
 
     def render(self, turns: Messages) -> str:
-        """Return the text before the response. If the last message is the assistant's, the response
-        continues it. Raises DataError."""
+        """Return the text of a prompt, given as messages. If the last message is of the role assistant, the text ends
+        with it, so that the response continues it. Raises DataError if the template does not support the messages."""
         turns = [self._joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
@@ -107,8 +109,9 @@ class ChatTemplate:
         return self._to_continue(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
 
     def around_reply(self) -> tuple[str, str]:
-        """Return the texts that the template writes before and after a reply to a response. The reply is a message of a
-        tool if the prompts show tools, else of the user. Raises DataError if the template writes no such message."""
+        """Return the texts that the template writes before and after an environment's reply to a response. The reply
+        has the role tool if data.chat_arguments has tools, else the role user. Raises DataError if the template writes
+        no such message."""
         role = "tool" if self.arguments.get("tools") else "user"
         turns = [("user", _mark(0)), ("assistant", _mark(1)), (role, _mark(2))]
         text = self._apply([{"role": role, "content": content} for role, content in turns])
@@ -128,10 +131,11 @@ class ChatTemplate:
 
     @cached_property
     def _between_parts(self) -> tuple[str, bool]:
-        """The text that the template writes between two parts of a message, and whether it strips the parts.
+        """Text that the template writes between two text parts of a message, and whether it strips white space of
+        parts.
 
-        Most templates that know parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5. If
-        a template does not know parts, they are joined by line breaks, as in vLLM and llama.cpp."""
+        Most templates that support parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5.
+        If a template does not support parts, they are joined by line breaks, as in vLLM and llama.cpp."""
         parts = [{"type": "text", "text": text} for text in (f"{_mark(0)} ", f" {_mark(1)}")]
         try:
             text = self._apply([{"role": "user", "content": parts}])
@@ -154,8 +158,9 @@ class ChatTemplate:
             raise DataError(f"the tokenizer's chat template refuses a prompt: {error}") from None
 
     def _to_continue(self, turns: Messages) -> str:
-        """Return the text up to the end of the last message. `continue_final_message` of transformers is not used,
-        because it loses white space if the template trims messages."""
+        """Return the text of the messages up to the end of the last message, which the response continues. The option
+        `continue_final_message` of transformers is not used, because it loses white space if the template trims
+        messages."""
         content = turns[-1].get("content") or ""
         text = self._apply([*turns[:-1], turns[-1] | {"content": content + _mark(0)}])
         whole, mark, _ = text.rpartition(_mark(0))
@@ -173,7 +178,7 @@ class ChatTemplate:
         asked = self.arguments.get("chat_template"), self.arguments.get("tools")
         template = self.tokenizer.get_chat_template(*asked)
         try:
-            # transformers adds tags to the template language
+            # compiled by transformers, because it adds tags to the template language of jinja2
             environment = cast(Any, chat_template_utils)._compile_jinja_template(template).environment
         except Exception as error:
             raise DataError(f"the tokenizer's chat template is not valid: {error}") from None
@@ -188,7 +193,7 @@ class ChatTemplate:
             )
 
     def _refuse_unknown_roles(self, turns: Messages) -> None:
-        """Raise DataError for a role that the template does not name. Many templates accept any role."""
+        """Raise DataError for a role that is neither in `ROLES` nor named in the template."""
         for turn in turns:
             if turn["role"] not in ROLES and turn["role"] not in str(self.tokenizer.chat_template):
                 raise DataError(
@@ -197,7 +202,7 @@ class ChatTemplate:
                 )
 
     def _refuse_chance(self, turns: Messages) -> None:
-        """Raise DataError if the template writes different texts for the same messages."""
+        """Raise DataError if the template writes different texts for the same messages, as with a random choice."""
         texts = sorted({self._apply(turns) for _ in range(_TRIES)})
         if len(texts) > 1:
             differ = (i for i in range(len(texts[0])) if not texts[1].startswith(texts[0][: i + 1]))
@@ -209,8 +214,8 @@ class ChatTemplate:
             )
 
     def _refuse_dropped(self, turns: Messages) -> None:
-        """Raise DataError for a message that does not reach the text. A template may drop the model's own reasoning,
-        and text next to a tool call, because it does so in training too."""
+        """Raise DataError if the template leaves out the content, the tool calls or the tools of a message. It may
+        leave out the model's reasoning and text next to a tool call, because models are trained with such templates."""
         plain = self._apply(turns)
         marked = [
             turn if turn.get("tool_calls") else turn | {"content": turn["content"] + _mark(i)}
@@ -230,7 +235,7 @@ class ChatTemplate:
                     raise DataError(f"the tokenizer's chat template leaves out the {key} of {which}: remove such rows")
 
     def _writes(self, turns: Messages, text: str) -> bool:
-        """Return whether the template writes this text for the messages. It may refuse a message without the key."""
+        """Return whether the template writes exactly this text for the messages. Return False if it refuses them."""
         try:
             return self._apply(turns) == text
         except DataError:
@@ -247,8 +252,8 @@ def _bare(text: str) -> str:
 
 @contextmanager
 def _fixed_time(now: datetime) -> Iterator[None]:
-    """Fix the time of `strftime_now` in templates. The clock of transformers' module is replaced, because transformers
-    does not accept a function as an argument of a template."""
+    """Make `strftime_now` in chat templates use the time `now` until the `with` block ends. This replaces the clock in
+    a module of transformers, because transformers does not accept functions as arguments of templates."""
     from transformers.utils import chat_template_utils  # slow to import
 
     module: Any = chat_template_utils
@@ -261,7 +266,7 @@ def _fixed_time(now: datetime) -> Iterator[None]:
 
 
 def refuse_tag_twice(text: str, prefill: str) -> None:
-    """Raise DataError if both the template's generation prompt and the prefill open the same tag, such as <think>."""
+    """Raise DataError if the chat template's `text` ends with the tag, such as <think>, that `prefill` begins with."""
     tag = re.match(r"\s*(<[^<>\s]+>)", prefill)
     if tag and text.rstrip().endswith(tag[1]):
         raise DataError(

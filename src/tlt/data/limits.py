@@ -1,4 +1,4 @@
-"""Checks of prompts against the limits of the model: its vocabulary and its context."""
+"""Checks that prompts fit the model: its vocabulary and its context length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt.types import Prompt
 
 
 def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """Raise DataError for tokens outside the vocabulary. A tokenizer of another model gives such tokens."""
+    """Raise DataError if a prompt has a token outside the model's vocabulary, as with another model's tokenizer."""
     for prompt in prompts:
         if max(prompt.token_ids) >= vocab_size:
             raise DataError(
@@ -21,8 +21,8 @@ def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
 
 
 def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = False) -> None:
-    """Raise DataError for prompts with tokens outside the model's vocabulary. Raise ModelError if a prompt and its
-    response may exceed the model's context."""
+    """Raise DataError if a prompt has a token outside the model's vocabulary. Raise ModelError if a prompt with the
+    longest possible response exceeds the model's context length. `held_out` means prompts of evaluations."""
     options = decoder_options(read_config(config.model.path))
     refuse_foreign_tokens(prompts, options.vocab_size)
     section = "eval" if held_out and config.eval.max_new_tokens else "rollout"

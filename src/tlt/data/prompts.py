@@ -1,4 +1,4 @@
-"""Prompts from reasoning-gym tasks or from files, and the cursor that visits each once per epoch."""
+"""Prompts from reasoning-gym tasks, environments or files, and the cursor that visits each prompt once per epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 Question = str | Messages
-"""text, or a list of messages"""
+"""content of a prompt: text, or a list of chat messages"""
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
@@ -33,8 +33,8 @@ _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart, because reasoning-
 
 
 def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
-    """Return the prompts of an epoch in the order of their source. `prompt_id` is the row, counted without prompts that
-    are too long. Raises DataError."""
+    """Load the prompts of an epoch, in the order of their source. `encode` returns the token ids of a prompt.
+    `prompt_id` counts the prompts from 0, without dropped ones. Raises DataError."""
     rows = list(_rows(config))
     answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
@@ -73,7 +73,7 @@ def _rows(config: DataConfig) -> Iterable[Row]:
 
 
 def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
-    """Turn off metrics by task if a file has more than 50 tasks, because each would be a metric."""
+    """Turn off rewards by task in the metrics if a file has more than 50 tasks, because each task would be a metric."""
     tasks = {prompt.task for prompt in prompts}
     if not config.path or len(tasks) <= _MOST_TASKS:
         return prompts
@@ -86,7 +86,7 @@ def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Promp
 
 
 def shown_to_model(question: Question, config: DataConfig) -> Question:
-    """Return the prompt in `data.template`. Raises DataError."""
+    """Return the prompt inserted into data.template. Raises DataError for messages if data.template is set."""
     if isinstance(question, str):
         return config.template.replace("{question}", question)
     if config.template != "{question}":
@@ -96,15 +96,15 @@ def shown_to_model(question: Question, config: DataConfig) -> Question:
 
 
 def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
-    """Raise DataError if a data file does not exist. This check is fast, so it comes before the model is read."""
+    """Raise DataError if a data file does not exist. This fast check is made before the model is loaded."""
     for path in (config.path, held_out.path if held_out.every else None):
         if path:
             files_of(path)
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
-    """Return up to `eval.size` prompts that are not in `training`: evenly spaced from `eval.path`, or from the tasks
-    with another seed. Return none if the run has no evaluations. Raises DataError."""
+    """Load the held-out prompts for evaluations: up to eval.size prompts that are not in `training`. They are taken at
+    equal distances from eval.path, or from data.tasks with another seed. Empty if eval.every is 0. Raises DataError."""
     if not held_out.every:
         return []
     tasks = [] if held_out.path else config.tasks
@@ -118,8 +118,8 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
 
 
 def encoder(tokenizer: Any, config: DataConfig) -> Encode:
-    """Return a function from a prompt to its token ids, with the chat template if `data.chat`. Raises DataError if the
-    tokenizer has no chat template."""
+    """Return a function that converts a prompt, with data.prefill, to token ids. It applies the chat template if
+    data.chat is true. Raises DataError if that needs a chat template that the tokenizer does not have."""
     if not config.chat:
         _refuse_end_token(tokenizer)
 
@@ -144,11 +144,12 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 
 
 def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
-    """Return a function that encodes a reply. Its arguments are the reply's text and the token before it.
+    """Return a function that encodes a reply of an environment. Its arguments are the text of the reply, and the last
+    token before it. It returns token ids.
 
-    With a chat template the reply is a message of a tool if the prompts show tools, else of the user. If the token
-    before is None, the reply is plain text. Names of special tokens in the reply are encoded as text. Raises
-    DataError."""
+    If data.chat is true, the reply becomes a message of the role tool if data.chat_arguments has tools, else of the
+    role user. If the token is None, the text opens the response, and is encoded without the chat template. Names of
+    special tokens in the reply are encoded as ordinary text. Raises DataError."""
     before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
     begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
 
@@ -156,14 +157,14 @@ def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | No
         content = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if last is None:
             return content
-        own = begins[:1] == [last]  # the model wrote the end token itself
+        own = begins[:1] == [last]  # the model has generated the end token itself
         return [*begins[own:], *content, *ends]
 
     return encode
 
 
 def _refuse_end_token(tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer appends the end token to every text, because the response would follow it."""
+    """Raise DataError if the tokenizer appends the end token to every text, because a response would come after it."""
     if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
         raise DataError(
             f"the tokenizer appends {tokenizer.eos_token} to every text, so that a prompt ends before its response: "
@@ -172,7 +173,7 @@ def _refuse_end_token(tokenizer: Any) -> None:
 
 
 def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:
-    """Drop the second BOS token, if both the text and the tokenizer add one."""
+    """Return the token ids without the second BOS token, if both the prompt's text and the tokenizer add one."""
     bos = tokenizer.bos_token_id
     if bos is None or list(token_ids[:2]) != [bos, bos]:
         return token_ids
@@ -186,10 +187,11 @@ def _warn_of_two(bos: str) -> None:
 
 
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
-    """Return the sha256 of the prompts as tokens, as texts, and with all columns of a file, which rewards may read. A
-    resumed run needs the same prompts. If only the tokens differ, the tokenizer has changed."""
+    """Return three sha256 of the prompts: as token ids (`prompts`), as texts (`texts`), and of all columns of the data
+    file (`columns`), which rewards may read. A resumed run compares them with those in its checkpoint, because it needs
+    the same prompts. If only the token ids differ, the tokenizer has changed."""
     answers = [str(prompt.ground_truth) for prompt in prompts]
-    rows = [prompt.data for prompt in prompts] if config.path else []  # generated prompts follow from the recipe
+    rows = [prompt.data for prompt in prompts] if config.path else []  # other prompts follow from the recipe
     return {
         "prompts": _sha256([prompt.token_ids, answer] for prompt, answer in zip(prompts, answers, strict=True)),
         "texts": _sha256([prompt.text, answer] for prompt, answer in zip(prompts, answers, strict=True)),
@@ -208,8 +210,8 @@ def _sha256(values: Iterable[Any], **options: Any) -> str:
 
 
 def task_dataset(config: DataConfig, stage: int) -> Any:
-    """Return the reasoning-gym mixture of one stage. Its `score_answer(answer, entry)` checks an answer. Raises
-    DataError."""
+    """Return the reasoning-gym data set for one curriculum stage, a mixture of its tasks. Its method
+    `score_answer(answer, entry)` scores an answer. Raises DataError."""
     try:
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
@@ -226,7 +228,8 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
 
 
 def _first_seed(seed: int) -> int:
-    """Return the seed of the first item. It is hashed, because neighbouring seeds would share all items but one."""
+    """Return the reasoning-gym seed for data.seed. It is a hash, because reasoning-gym uses seed + i for item i, so
+    that two neighbouring seeds would share all items but one."""
     held_out = _HELD_OUT if seed >= _HELD_OUT else 0
     number = seed - held_out
     return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)
@@ -241,11 +244,11 @@ def _task_rows(config: DataConfig) -> Iterator[Row]:
 
 
 def _stage_sizes(config: DataConfig) -> dict[int, int]:
-    """Return the number of prompts of each stage, in proportion to the weights of its tasks."""
+    """Return curriculum stage -> number of prompts, in proportion to the weights of the stage's tasks."""
     weights = dict.fromkeys(sorted(task.stage for task in config.tasks), 0.0)
     for task in config.tasks:
         weights[task.stage] += task.weight
-    total = sum(weights.values()) or 1.0  # a file has no stages
+    total = sum(weights.values()) or 1.0  # prompts from a file have no stages
     borders = [round(config.size * weight / total) for weight in accumulate(weights.values(), initial=0.0)]
     return {stage: end - start for stage, (start, end) in zip(weights, pairwise(borders), strict=True)}
 
@@ -283,14 +286,14 @@ def _file_rows(config: DataConfig) -> list[Row]:
 
 
 def make_cursor(config: DataConfig, size: int, seed: int) -> Cursor:
-    """Return a cursor over the `size` prompts of `config`."""
+    """Return a cursor at the start of the first epoch. `size` is the number of prompts, `seed` sets their order."""
     return Cursor(size, seed, config.shuffle, stages=list(_stage_sizes(config).values()))
 
 
 @dataclass
 class Cursor:
-    """Iterator over rows, each once per epoch, in an order that is a function of (seed, epoch). A batch may span two
-    epochs."""
+    """Iterator over prompt indices, each once per epoch, in an order that depends only on (seed, epoch). A batch may
+    span two epochs."""
 
     size: int
     seed: int
@@ -298,10 +301,10 @@ class Cursor:
     epoch: int = 0
     position: int = 0
     stages: list[int] = field(default_factory=list)
-    """sizes of the curriculum's stages, whose rows are consecutive; the first epoch visits the stages in order"""
+    """number of prompts in each curriculum stage, which are consecutive; the first epoch visits the stages in order"""
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Return the next `count` pairs (row, epoch)."""
+        """Return the next `count` pairs (index of the prompt, epoch)."""
         taken: list[tuple[int, int]] = []
         while len(taken) < count:
             rows = self._order()[self.position : self.position + count - len(taken)]
@@ -317,5 +320,5 @@ class Cursor:
             random.Random(f"{self.seed}/{self.epoch}").shuffle(rows)
         if self.stages and self.epoch == 0:
             borders = list(accumulate(self.stages))
-            rows.sort(key=lambda row: bisect_right(borders, row))  # stable, so that the order within a stage is kept
+            rows.sort(key=lambda row: bisect_right(borders, row))  # stable: the order within a stage is kept
         return rows

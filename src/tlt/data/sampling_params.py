@@ -1,4 +1,4 @@
-"""Sampling parameters of a recipe, with the end tokens that the model's folder and tokenizer name."""
+"""Sampling parameters of rollouts and evaluations, with the end tokens of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tlt.types import SamplingParams
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
-    """Return the sampling parameters of a rollout. Raises ModelError if no end token and no stop string is known."""
+    """Return the sampling parameters of a rollout. Raises ModelError without end tokens and stop strings."""
     vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
     stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
     if not stops and not strings:
@@ -25,14 +25,14 @@ def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -
 
 
 def eval_sampling(config: Config, params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters for held-out prompts: `params` with the values that [eval] sets."""
+    """Return the sampling parameters of evaluations: those of the rollout (`params`) with the values of [eval]."""
     names = ("temperature", "top_k", "top_p", "max_new_tokens")
     given = {name: value for name in names if (value := getattr(config.eval, name)) is not None}
     return replace(params, **given)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return all end tokens that config.json, generation_config.json and the tokenizer name."""
+    """Return the ids of all end tokens that config.json, generation_config.json and the tokenizer name."""
     named = [tokenizer.eos_token_id]
     for file in ("config.json", "generation_config.json"):
         path = Path(folder) / file

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, JSON arrays, Parquet, and data sets saved by Hugging Face's `datasets`."""
+"""Reader of data files: JSON lines, JSON arrays, Parquet, and data sets saved by Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class DataError(ValueError):
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
 _OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # files of a data set saved by `datasets`
 _NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json", "dataset_infos.json"}
-SPLITS = {  # words in a file's name that `datasets` takes for its split
+SPLITS = {  # word in a file's name -> split of the file, as `datasets` infers it
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_OF_FUNCTIONS = ("tool_calls", "tools")  # the keys of their objects differ between rows
+_OF_FUNCTIONS = ("tool_calls", "tools")  # columns whose objects have different keys in each row
 _GZIP = b"\x1f\x8b"
-_OTHER_PACKING = {  # by the first bytes of the file
+_OTHER_PACKING = {  # first bytes of a file -> name of its compression, and the command that unpacks it
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
     b"\xfd7zXZ\x00": ("xz", "xz -d"),
     b"BZh": ("bzip2", "bzip2 -d"),
@@ -37,8 +37,9 @@ _OTHER_PACKING = {  # by the first bytes of the file
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (position, row) for a file, all files of a folder, or the files that match a pattern such as
-    `data/*.jsonl`. Files are read in the order of their names. Raises DataError."""
+    """Yield (position, row) for each row of a file, of all files in a folder, or of all files that match a pattern such
+    as `data/*.jsonl`. The position is text for error messages. Files are read in the order of their names. Raises
+    DataError."""
     for file in files_of(path):
         read = {".parquet": _parquet, ".arrow": _arrow}.get(file.suffix, _json)
         for where, row in read(file):
@@ -66,7 +67,8 @@ def files_of(path: str) -> list[Path]:
 
 
 def _refuse_splits(files: list[Path]) -> None:
-    """Raise DataError for files of several splits. Data sets of the Hugging Face hub often have them in one folder."""
+    """Raise DataError if the files belong to several splits, such as train and test. Data sets of the hub often have
+    them in one folder."""
     by_split: dict[str, str] = {}
     for file in sorted(files):
         word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in SPLITS), None)
@@ -80,19 +82,19 @@ def _refuse_splits(files: list[Path]) -> None:
 
 
 def _saved(folder: Path) -> list[Path]:
-    """Return the files of a data set saved by `datasets`, without its caches. Raises DataError."""
+    """Return the Arrow files of a data set saved with save_to_disk, without cache files. Raises DataError."""
     with errors_as(DataError, f"{folder} is not a data set that can be read", "save it again with save_to_disk"):
         if (folder / "dataset_dict.json").is_file():
             splits = [f"{folder / split}" for split in read_json(folder / "dataset_dict.json")["splits"]]
             raise DataError(f"{folder} contains a data set for each split: give one of {', '.join(splits)}")
         state = read_json(folder / "state.json")
-        if state.get("_indices_data_files"):  # datasets before 1.8 stored the rows that a filter kept
+        if state.get("_indices_data_files"):  # datasets before 1.8 stored the indices of the rows that a filter kept
             raise ValueError("state.json has _indices_data_files")
         return [folder / file["filename"] for file in state["_data_files"]]
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file with one JSON value per line, or with one array."""
+    """Yield (position, row) for each row of a file that has one JSON value per line, or one JSON array of rows."""
     text = path.read_bytes()
     if text.startswith(_GZIP):
         with errors_as(DataError, f"{path} is not a gzip file that can be read"):
@@ -106,7 +108,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip()[:1] == b"[":
         yield from ((f"row {number}", row) for number, row in enumerate(_parsed(text, str(path))))
         return
-    for number, line in enumerate(text.split(b"\n"), 1):  # str.splitlines breaks at U+2028 too
+    for number, line in enumerate(text.split(b"\n"), 1):  # not str.splitlines, which also splits at U+2028
         if line.strip():
             yield f"line {number}", _parsed(line, f"{path}, line {number}")
 
@@ -142,7 +144,8 @@ def _numbered(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any, in_call: bool = False) -> Any:
-    """Drop the nulls in tool calls. Arrow gives all calls the same arguments, and fills the missing ones with null."""
+    """Return a value without the null entries in tool calls and tool schemas. Arrow gives all calls the same keys,
+    filled with null."""
     if isinstance(value, dict):
         kept = {key: _without_nulls(item, in_call or key in _OF_FUNCTIONS) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None or not (in_call or key in _OF_FUNCTIONS)}

@@ -1,7 +1,7 @@
-"""Tokenizer of a model folder, as tokenizer.json defines it.
+"""Loader of a model's tokenizer. The tokenizer behaves as tokenizer.json defines it.
 
-transformers 5 rebuilds some tokenizers from the vocabulary of tokenizer.json and splits texts by rules of its own
-class. The model was trained with the rules of the file, and engines decode with them."""
+transformers 5 loads some tokenizers with only the vocabulary of tokenizer.json, and splits texts by the rules of its
+own classes. But models are trained and served with the rules in tokenizer.json."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PROBES = (
         "\x07\u200b\ufeff",
     ),
 )
-"""texts on which tokenizers often differ"""
+"""texts that two tokenizers often encode differently, to compare them"""
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Return the tokenizer of a model folder, or of a folder with adapters. Remote code is never run. Raises
-    ModelError."""
+    """Load the tokenizer of a model folder, or of a folder with LoRA adapters. Remote code is never run. Raises
+    ModelError if there is no tokenizer or it cannot be loaded."""
     path = Path(folder)
     if not (path / "adapter_config.json").is_file():
-        read_config(path)  # checked first, because transformers would report its errors as errors of the tokenizer
-    # for some families transformers would make an empty tokenizer
+        read_config(path)  # transformers would report an error in config.json as one of the tokenizer
+    # without these files transformers would make an empty tokenizer for some model families
     if not any(path.glob("*token*")) and not any(path.glob("vocab*")):
         raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
     with errors_as(ModelError, f"{path} has no tokenizer that can be loaded"):
@@ -56,9 +56,10 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _as_the_file_says(loaded: Any, path: Path) -> Any:
-    """Return `loaded`, or a tokenizer built from tokenizer.json if the two differ."""
+    """Return `loaded`, the tokenizer that transformers has loaded. If it differs from tokenizer.json, log a warning and
+    return a tokenizer built from tokenizer.json."""
     file = Tokenizer.from_file(str(path / "tokenizer.json"))
-    file.no_truncation()  # as in transformers, where the caller sets lengths
+    file.no_truncation()  # as in transformers, where the caller sets truncation and padding
     file.no_padding()
     difference = _difference(loaded, file)
     if not difference:
@@ -77,8 +78,8 @@ def _as_the_file_says(loaded: Any, path: Path) -> Any:
 
 
 def _difference(tokenizer: Any, file: Tokenizer) -> str:
-    """Return a description of the first text that the two tokenizers encode or decode differently; empty if there is
-    none."""
+    """Compare a tokenizer with tokenizer.json (`file`) on `PROBES` and on all added tokens. Return a description of the
+    first text that the two encode or decode differently; empty if there is none."""
     added = [token.content for token in file.get_added_tokens_decoder().values()]
     for text in (*PROBES, *(f"a{token} b\n{token}c {token}" for token in added)):
         ours, its = tokenizer(text)["input_ids"], file.encode(text).ids
@@ -95,7 +96,8 @@ def _difference(tokenizer: Any, file: Tokenizer) -> str:
 
 
 def adds(tokenizer: Any) -> dict[str, bool]:
-    """Return whether the tokenizer adds a first and a last token, with the field names of tokenizer_config.json."""
+    """Return whether the tokenizer adds a BOS token before and an EOS token after each text. The keys are the field
+    names in tokenizer_config.json: `add_bos_token` and `add_eos_token`."""
     ids = tokenizer("a")["input_ids"]
     first, last = (
         token is not None and ids[i] == token
@@ -105,8 +107,8 @@ def adds(tokenizer: Any) -> dict[str, bool]:
 
 
 def _warn_of_unread_fields(tokenizer: Any, path: Path) -> None:
-    """Warn if tokenizer_config.json contradicts tokenizer.json. transformers 4 reads these fields for some classes,
-    transformers 5 does not."""
+    """Warn if add_bos_token or add_eos_token in tokenizer_config.json contradicts tokenizer.json. transformers 4 uses
+    these fields for some tokenizer classes, transformers 5 does not."""
     file = path / "tokenizer_config.json"
     config = read_json(file) if file.is_file() else {}
     for name, is_so in adds(tokenizer).items():
@@ -116,5 +118,5 @@ def _warn_of_unread_fields(tokenizer: Any, path: Path) -> None:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning once, even if several parts of a run load the same tokenizer."""
+    """Log a warning, but only once in a process, because several parts of a run may load the same tokenizer."""
     log.warning(text)

@@ -1,4 +1,4 @@
-"""Loader of environments of the package `verifiers` (0.4, its `verifiers.v1`), and of their prompts."""
+"""Loader of environments of the package `verifiers` (version 0.4, module `verifiers.v1`) and of their prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Loaded:
-    """Environment of verifiers with the tasks loaded so far."""
+    """Environment of the package verifiers, with its tool sets and the tasks that have been loaded so far."""
 
     def __init__(self, env: Any) -> None:
         self.env, taskset = env, env.taskset
@@ -26,20 +26,21 @@ class Loaded:
         self._more: Iterator[Any] = iter(taskset)
 
     def tasks(self, count: int) -> list[Any]:
-        """Return the first tasks, at most `count`."""
+        """Return the first `count` tasks of the environment, or all tasks if it has fewer."""
         self._tasks += islice(self._more, max(0, count - len(self._tasks)))
         return self._tasks[:count]
 
 
 def loaded(config: DataConfig) -> Loaded:
-    """Return the environment that a recipe names. Raises DataError."""
+    """Return the environment of verifiers that data.environment names. Raises DataError."""
     assert config.environment, "the recipe has an environment of verifiers"
     return load(config.environment, json.dumps(config.environment_arguments, sort_keys=True))
 
 
 @cache
 def load(name: str, arguments: str) -> Loaded:
-    """Return an environment by its name and the settings of its taskset as JSON. Raises DataError."""
+    """Load an environment of verifiers by its name. `arguments` has the settings of its taskset as JSON text. Raises
+    DataError if it cannot be loaded, or if it needs features that tlt does not support."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -51,7 +52,7 @@ def load(name: str, arguments: str) -> Loaded:
         no_program = {agent: {"harness": {"id": "null"}} for agent in agents}
         found = Loaded(load_environment(resolve_env_config(settings | no_program)))
         needs = [*_needs(found), *(["several models"] if len(agents) > 1 else [])]
-    except Exception as error:  # of the environment's own code
+    except Exception as error:  # an error in the code of the environment
         raise DataError(f"data.environment = {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     if needs:
         raise DataError(f"data.environment = {name!r} needs {needs[0]}, which tlt does not support: use another")
@@ -59,7 +60,7 @@ def load(name: str, arguments: str) -> Loaded:
 
 
 def _needs(found: Loaded) -> Iterator[str]:
-    """Yield the features of verifiers that an environment needs and tlt does not support."""
+    """Yield a description of each feature of verifiers that an environment needs but tlt does not support."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
     from verifiers.v1.utils.decorators import discover_decorated
@@ -83,7 +84,8 @@ def _needs(found: Loaded) -> Iterator[str]:
 
 
 def rows(config: DataConfig) -> Iterator[tuple[str | list[Message], dict[str, Any]]]:
-    """Yield prompt and data of the first `data.size` tasks of `data.environment`. Raises DataError."""
+    """Yield (prompt, data for its environment) for the first data.size tasks of data.environment. The prompt is a list
+    of messages if data.chat is true, else text. Raises DataError."""
     name, arguments = config.environment, json.dumps(config.environment_arguments, sort_keys=True)
     for task in loaded(config).tasks(config.size):
         data = {"environment": name, "arguments": arguments, "index": task.data.idx, "key": task.key}
@@ -92,7 +94,7 @@ def rows(config: DataConfig) -> Iterator[tuple[str | list[Message], dict[str, An
 
 
 def opening(task: Any) -> list[Any]:
-    """Return the messages of verifiers with which a task begins."""
+    """Return the first messages of a task, as objects of verifiers: its system message, if any, and its prompt."""
     import verifiers.v1 as vf
 
     prompt, system = task.data.prompt, task.data.system_prompt

@@ -1,4 +1,4 @@
-"""report.html: one page on a run, made of the files in its folder and of nothing else."""
+"""Writer of report.html, one page about a run. It is made only from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "report.html"
-_SHARE = 0.01  # largest share of a run's time for writing its page, before the run ends
+_SHARE = 0.01  # largest share of a run's time that may be spent on writing its page while it runs
 
 _log = logging.getLogger(__name__)
 
 
 class ReportError(ValueError):
-    """The page cannot be made. The message names the folder or file and the remedy."""
+    """Error if the page of a run cannot be written. The message names the folder or file and the remedy."""
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of one or several runs and return its path. Raises ReportError."""
+    """Write the page about one run, or the page that compares several runs, and return its path. `folders` are the
+    folders of the runs. By default the path is report.html in the run's folder, or comparison.html in the working
+    directory. Raises ReportError."""
     from tlt.report.page import page_of
     from tlt.report.read import FILES, read_run
 
@@ -37,14 +39,14 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 class Page:
-    """Page of a run in progress. If it cannot be written, a warning is logged and the run continues."""
+    """Writer of report.html during a run. If writing fails, a warning is logged. `wanted` is run.report."""
 
     def __init__(self, folder: Path, wanted: bool = True) -> None:
         self._folder, self._wanted = folder, wanted
         self._took, self._written = 0.0, time.monotonic()
 
     def write_if_quick(self) -> None:
-        """Write the page, unless the last one took more than 1 % of the time since then."""
+        """Write the page, unless writing it the last time took more than 1 % of the time that has passed since then."""
         if self._took < _SHARE * (time.monotonic() - self._written) or not self._took:
             self.write()
 
@@ -67,7 +69,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write the page. Raises ValueError."""
+    """Run the command `tlt report`: write the page and print its path. Raises ValueError for an unknown option."""
     if overrides:
         raise ValueError(f"unknown option {overrides[0]}: see tlt report --help")
     out = write_report(arguments.runs, arguments.out)

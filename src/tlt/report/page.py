@@ -1,4 +1,4 @@
-"""Content of the page as one JSON value. page.js has the sections and draws them."""
+"""Content of report.html as one JSON value. The script page.js defines the sections of the page and draws them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tlt.report import story
 from tlt.report.read import RunData
 from tlt.report.responses import groups_of, ribbons_of
 
-MOST_POINTS = 500  # points of a line in a chart
+MOST_POINTS = 500  # largest number of points of a line in a chart
 
 
 def page_of(runs: Sequence[RunData]) -> str:
-    """Return one self-contained HTML page."""
+    """Return the page about one or several runs as self-contained HTML."""
     content = {"runs": [content_of(run) for run in runs], "differences": story.differences(runs)}
-    # JSON.parse refuses NaN, and a "<" could end the script element
+    # JSON.parse in browsers refuses NaN, and a "<" could end the HTML script element
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     text = json.dumps(finite, separators=(",", ":")).replace("<", "\\u003c")
     html, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
@@ -26,7 +26,7 @@ def page_of(runs: Sequence[RunData]) -> str:
 
 
 def content_of(run: RunData) -> dict[str, Any]:
-    """Return the numbers and texts of a run that page.js shows."""
+    """Return the numbers and texts of a run that the script page.js shows, as a dictionary for JSON."""
     ratios = story.ratios(run)
     return {
         "name": run.name,
@@ -49,7 +49,7 @@ def content_of(run: RunData) -> dict[str, Any]:
 
 
 def _results(run: RunData) -> dict[str, float | None]:
-    """Return the numbers of the table that compares several runs."""
+    """Return the results of a run for the table that compares several runs: label -> number."""
     rewards = story.rewards(run)
     times = {found.measured: found.times for found in story.ratios(run)}
     seconds = run.total("seconds/total") - run.total("seconds/compare")
@@ -84,8 +84,8 @@ def _proof(run: RunData) -> dict[str, str | float]:
 
 
 def thinned(column: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Return at most about MOST_POINTS pairs (step, value). If there are more, keep the lowest and the highest value of
-    each range of steps."""
+    """Return the points (step, value) of a chart line, at most about `MOST_POINTS`. If there are more, keep only the
+    lowest and the highest value in each range of steps."""
     points = list(column.items())
     if len(points) > MOST_POINTS:
         size = -(-len(points) * 2 // MOST_POINTS)

@@ -1,4 +1,4 @@
-"""Reader of a run's files for report.html. If a file is missing or cut off, the page says so."""
+"""Reader of a run's files for report.html. If a file is missing or damaged, the page says so."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from tlt.metrics import leaves
 
 FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl", "completions", "trace.json")
 
-_TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # bytes read from the end
+_TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # number of bytes that are read from the end of the file
 _MOST_TIMELINES, _MOST_SPANS = 12, 6000
-_WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # for names in trace.json
+_WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # span in trace.json -> its name
 
 
 class TimelineSpan(NamedTuple):
+    """Time span in the timeline of one step, such as the rollout of a worker."""
+
     name: str
     process: int
-    """0 is the driver, n is worker n - 1"""
+    """0 for the driver, n for worker n - 1"""
     is_state: bool
+    """whether the span is a state of a worker, such as rollout or idle"""
     start: float
-    """seconds since the step began"""
+    """start of the span, in seconds since the step began"""
     seconds: float
 
 
@@ -41,19 +44,19 @@ class RunData:
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: list[dict[str, Any]] = field(default_factory=list)
     timelines: dict[int, list[TimelineSpan]] = field(default_factory=dict)
-    """spans of some steps"""
+    """step -> time spans in that step, for at most about a dozen steps"""
     states: Counter[str] = field(default_factory=Counter)
-    """worker seconds by state, over all steps"""
+    """state of a worker -> seconds in it, summed over all workers and steps"""
     useful_seconds: float = 0.0
-    """useful worker seconds, as `metrics.useful_share` defines them"""
+    """seconds of useful work, summed over all workers and steps, as `metrics.useful_share` defines it"""
     workers: int = 0
     replayed: int = 0
-    """number of prompts that two steps used in one epoch"""
+    """number of times that a prompt was used again in the same epoch"""
     driver_starts: int = 0
-    """starts of the driver in the part of trace.json that was read"""
+    """number of starts of the driver process in the part of trace.json that was read"""
     worker_starts: int = 0
     faults: list[str] = field(default_factory=list)
-    """one sentence for each file that is missing or damaged"""
+    """one sentence for each missing or damaged file of the run"""
 
     @property
     def name(self) -> str:
@@ -65,7 +68,7 @@ class RunData:
 
     @cached_property
     def columns(self) -> dict[str, dict[int, float]]:
-        """Numbers by step, for each path in the lines of metrics.jsonl, such as `seconds/rollout`."""
+        """Path of a metric in metrics.jsonl, such as `seconds/rollout` -> step -> number."""
         found: dict[str, dict[int, float]] = {}
         for step in self.steps:
             for path, value in leaves(step, "/"):
@@ -103,7 +106,8 @@ def _object(run: RunData, name: str) -> dict[str, Any]:
 
 
 def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any]]:
-    """Yield the object of each line in the last `size` bytes of a file. A killed run may leave an incomplete line."""
+    """Yield the JSON object of each line in the last `size` bytes of a file. A line that cannot be parsed, such as the
+    incomplete last line of a killed run, is skipped and reported in `run.faults`."""
     path, damaged = run.folder / name, 0
     if not path.is_file():
         run.faults.append(f"{name} is missing.")
@@ -111,9 +115,9 @@ def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         if file.tell():
-            file.readline()  # the rest of a line
+            file.readline()  # skip the rest of a line that begins before these bytes
         for line in file:
-            if line.rstrip() not in (b'{"traceEvents": [', b"]}", b""):  # the frame of trace.json
+            if line.rstrip() not in (b'{"traceEvents": [', b"]}", b""):  # first and last line of trace.json
                 try:
                     yield parse_json(line.rstrip(b",\n"))
                 except ValueError:
@@ -153,7 +157,7 @@ def _parquet_rows(run: RunData, paths: list[Path]) -> list[dict[str, Any]]:
     size = 0
     for path in reversed(paths):
         size += path.stat().st_size
-        if size > _TAIL_COMPLETIONS // 4 and found:  # Parquet is compressed
+        if size > _TAIL_COMPLETIONS // 4 and found:  # a quarter, because Parquet is compressed
             break
         found = parquet.read_table(path).to_pylist() + found
     return [row | {"scores": dict(row["scores"])} for row in found]
@@ -163,7 +167,7 @@ def _read_trace(run: RunData) -> None:
     events = list(_lines(run, "trace.json", _TAIL_TRACE))
     spans = [event for event in events if event["ph"] == "X"]
     run.driver_starts = sum(event["name"] == "process_name" and event["pid"] == 0 for event in events)
-    # a step begins where the one before ended
+    # a step begins when the step before it ended
     ends = {span["args"]["step"]: span["ts"] for span in spans if span["name"] == "step ends"}
     starts = {-1: min((span["ts"] for span in spans if span["pid"] == 0), default=0)} | ends
     windows = {step: (starts[step - 1], end) for step, end in ends.items() if starts.get(step - 1, end) < end}

@@ -1,4 +1,4 @@
-"""Responses on the page: the best and the worst groups, and some responses with who proposed each token."""
+"""Responses in report.html: the best and worst groups, and some responses with the drafter that proposed each token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the groups with the highest and with the lowest mean reward."""
+    """Return the groups with the highest and the lowest mean reward, from rows of completions.jsonl."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((row["step"], row["prompt_id"], row["epoch"]), []).append(row)
@@ -46,7 +46,8 @@ def _reward(row: Row) -> float:
 
 
 def ribbons_of(rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
-    """Return, for the newest steps, the longest, the best and the worst response with who proposed each token."""
+    """Return step -> the longest, the best and the worst response of the step, each with the drafter that proposed each
+    token (`proposed`). Only the newest 8 steps are included."""
     found: dict[int, list[Row]] = {}
     for row in rows:
         if row["proposed"]:
@@ -65,7 +66,7 @@ def _of_step(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _shown(row: Row, *texts: str) -> dict[str, Any]:
-    """Return a response's facts, and these texts of it without the middle of a long one."""
+    """Return the fields of a response that the page shows. The middle of long `texts` is left out."""
     return {name: row[name] for name in _FACTS} | {name: _cut(row[name]) for name in texts}
 
 

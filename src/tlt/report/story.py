@@ -1,4 +1,4 @@
-"""Conclusions from a run's numbers: speed against plain decoding, use of worker seconds, and advice."""
+"""Conclusions from a run's metrics for report.html: speed-up over plain decoding, use of worker time, advice."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from tlt.wording import counted
 
 
 class Ratio(NamedTuple):
-    """Seconds of plain decoding divided by seconds of the run's own decoding, for the same tokens."""
+    """Speed-up over plain decoding: seconds of plain decoding divided by seconds of the run's decoding."""
 
     plain: float
-    """seconds of whole rollouts if measured, else worker seconds of the rounds that have an estimate"""
+    """seconds of plain decoding: measured on whole rollouts, or estimated for decoding rounds of workers"""
     ours: float
+    """seconds of the run's own decoding of the same rollouts or rounds"""
     measured: bool
     steps: int
+    """number of steps with both times"""
     lost: int
     """number of steps in which plain decoding was faster"""
     interval: list[float] | None
-    """95 % bootstrap interval of `times` over steps; None with fewer than four steps"""
+    """95 % bootstrap confidence interval of `times`, resampled over steps; None with fewer than four steps"""
 
     @property
     def times(self) -> float:
@@ -33,7 +35,8 @@ class Ratio(NamedTuple):
 
 
 def ratio(run: RunData, measured: bool) -> Ratio | None:
-    """Return the measured ratio of whole rollouts, or the estimated ratio of rounds. It is None if no step has it."""
+    """Return the speed-up over plain decoding. If `measured`, it is from the rollouts that run.compare_every repeated
+    with plain decoding; else from estimates for decoding rounds. Return None if no step has both times."""
     names = ("seconds/compare", "seconds/rollout")
     if not measured:
         names = ("rollout/against_plain/plain_seconds", "rollout/against_plain/seconds")
@@ -52,12 +55,13 @@ def ratio(run: RunData, measured: bool) -> Ratio | None:
 
 
 def ratios(run: RunData) -> list[Ratio]:
-    """Return the measured and the estimated ratio, without those that no step has."""
+    """Return the measured and then the estimated speed-up over plain decoding. One that no step has is left out."""
     return [found for measured in (True, False) if (found := ratio(run, measured))]
 
 
 def worker_seconds(run: RunData) -> dict[str, float]:
-    """Return the worker seconds of each kind of work. Phases inside the rollout are scaled to its worker seconds."""
+    """Return kind of work -> seconds, summed over all workers. The phases of decoding (prefill, draft, verify, commit)
+    are scaled down if their sum exceeds the workers' rollout time."""
     states, workers = run.states.copy(), max(1, run.workers)
     rollout, update, early, idle = (states.pop(name, 0.0) for name in ("ROLLOUT", "UPDATE", "EARLY", "IDLE"))
     found = {name: run.total(f"rollout/{name}_seconds") for name in ("prefill", "draft", "verify", "commit")}
@@ -79,14 +83,14 @@ def useful_share(run: RunData) -> float | None:
 
 
 def rewards(run: RunData) -> tuple[float, float, int] | None:
-    """Return the mean reward of the first and the last tenth of the steps, and how many steps that is."""
+    """Return the mean reward of the first and of the last tenth of the steps, and the number of steps in a tenth."""
     values = list(run.column("reward").values())
     tenth = max(1, len(values) // 10)
     return (fmean(values[:tenth]), fmean(values[-tenth:]), tenth) if values else None
 
 
 def sentences(run: RunData) -> list[str]:
-    """Return three sentences: what was trained, what was gained, what to change."""
+    """Return three sentences for the page: what was trained, the gain in reward and speed, the first advice."""
     model = Path(run.config.get("model", {}).get("path", "a model")).name
     done, advised = len(run.steps), advice(run)[0]
     if not done:
@@ -98,7 +102,7 @@ def sentences(run: RunData) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Return `42 s`, `3 min` or `2.5 h`."""
+    """Return a duration as text, such as `42 s`, `3 min` or `2.5 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -133,11 +137,11 @@ _RULES = {
     "rejected": (0.6, "The target rejected {:.0%} of draft tokens: start from a drafter trained for this model (tlt "
                  "draft train)."),
 }  # fmt: skip
-"""name -> (limit, advice if the number of that name is above the limit). The most important comes first."""
+"""name of a number -> (limit, advice if the number is above the limit); the most important comes first"""
 
 
 def advice(run: RunData) -> list[str]:
-    """Return what to change to gain more, the most important first."""
+    """Return advice on what to change in the recipe, the most important first, or a sentence that there is none."""
     total, seconds, found = run.total, worker_seconds(run), ratios(run)
     without_compare = total("seconds/total") - total("seconds/compare")
     numbers = {
@@ -157,7 +161,7 @@ def advice(run: RunData) -> list[str]:
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
-    """Return the fields of the configuration that differ, each with the value of every run."""
+    """Return the configuration fields that differ between runs, with the value in each run, without run.folder."""
     flat = [dict(leaves(run.config, ".")) for run in runs]
     found = {key: [tree.get(key) for tree in flat] for key in sorted(set().union(*flat) - {"run.folder"})}
     return [(key, values) for key, values in found.items() if any(value != values[0] for value in values)]

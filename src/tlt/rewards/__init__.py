@@ -1,4 +1,4 @@
-"""Rewards: each response gets a number, or an outcome that names why it has none."""
+"""Rewards of responses. Each response gets a number, or an outcome that names the reason why it has no reward."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ class Reward(Protocol):
         ...
 
     def settle(self, responses: Sequence[Response]) -> bool:
-        """Set the rewards of these submitted responses if all are known. Return whether they are."""
+        """Set the rewards of these submitted responses if all are computed. Return whether they are. Do not wait."""
         ...
 
     def __call__(self, responses: Sequence[Response]) -> None:
-        """Set `reward` and `scores` of each response. If it cannot be scored, leave `reward` None and set `outcome`."""
+        """Set `reward` and `scores` of each response. Wait until all are computed. If a response cannot be scored,
+        leave its `reward` None and set its `outcome` to the reason."""
         ...
 
     def close(self) -> None:
-        """End the processes that were started."""
+        """End the processes that compute rewards."""
         ...
 
 
 def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Reward:
-    """Return the reward of the recipe for these prompts. Output of reward code goes to the file `log`. Raises
-    RewardError."""
+    """Return the object that computes the recipe's reward. `prompts` are checked for the data that the reward needs.
+    Output that reward functions print goes to the file `log`. Raises RewardError."""
     reward = config.reward
     if reward.environment:
         return Earned()
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
     warn_of_marker(config, prompts)
-    if all(name in REWARDS and REWARDS[name].quick for name in names):  # need no process of their own
+    if all(name in REWARDS and REWARDS[name].quick for name in names):  # safe to run in this process
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     start = partial(IsolatedScore, config, log, columns_of(prompts))
     return Scored(_pool(config, start), reward.answer_marker, reward.answer_end)
@@ -70,8 +71,8 @@ def make_turns(
     decode: Callable[[Sequence[int]], str],
     log: Path,
 ) -> Turns:
-    """Return `Episodes` if the recipe has an environment, else `SingleTurn`. `encode` and `decode` are those of
-    `Episodes`. Output of environments goes to the file `log`. Raises RewardError."""
+    """Return the object that continues responses after each turn: `Episodes` if the recipe has an environment, else
+    `SingleTurn`. `encode` and `decode` are as in `Episodes`. Output goes to the file `log`. Raises RewardError."""
     if not config.reward.environment:
         return SingleTurn()
     start = partial(IsolatedScore, config, log, (), open_environments)
@@ -83,7 +84,7 @@ def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of the data's columns, and `ground_truth` if a prompt has one."""
+    """Return the names of all data columns of the prompts. Add `ground_truth` if a prompt has a right answer."""
     found = dict.fromkeys(name for prompt in prompts for name in prompt.data)
     if any(prompt.ground_truth is not None for prompt in prompts):
         found["ground_truth"] = None
@@ -91,7 +92,7 @@ def columns_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError if a built-in reward compares with the right answer and a prompt has none."""
+    """Raise RewardError if a built-in reward needs the right answer and a prompt has none that is readable."""
     names = {term.name for term in config.reward.all_terms}
     if not any(name in REWARDS and REWARDS[name].compares for name in names):
         return
@@ -111,7 +112,8 @@ def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if prompts contain the answer marker only in another spelling, because the model imitates it."""
+    """Log a warning if the prompts contain reward.answer_marker only in another case or spacing. The model would
+    imitate that spelling, and its answers would not be found."""
     marker = config.reward.answer_marker
     shown = [config.data.system, *(prompt.text for prompt in prompts)]
     if marker and not any(marker.rstrip() in text for text in shown):
@@ -122,8 +124,8 @@ def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
-    """Raise RewardError if a marker contains a special token, because special tokens are removed from a response's
-    text. Log a warning if a pattern contains one."""
+    """Raise RewardError if reward.answer_marker or reward.answer_end contains a special token, because special tokens
+    are removed from the text of responses. Log a warning if reward.pattern contains one."""
     reward, prefill = config.reward, config.data.prefill
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
@@ -142,7 +144,7 @@ def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
 
 
 class Earned:
-    """Reward of episodes. It does nothing, because the environments gave the rewards turn by turn."""
+    """Reward of episodes. It does nothing, because the environment of an episode gives the reward after each turn."""
 
     def submit(self, response: Response) -> None: ...
 
@@ -155,19 +157,19 @@ class Earned:
 
 
 class Scorer(Protocol):
-    """Source of verdicts on answers."""
+    """Interface that computes a `Verdict`, the reward or its failure, for the answer to a prompt."""
 
     def submit(self, prompt: Prompt, answer: Answer, /) -> Future[Verdict]: ...
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
-        """Wait for a submitted verdict and return it. Raises RewardError if no process can compute it."""
+        """Wait for the verdict of a submitted answer and return it. Raises RewardError if no process can compute it."""
         ...
 
     def close(self) -> None: ...
 
 
 class AtOnce:
-    """Scorer that calls built-in functions directly, because they are fast and cannot hang."""
+    """Scorer that calls built-in reward functions in this process, because they are fast and cannot hang."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self.terms = terms
@@ -184,12 +186,13 @@ class AtOnce:
 
 
 class Scored:
-    """Reward that extracts answers and scores them, with built-in functions or a pool of processes for other code."""
+    """Reward that extracts the answer of each response and scores it. `scorer` computes the scores in this process or
+    in a pool of processes. `marker` and `end` are reward.answer_marker and reward.answer_end."""
 
     def __init__(self, scorer: Scorer, marker: str, end: str = "") -> None:
         self.scorer, self.marker, self.end = scorer, marker, end
         self._faults = FaultLog()
-        self._begun: dict[int, tuple[Response, Future[Verdict]]] = {}  # by id
+        self._begun: dict[int, tuple[Response, Future[Verdict]]] = {}  # by id(response)
 
     def submit(self, response: Response) -> None:
         verdict = self.scorer.submit(response.request.prompt, self._answer(response))

@@ -1,4 +1,4 @@
-"""Warning about a first step with equal rewards. It shows what each reward term compared for one response."""
+"""Warning if all rewards of the first step are equal. It shows for one response what each reward term compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHOWN = 500
 
 
 def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
-    """Log one response, its scores and what each reward term compared, if all rewards of the step are equal, or all
-    scores except those of the length.
+    """Log a warning if all rewards of a step are equal, or if all scores but those of the term `length` are.
 
-    The response shown is the longest one that ended by itself. A response that was cut off may score 0 for that reason.
+    The warning shows one response with its scores and what each reward term compared. It is the longest response that
+    was not truncated, because a truncated response may score 0 for that reason.
     """
     rewarded = [response for group in groups for response in group.responses if response.reward is not None]
     names = [name for name, term in named_terms(config) if term.name != "length"]
@@ -44,7 +44,7 @@ def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
 
 
 def seen(term: RewardTerm, response: Response, config: RewardConfig) -> str:
-    """Return a clause that names the two things that a term compares."""
+    """Return text that names what a reward term compares, such as the extracted answer and the right answer."""
     if term.name == "format":
         return f"the pattern {term.pattern!r} and the whole response"
     if term.name == "length":
@@ -60,5 +60,5 @@ def _score(response: Response, name: str) -> str:
 
 
 def _end(text: str) -> str:
-    """Return the end of a text, because the answer is there."""
+    """Return the last characters of a long text, because they contain the answer."""
     return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"

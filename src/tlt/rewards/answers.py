@@ -1,4 +1,4 @@
-"""Answers: the parts of a response that a reward receives."""
+"""Answer of a response, with the other parts of the response that reward functions receive."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 
 class RewardError(ValueError):
-    """Error because a reward cannot be used. The message names the reward and the remedy."""
+    """Error if a reward or an environment cannot be used. The message names it and the remedy."""
 
 
 @dataclass(frozen=True)
 class Answer:
     text: str
-    """text of the whole response"""
+    """text of the whole response, with the prefill"""
     answer: str
-    """text after the marker"""
+    """part of the text that `extract_answer` finds between reward.answer_marker and reward.answer_end"""
     tokens: int
-    """number of tokens of the response"""
+    """number of tokens in the response"""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = "stop"
-    """`stop` or `length`"""
+    """`stop`, or `length` if the response was truncated"""
 
 
 def extract_answer(text: str, marker: str, end: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Arguments of the user's reward functions. Each parameter is filled by its name."""
+"""Arguments of reward functions that the user wrote. Each parameter of the function is filled by its name."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _OTHERS: dict[str, Fill] = {
     "completion_ids": _OURS["token_ids"],
     "solution_str": _OURS["response"],
 }
-"""Parameter names of TRL and verl"""
+"""parameter names that reward functions for TRL and verl use -> function that returns the argument"""
 
 
 def fills(function: Callable[..., Any], path: str, columns: Collection[str], lists: bool) -> dict[str, Fill]:
-    """Return a function for each parameter that computes its argument, by name.
+    """Return, for each parameter of the user's reward function, a function of (prompt, answer) that gives its argument.
 
-    A `**kwargs` parameter gets the other columns. If `lists`, names may be plurals. Raises RewardError for a parameter
-    that cannot be filled.
+    `path` is the reward's name in the recipe, and `columns` are the columns of the data. A `**kwargs` parameter gets
+    all other columns. If `lists`, the function takes lists and parameter names may be plurals. Raises RewardError for a
+    parameter that cannot be filled.
     """
     label = f"reward.name = {path!r}"
     try:
@@ -59,9 +60,10 @@ def fills(function: Callable[..., Any], path: str, columns: Collection[str], lis
 
 
 def _known(columns: Collection[str]) -> dict[str, Fill]:
-    """Return all known names: those of tlt, then the data's columns, then those of TRL and verl.
+    """Return all parameter names that can be filled, each with the function that gives the argument: first the names of
+    tlt, then the data's columns, then the names of TRL and verl.
 
-    `ground_truth` is the answer column, unless the data has a column of that name.
+    `ground_truth` is the right answer (data.answer_column), unless the data has a column named `ground_truth`.
     """
     found: dict[str, Fill] = {name: lambda prompt, answer, name=name: prompt.data.get(name) for name in columns}
     if "ground_truth" in found:
@@ -70,8 +72,8 @@ def _known(columns: Collection[str]) -> dict[str, Fill]:
 
 
 def _spellings(name: str, lists: bool) -> list[str]:
-    """Return the names to look up for a parameter. If it takes a list, its singular is tried too, and tried first if
-    tlt provides it."""
+    """Return the names under which the argument of a parameter is looked up, in order. If the function takes lists, the
+    singular of the name is looked up too, and first if it is a name of tlt, TRL or verl."""
     single = name.removesuffix("s")
     if not lists or single == name:
         return [name]
@@ -91,9 +93,10 @@ def _choice(known: Collection[str]) -> str:
 
 
 def _refuse_two_sources(label: str, parameter: str, name: str, columns: Collection[str]) -> None:
-    """Raise RewardError if both tlt and the data provide a name.
+    """Raise RewardError if the argument for `name` could be a value of tlt or a column of the data.
 
-    `prompt` and `answer` are always those of tlt, and `task` is read from the data.
+    This is allowed for `prompt` and `answer`, which are always the values of tlt, and for `task`, which tlt itself
+    reads from the data.
     """
     if name in columns and name in (_OURS | _OTHERS).keys() - {"prompt", "answer", "task"}:
         raise RewardError(
@@ -103,10 +106,11 @@ def _refuse_two_sources(label: str, parameter: str, name: str, columns: Collecti
 
 
 def _refuse_another_order(label: str, names: Collection[str]) -> None:
-    """Raise RewardError if a function uses `prompt` or `answer` and does not begin with (prompt, answer).
+    """Raise RewardError if a reward function has a parameter `prompt` or `answer`, but its first two parameters are not
+    (prompt, answer).
 
-    In TRL and verl, `answer` is a column of the data and `prompt` is text. So this check refuses functions that were
-    written for another project.
+    This refuses functions that were written for TRL or verl, where `answer` is a column of the data and `prompt` is
+    text.
     """
     single = [name.removesuffix("s") for name in names]
     if {"prompt", "answer"} & set(single) and single[:2] != ["prompt", "answer"]:

@@ -1,4 +1,4 @@
-"""Environments in a separate process: instances of the user's class that answer the turns of an episode."""
+"""Environments in a separate process. An environment is an instance of the user's class for one episode."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tlt.types import Prompt
 
 
 class Turn(NamedTuple):
-    """Call to the environment of an episode."""
+    """Request to an environment for its reply to the model's turns so far in an episode."""
 
     rollout: int
-    """Number of the rollout. Environments of earlier rollouts are dropped."""
+    """number of the rollout, because environments of earlier rollouts are dropped"""
     seed: int
-    """seed of the request, which identifies the episode"""
+    """seed of the request for the response; it identifies the episode"""
     texts: tuple[str, ...]
-    """texts that the model generated in each turn so far; empty before the first turn"""
+    """text that the model generated in each turn so far; empty before the first turn"""
 
 
 class Environments:
-    """Environments of a process, one for each episode."""
+    """Environments in one process, one for each unfinished episode. `timeout` is in seconds, for one reply."""
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
         self.make, self.timeout = make, timeout
-        self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # by seed: the instance, and the turns it has received
+        self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # seed -> (environment, turns it has received)
         self._rollout = 0
         self._loop = asyncio.new_event_loop()
 
@@ -56,8 +56,10 @@ class Environments:
         return verdict
 
     async def _step(self, prompt: Prompt, turn: Turn, known: tuple[Any, tuple[str, ...]] | None) -> tuple[Any, Verdict]:
-        """Call the episode's instance. If it is missing because its process ended, create it again and replay the
-        earlier turns."""
+        """Return the environment of an episode, and its reply to the last turn as a verdict.
+
+        `known` is the environment with the turns that it has received. If it is missing, for example because its
+        process ended, create it again and replay the earlier turns."""
         if known and turn.texts and known[1] == turn.texts[:-1]:
             instance = known[0]
         else:
@@ -72,7 +74,8 @@ class Environments:
 
 
 def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
-    """Return a function that answers turns, and whether it takes several at once. Raises RewardError."""
+    """Load the user's environment class. Return a function that replies to a list of (prompt, `Turn`), and whether it
+    may be called with several at once (only if `step` is async). Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     make: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
@@ -88,12 +91,12 @@ async def _result(value: Any) -> Any:
 
 
 def _opened(opening: Any) -> Verdict:
-    """Return the verdict of `reset`, which gives the first text of the episode, or None."""
+    """Return the verdict for the result of `reset`: the first text of the episode, or None if there is no such text."""
     return Verdict(0.0, reply=_reply(opening, "reset")) if opening is not None else Verdict(0.0, reply="")
 
 
 def _stepped(found: Any) -> Verdict:
-    """Return the verdict of `step`, which gives (reply, done, reward). Raises TypeError or ValueError."""
+    """Return the verdict for the result of `step`, a tuple (reply, done, reward). Raises TypeError or ValueError."""
     if not isinstance(found, tuple | list) or len(found) != 3:
         raise TypeError(f"step returned {found!r:.100}: it must return (reply, done, reward)")
     reply, done, reward = found
@@ -102,7 +105,7 @@ def _stepped(found: Any) -> Verdict:
 
 
 def _scores(instance: Any) -> dict[str, float]:
-    """Return the numbers that an environment records of its episode. Raises ValueError."""
+    """Return the attribute `scores` of an environment: numbers of its episode by name. Raises ValueError."""
     found: dict[str, float] = {}
     for name, value in dict(getattr(instance, "scores", {})).items():
         found[str(name)], fault = number(value)

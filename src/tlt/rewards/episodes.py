@@ -1,12 +1,13 @@
-"""Episodes: responses of several turns. After each turn of the model its environment replies, and the model continues.
+"""Episodes: responses with several turns. After each turn of the model, the environment of the episode replies, and the
+model continues the response.
 
-An episode ends with one of these finish reasons, and with the sum of the rewards of its turns:
-- `stop`: the environment ended it;
-- `length`: the model reached rollout.max_new_tokens. The environment does not see the unfinished turn;
+The reward of an episode is the sum of the rewards of its turns. Its finish reason is one of these:
+- `stop`: the environment ended the episode;
+- `length`: the response reached rollout.max_new_tokens. The environment does not receive the unfinished turn;
 - `turns`: the model had reward.turns turns;
-- `reply`: a reply left no room for another token.
+- `reply`: a reply of the environment left no room for another token.
 
-If an environment fails, the episode has no reward, and its outcome names the reason.
+If an environment fails, the episode has no reward, and the outcome of the response names the reason.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
 
 REPLY = "_"
-"""letter of a reply's tokens in `Response.proposed`"""
-_AT_ONCE = 0.01  # seconds; a recorded reply that took less is returned without a delay
-_CHARACTERS = 200  # maximum characters per token; a reply that cannot fit is not encoded
+"""letter that marks tokens of an environment's reply in `Response.proposed`"""
+_AT_ONCE = 0.01  # seconds; a recorded reply that took less time is returned without a delay
+_CHARACTERS = 200  # assumed maximum of characters per token, to refuse too long replies before they are encoded
 
 
 @dataclass
 class _Episode:
     texts: tuple[str, ...] = ()
-    """texts that the model generated in each turn"""
+    """text that the model generated in each finished turn"""
     reward: float = 0.0
-    """sum over the turns"""
+    """sum of the rewards of the turns so far"""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """scores that the environment has recorded for the episode so far"""
+    """latest scores that the environment recorded for the episode, by name"""
     seconds: float = 0.0
-    """seconds that the last reply took"""
+    """time in seconds that the environment took for its last reply"""
 
 
 class Episodes:
@@ -51,14 +52,15 @@ class Episodes:
         decode: Callable[[Sequence[int]], str],
         most_turns: int | None,
     ) -> None:
-        """Create without episodes. `encode` returns the tokens of a reply, given the token that it follows. `decode`
-        returns the text of tokens. `most_turns` is the maximum number of turns, if any."""
+        """Store the pool of environment processes and the conversions. `encode` takes the text of a reply and the last
+        token before it, and returns the reply's token ids. `decode` returns the text of token ids. `most_turns` is
+        reward.turns, the maximum number of turns in an episode; None means no limit."""
         self.pool, self.encode, self.decode, self.most_turns = pool, encode, decode, most_turns
         self.record = ReplyRecord()
         self.step, self.opens = 0, False
         self._rollout = 0  # number of the rollout
         self._episodes: dict[int, _Episode] = {}  # unfinished episodes, by seed
-        self._asked: dict[Future[Verdict], Response] = {}  # responses that wait for a reply
+        self._asked: dict[Future[Verdict], Response] = {}  # responses that wait for a reply of their environment
         self._faults = FaultLog()
 
     @property
@@ -66,7 +68,7 @@ class Episodes:
         return bool(self._asked)
 
     def begin(self, requests: Sequence[Request]) -> list[Row]:
-        """Begin the episodes of a rollout, and wait for the first text of each."""
+        """Begin the episodes of a rollout. Wait for the first text of each environment. Return a row per request."""
         self._rollout += 1
         self.record.forget_before(self.step)
         self.pool.forget_keys()
@@ -104,8 +106,10 @@ class Episodes:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, texts: tuple[str, ...]) -> Future[Verdict]:
-        """Call the environment, unless its reply is recorded or it failed to begin. A recorded reply takes the same
-        time again, so that a comparison of two ways to decode is fair."""
+        """Return a future with the environment's reply to these turns.
+
+        If the reply is recorded, the environment is not called. A recorded reply arrives after the same time as before,
+        so that comparisons of decoding methods are fair. If `reset` failed, that failure is the reply."""
         first = self.record.find(self.step, request.seed, ())
         known = first if first and first.outcome else self.record.find(self.step, request.seed, texts)
         if known:
@@ -116,7 +120,8 @@ class Episodes:
         return verdict
 
     def _opened(self, request: Request, verdict: Verdict) -> Row:
-        """Return the row of an episode that begins. If its environment failed, it ends after the first turn."""
+        """Return the row of a new episode, with the first text of the environment. If the environment failed, the
+        episode ends after the first turn of the model."""
         self.record.add(self.step, request.seed, (), verdict, self._episodes[request.seed].seconds)
         row = Row(request)
         if verdict.reply:
@@ -132,7 +137,7 @@ class Episodes:
         self._asked[self._ask(request, episode.texts)] = response
 
     def _continued(self, response: Response, verdict: Verdict) -> Row | None:
-        """Return the row that continues the episode, or None if it is finished."""
+        """Add the environment's reply to a response. Return the row that continues it, or None if it is finished."""
         request, episode = response.request, self._episodes[response.request.seed]
         self.record.add(self.step, request.seed, episode.texts, verdict, episode.seconds)
         if verdict.outcome or verdict.reward is None:
@@ -167,7 +172,7 @@ class Episodes:
 
 
 def _after(seconds: float, verdict: Verdict) -> Future[Verdict]:
-    """Return a future that has the verdict after this many seconds."""
+    """Return a future that gets this verdict after a delay of `seconds`."""
     found: Future[Verdict] = Future()
     if seconds < _AT_ONCE:
         found.set_result(verdict)
@@ -179,7 +184,7 @@ def _after(seconds: float, verdict: Verdict) -> Future[Verdict]:
 
 
 def _row_of(response: Response) -> Row:
-    """Return a row with the tokens of a response, to continue it."""
+    """Return a row with the tokens of a response, so that the engine can continue to decode it."""
     return Row(
         response.request,
         list(response.token_ids),
@@ -192,7 +197,7 @@ def _row_of(response: Response) -> Row:
 
 
 def _append(row: Row, tokens: Sequence[int], text: str) -> None:
-    """Append a reply to a row. Its tokens have log-prob 0, and the drafter is not trained on them."""
+    """Append the tokens of a reply to a row. They get log-prob 0, and the drafter is not trained on them."""
     start = len(row.tokens)
     row.tokens += tokens
     row.logprobs += [0.0] * len(tokens)

@@ -1,4 +1,4 @@
-"""Right answers in the data: text, numbers, truth values, or a list of texts of which each is right."""
+"""Right answers in the data. Each is a text, a number, a truth value or a list of texts, any of which is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlt.types import Prompt
 
 
 def right_answers(prompt: Prompt) -> list[Any]:
-    """Return all right answers of a prompt: the items of a list of texts, or else the only answer."""
+    """Return the right answers of a prompt: the items of its ground truth if that is a list of texts, else itself."""
     found = prompt.ground_truth
     several = isinstance(found, list | tuple) and all(isinstance(item, str) for item in found)
     return list(found) if several else [found]
@@ -22,10 +22,10 @@ def is_blank(gold: Any) -> bool:
 
 
 def same(gold: Any, text: str) -> bool:
-    """Return whether a text equals a right answer.
+    """Return whether the text of an answer equals a right answer (`gold`).
 
-    Numbers are compared as numbers, and the text may have thousands separators then. Truth values are compared without
-    regard to case. Anything else is compared as text without outer white space.
+    A number is compared by value, and `text` may then contain thousands separators. A truth value is compared without
+    regard to case. Everything else is compared as text without leading and trailing white space.
     """
     if isinstance(gold, bool):
         return text.strip().casefold() == str(gold).casefold()

@@ -1,5 +1,5 @@
-"""A separate process for user code. If the code hangs, raises or ends the process, the verdict names the fault and the
-run continues."""
+"""Separate process for reward functions and environments of the user. If this code hangs, raises an exception or ends
+the process, the verdict names the fault and the run continues."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
-START_SECONDS = 120.0  # timeout for the import of the user's module
-_GRACE_SECONDS = 1.0
-_CHECK_SECONDS = 1.0  # between two checks of its memory
+START_SECONDS = 120.0  # timeout for the start of a process, which imports the user's module
+_GRACE_SECONDS = 1.0  # added to the timeout of a call with several responses
+_CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
 _PR_SET_CHILD_SUBREAPER = 36
-_NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
+_NOT_FOR_US = SIGNALS  # ignored here, because the run finishes its step first and then ends this process
 
 
 def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
@@ -40,14 +40,14 @@ def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
 
 
 def score_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
-    """Return a verdict for each answer. A term that returns None does not apply. If a term fails, its `if_fails` says
-    whether the response has no reward or the term is skipped."""
+    """Return a verdict for each (prompt, answer). The reward is the weighted sum of the terms' scores. A term that
+    returns None is left out. `if_fails` of a failed term sets if the reward is missing or the term is left out."""
     columns = [term.scores(asked) for term in terms]
     return [_verdict(terms, values) for values in zip(*columns, strict=True)]
 
 
 def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
-    """Return the verdict of one response. Each term's value is a number, None or an exception."""
+    """Return the verdict of one response from the values of its terms. A value is a number, None or an exception."""
     reward, scores, failed = 0.0, dict[str, float](), None
     for term, value in zip(terms, values, strict=True):
         if value is None:
@@ -69,18 +69,20 @@ def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
 
 Answering = Callable[[Sequence[tuple[Prompt, Any]]], list[Verdict]]
 Open = Callable[[Config, Collection[str]], tuple[Answering, bool]]
-"""Function that is called in the process. It returns the function that answers, and whether that takes several at
-once."""
+"""Function (config, columns of the data) that is called in the new process to load the user's code. It returns the
+function that computes verdicts, and whether that function may be called with several responses at once."""
 
 
 def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
-    """Return the recipe's rewards as a function, and whether it takes several responses at once. Raises RewardError."""
+    """Load the reward terms of the recipe. Return a function from a list of (prompt, answer) to verdicts, and whether
+    it may be called with several responses at once. Raises RewardError."""
     terms = make_terms(config, columns)
     return partial(score_all, terms), all(term.many for term in terms)
 
 
 class IsolatedScore:
-    """User code in a separate process, which is kept between calls. If it does not answer, it is killed and replaced.
+    """Separate process that runs user code and is kept between calls. If it does not answer in time, it is killed. The
+    next call starts a new process.
 
     The process is spawned, not forked, because torch's threads do not survive a fork.
     """
@@ -88,21 +90,22 @@ class IsolatedScore:
     def __init__(
         self, config: Config, log: Path | None = None, columns: Collection[str] = (), opens: Open = open_terms
     ) -> None:
-        """Start the process. Its output goes to the file `log`. `columns` are those of the data. Raises RewardError if
-        it cannot start."""
+        """Start the process. Its output goes to the file `log`. `columns` are the names of the data's columns. `opens`
+        is called in the process to load the user's code. Raises RewardError if the process cannot start."""
         self.config, self.log, self.columns, self.opens = config, log, columns, opens
         self.at_once = 1
-        """largest number of responses in one call"""
+        """largest number of responses in one call of `score_all`"""
         self._check_at = 0.0
         self._process: BaseProcess | None = None
         self._start()
 
     def score_all(self, asked: Sequence[tuple[Prompt, Any]]) -> list[Verdict]:
-        """Return a verdict for each response. If the process did not answer a call with several, the list is empty."""
+        """Return a verdict for each response. If the process does not answer a call with several responses, return an
+        empty list, because it is not known which response is the cause."""
         if not self.runs:
             self._start()
         limit = self.config.reward.timeout_seconds
-        # an async function observes the limit itself, so that the rest of its batch is not lost
+        # an async function applies the timeout to each response itself, so that the rest of its batch is not lost
         patience = limit if len(asked) == 1 else limit + _GRACE_SECONDS
         try:
             self._connection.send(list(asked))
@@ -117,8 +120,8 @@ class IsolatedScore:
         return [verdict] if len(asked) == 1 else []
 
     def _answers(self, patience: float) -> bool:
-        """Return whether an answer arrives within `patience` seconds. Raises MemoryError if the process and its
-        descendants use too much memory."""
+        """Return whether the process sends its answer within `patience` seconds. Raises MemoryError if the process and
+        its descendants use more than reward.memory_mb."""
         limit, deadline = self.config.reward.memory_mb, time.monotonic() + patience
         while (now := time.monotonic()) < deadline:
             if now >= self._check_at:
@@ -130,16 +133,16 @@ class IsolatedScore:
         return False
 
     def processor_seconds(self) -> float:
-        """Return the CPU seconds of the process since it started up; 0 if the system does not report them."""
+        """Return the CPU seconds that the process has used since its startup ended; 0 if they are unknown."""
         return max(0.0, processor_seconds(self._process.pid) - self._starting_seconds) if self._process else 0.0
 
     @property
     def runs(self) -> bool:
-        """Whether its process runs. If not, the next call starts another."""
+        """Whether there is a process. If not, the next call of `score_all` starts one."""
         return self._process is not None
 
     def close(self) -> None:
-        """End the process; the next call starts another."""
+        """End the process. The next call of `score_all` starts a new one."""
         if self._process is not None:
             self._end()
             self._process = None
@@ -148,12 +151,12 @@ class IsolatedScore:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self.config, self.log, self.columns, self.opens))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until it can ignore them itself
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until the process ignores them itself
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._process = process
-        # runs before multiprocessing's own exit handler, which would send SIGTERM and wait
+        # this runs before the exit handler of multiprocessing, which would send SIGTERM and wait
         self._end = Finalize(self, _end, (process, self._connection), exitpriority=100)
         fault, many = "it did not start in time", False
         try:
@@ -176,7 +179,7 @@ def _end(process: BaseProcess, connection: Connection) -> None:
     for pid in descendants(process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):  # it has ended, or has no group of its own yet
+    with suppress(ProcessLookupError):  # the process has ended, or has no process group of its own yet
         os.killpg(process.pid, signal.SIGKILL)  # includes the processes that it started
     process.kill()
     process.join()
@@ -217,7 +220,7 @@ def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:
 
 
 def _adopt_orphans() -> None:
-    """Make orphans of programs that the reward started children of this process, so that they end with it (Linux)."""
+    """Make this process the parent of orphaned descendants, so that they end with it (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

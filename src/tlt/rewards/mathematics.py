@@ -1,7 +1,7 @@
-"""Comparison of answers as mathematics, by math-verify.
+"""Comparison of two answers by their mathematical value, with the package math-verify.
 
-math-verify reads LaTeX inside delimiters and only numbers outside. So a text that is LaTeX as a whole, like the answers
-of MATH, is put into delimiters first.
+math-verify reads LaTeX only inside delimiters such as $...$. Outside of them it reads only numbers. So an answer that
+is LaTeX as a whole, as in the data set MATH, is put into delimiters first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _VARIABLE = re.compile(r"[A-Za-z]")
 
 
 def is_mathematics(gold: str) -> bool:
-    """Return whether a right answer has anything that can be compared as mathematics."""
+    """Return whether a right answer (`gold`) has anything that can be compared as mathematics: a number, a formula, a
+    choice A-E, or text in \\text{...}."""
     return bool(
         _CHOICE.fullmatch(gold.strip()) or _TEXT.fullmatch(gold.strip()) or _has_value(delimited(in_latex(gold)))
     )
@@ -51,7 +52,8 @@ def _has_value(text: str) -> bool:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return whether the answer equals the right one. Needs math-verify."""
+    """Return whether an answer equals the right answer (`gold`) as mathematics, as a choice A-E, or as text in
+    \\text{...}. Needs the package math-verify."""
     from math_verify import parse, verify
 
     if choice := _CHOICE.fullmatch(gold.strip()):
@@ -61,7 +63,7 @@ def equal(gold: str, answer: str) -> bool:
     if text := _TEXT.fullmatch(gold.strip()):
         found = _TEXT.fullmatch(answer.strip(" \n$"))
         return _folded(text[1]) == _folded(found[1] if found else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
-    # math-verify's own time limits would count a hang as a wrong answer; ours limits the whole process
+    # no timeout of math-verify, which would count a hang as a wrong answer: reward.timeout_seconds limits the process
     texts = _without_units(in_latex(gold), in_latex(answer))
     one, other = (parse(delimited(text), parsing_timeout=None) for text in texts)  # type: ignore[arg-type]
     return verify(one, other, timeout_seconds=None)
@@ -72,17 +74,17 @@ def _folded(text: str) -> str:
 
 
 def _without_units(gold: str, answer: str) -> tuple[str, str]:
-    """Return both without powers and quotients of units, such as cm^2 and m/s, if the right answer is a number.
+    """Return both texts without powers and quotients of units, such as cm^2 and m/s, if the right answer is a number.
 
-    Other right answers stay as they are, because m may be a variable."""
+    If the right answer contains a letter, return both unchanged, because m may be a variable."""
     number = _AREA.sub("", gold)
     return (gold, answer) if _VARIABLE.search(_COMMAND.sub("", number)) else (number, _MEASURED.sub("", answer))
 
 
 def delimited(text: str) -> str:
-    """Return a text that math-verify reads: LaTeX in delimiters, or prose with numbers.
+    """Return the text in a form that math-verify can read: LaTeX in delimiters, or prose with numbers.
 
-    In prose with LaTeX commands but without delimiters, the last piece between words is taken.
+    If prose contains LaTeX commands without delimiters, return its last formula, which is the last part between words.
     """
     text = text.rpartition("####")[2].strip()  # GSM8K: the text before it is the derivation
     if _DELIMITED.search(text):

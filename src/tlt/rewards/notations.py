@@ -1,4 +1,4 @@
-"""Conversion of mathematics written outside of LaTeX to LaTeX: √2, ½, x², –3, <b>42</b>, `42`."""
+"""Conversion of mathematics in Unicode, HTML or Markdown to LaTeX, such as √2, ½, x², –3, <b>42</b> and `42`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTATIONS = [
     (re.compile(r"<(b|i|u|em|strong|code|p|span|mark|answer)>(.*?)</\1>", re.DOTALL), r"\2"),
     (re.compile(r"<sup>(.*?)</sup>", re.DOTALL), r"^{\1}"),
     (re.compile(r"(?<![\w_])__(?=\S)([^_]+)__(?![\w_])"), r"\1"),
-    (re.compile(r"(?<![\w)}\]])[‒–](?=[\d.\\√])"), "-"),  # between two numbers it is a range
+    (re.compile(r"(?<![\w)}\]])[‒–](?=[\d.\\√])"), "-"),  # a dash between two numbers is a range
     (re.compile(r"√\s*(?:(\d+)|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
 ]
 
@@ -29,7 +29,7 @@ def in_latex(text: str) -> str:
 
 
 def _fraction(char: str) -> str:
-    """Return the character. A fraction such as ½ becomes ` 1/2`, and a digit of another script becomes ASCII."""
+    """Return the ASCII form of a fraction such as ½ (` 1/2`) or of a digit of another script. Keep other characters."""
     found = unicodedata.normalize("NFKC", char)
     if "⁄" in found and char != "⁄":
         return f" {found.replace('⁄', '/')}"

@@ -1,4 +1,4 @@
-"""Redirection of a reward process's output to a file of the run."""
+"""Redirection of what a reward process prints to a log file of the run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST_BYTES = 16 * 2**20
 
 
 class Output:
-    """Output of this process and of the programs that it starts.
+    """Redirected stdout and stderr of this process and of the programs that it starts.
 
-    It is buffered in a temporary file until the run has begun. The log would be moved away with the files of the
-    previous run otherwise.
+    The output is buffered in a temporary file until the first call for a reward. A log file that is written earlier
+    would be moved away with the files of the previous run.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Output:
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     def onto_the_screen(self) -> None:
-        """Print the buffered output to the screen, because it may explain why the process cannot start."""
+        """Write all output to the original stderr, because it may explain why the process cannot start."""
         self._pour(self._screen)
 
     def into(self, log: Path) -> None:
@@ -37,12 +37,12 @@ class Output:
         os.close(file)
 
     def bound(self) -> None:
-        """Empty the file if it has become too long. Other processes may still append to it."""
+        """Empty the log file if it is larger than 16 MiB. Other processes may append to it at the same time."""
         if os.fstat(1).st_size > _MOST_BYTES:
             os.ftruncate(1, 0)
 
     def _pour(self, file: int) -> None:
-        """Write the buffered output and all later output to a file descriptor."""
+        """Write the buffered output and all later output to this file descriptor."""
         self._to(file)
         self._kept.seek(0)
         with os.fdopen(os.dup(file), "ab") as out:

@@ -1,4 +1,4 @@
-"""Pool of reward processes with one queue. Responses are scored while others still decode."""
+"""Pool of reward processes with one queue. It scores finished responses while others are being decoded."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from tlt.rewards.verdicts import DIED, Verdict
 from tlt.types import Prompt
 
 _MOST = 64  # maximum number of processes
-_CHECK_SECONDS = 0.1  # between two checks whether more processes are needed
+_CHECK_SECONDS = 0.1  # time between two checks whether the pool needs more processes
 
 
 class Waiting(NamedTuple):
     prompt: Prompt
     asked: Any
-    """answer, or turn of an episode"""
+    """`Answer` to be scored, or `Turn` of an episode that needs a reply"""
     verdict: Future[Verdict]
     key: int | None = None
-    """Entries with the same key go to the same process."""
+    """Entries with the same key go to the same process. None means any process."""
     alone: bool = False
-    """whether it must be sent alone, because a process did not answer a batch with it"""
+    """whether the entry needs a call of its own, because a process did not answer a batch that contained it"""
     again: bool = False
-    """whether its process has ended once"""
+    """whether a process has already ended while it worked on this entry"""
 
 
 class ScorePool:
-    """Processes that take work from one queue.
+    """Pool of processes that take work from one queue.
 
-    The pool begins with one process. If the queue would take much longer than the start of a process, their number
-    doubles. `computing` limits the processes that use the CPU. Processes that wait, for a network or forever, are
-    limited only by `_MOST`. So rewards that hang do so concurrently and cost about one timeout.
+    The pool begins with one process. If working off the queue would take much longer than starting a process, the
+    number of processes doubles. `computing` limits the processes that use the CPU. Processes that wait, for a network
+    or forever, are limited only by `_MOST`. So rewards that hang do so concurrently, and cost about one timeout.
     """
 
     def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:
-        """Start the first process. `start` returns a new one. Raises RewardError."""
+        """Start the first process. `start` starts a process and returns it. Raises RewardError."""
         self._start, self._computing = start, computing
         self._queue: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._servers: list[_Server] = []
-        self._homes: dict[int, _Server] = {}  # by key
+        self._homes: dict[int, _Server] = {}  # key -> its process
         self._starting, self._closed = 0, False
         self._broken: BaseException | None = None
         began = time.monotonic()
@@ -53,7 +53,8 @@ class ScorePool:
         self._serve(first)
 
     def submit(self, prompt: Prompt, asked: Any, key: int | None = None) -> Future[Verdict]:
-        """Queue a call. Calls with the same `key` go to the same process while it runs."""
+        """Queue a prompt with what is `asked` of a process (an `Answer` or a `Turn`), and return the future verdict.
+        Calls with the same `key` go to the same process while it runs."""
         verdict: Future[Verdict] = Future()
         with self._changed:
             self._queue.append(Waiting(prompt, asked, verdict, key))
@@ -68,8 +69,8 @@ class ScorePool:
         return verdict.result()
 
     def ready(self, verdicts: Iterable[Future[Verdict]], seconds: float) -> set[Future[Verdict]]:
-        """Return the verdicts that are known. If none is, wait for at most this many seconds. Raises RewardError, like
-        `result`."""
+        """Return those of the `verdicts` that are computed. If none is, wait up to `seconds` for the first one. Raises
+        RewardError if no process is left and none can be started."""
         found = wait(verdicts, seconds, FIRST_COMPLETED).done
         if not found:
             self._grow()
@@ -78,7 +79,7 @@ class ScorePool:
         return found
 
     def forget_keys(self) -> None:
-        """Forget all keys, because no later call has one of them."""
+        """Drop the assignment of keys to processes, because no later call uses a current key."""
         with self._changed:
             self._homes = {}
 
@@ -132,7 +133,7 @@ class ScorePool:
             server.begin(len(taken))
             try:
                 verdicts = server.scorer.score_all([(one.prompt, one.asked) for one in taken])
-            except BaseException as error:  # its process cannot be started again
+            except BaseException as error:  # the process has ended and cannot be started again
                 self._lose(server, taken, error)
                 return
             server.end()
@@ -141,7 +142,7 @@ class ScorePool:
             self._give(taken, verdicts)
 
     def _take(self, server: _Server) -> list[Waiting]:
-        """Take the next entries for a process from the queue. The list is empty if the pool is closed."""
+        """Wait for entries for this process, and remove them from the queue. Return none if the pool is closed."""
         with self._changed:
             while not (places := self._places(server)) and not self._closed:
                 self._changed.wait()
@@ -154,7 +155,7 @@ class ScorePool:
             return taken
 
     def _places(self, server: _Server) -> list[int]:
-        """Return the indices in the queue of the entries that this process takes next."""
+        """Return the queue indices of the entries that this process gets in its next call."""
         found: list[int] = []
         for place, one in enumerate(self._queue):
             if len(found) == server.scorer.at_once or (found and (one.alone or self._queue[found[0]].alone)):
@@ -167,8 +168,8 @@ class ScorePool:
         return one.key is None or self._homes.get(one.key, server) is server
 
     def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
-        """Set the verdicts. If a process did not answer a batch, queue its entries again, one by one, to find the one
-        at fault. If a process ended, try its entry once more, because the cause may be elsewhere."""
+        """Set the verdicts of entries. If a process did not answer a batch, queue its entries again for calls of their
+        own, to find the faulty one. If a process ended, try its entry once more, because it may not be the cause."""
         if len(taken) > 1 and not verdicts:
             self._put_back(one._replace(alone=True) for one in reversed(taken))
             return
@@ -184,7 +185,7 @@ class ScorePool:
             self._changed.notify_all()
 
     def _free_keys(self, server: _Server) -> None:
-        """Let other processes take the keys of a process that has ended, because its environments ended with it."""
+        """Let other processes take the keys of an ended process, because its environments ended with it."""
         with self._changed:
             self._homes = {key: home for key, home in self._homes.items() if home is not server}
             self._changed.notify_all()
@@ -200,7 +201,7 @@ class ScorePool:
 
 
 class _Server:
-    """Process with the number of entries it took and its time at work."""
+    """Process of the pool, with the number of entries that it took from the queue and its seconds of work."""
 
     def __init__(self, scorer: IsolatedScore) -> None:
         self.scorer = scorer
@@ -216,11 +217,11 @@ class _Server:
 
     @property
     def seconds(self) -> float:
-        """Seconds at work, including the current call."""
+        """Seconds that the process has spent on calls, including the current call."""
         return self._spent + (time.monotonic() - self._began if self._began else 0.0)
 
     @property
     def computes(self) -> bool:
-        """Whether the process uses the CPU rather than waits. A tenth of its time suffices, because it may get a small
-        share of a busy CPU."""
+        """Whether the process computes and does not only wait: its CPU time is more than a tenth of the time of its
+        calls. The threshold is low because it may get only a small share of a busy CPU."""
         return self.scorer.processor_seconds() > 0.1 * self.seconds

@@ -1,4 +1,4 @@
-"""CPU time, memory and descendants of a process, from /proc. On systems other than Linux they are zero or empty."""
+"""CPU time, memory and descendants of a process, from /proc. Without Linux the results are zero or empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 
 def descendants(pid: int | None) -> list[int]:
-    """Return the ids of all descendants, including those that have left its process group."""
+    """Return the process ids of all descendants of a process, including those that left its process group."""
     family = [pid]
     for one in family:
         with suppress(OSError):  # it has ended
@@ -28,10 +28,10 @@ def processor_seconds(pid: int | None) -> float:
 
 
 def memory(pid: int | None, enough: int) -> int:
-    """Return the bytes of memory that a process and its descendants use.
+    """Return the memory in bytes that a process and its descendants use.
 
-    Up to `enough` bytes, pages shared by forks may count several times. Above, they count once, which takes longer to
-    measure.
+    First each page that forked processes share counts once per process. If this sum exceeds `enough` bytes, shared
+    pages are counted once in total, which takes longer to measure.
     """
     family = [pid, *descendants(pid)]
     at_most = sum(map(_resident, family))
@@ -45,7 +45,7 @@ def _resident(pid: int | None) -> int:
 
 
 def _share(pid: int | None) -> int:
-    """Return the proportional set size in bytes: a page shared by n processes counts 1/n."""
+    """Return the proportional set size of a process in bytes: a page that n processes share counts 1/n."""
     with suppress(OSError):
         for line in (_PROC / f"{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):

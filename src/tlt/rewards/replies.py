@@ -1,6 +1,7 @@
-"""Replies of environments since the last checkpoint, in a file of the run.
+"""Record of the replies of environments since the last checkpoint, in the file replies.jsonl of the run.
 
-A resumed run repeats the steps since then. It reads the replies from the file and does not call the environments again.
+A resumed run repeats the steps since its checkpoint. It reads the recorded replies instead of calling the environments
+again.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from tlt.rewards.verdicts import Verdict
 log = logging.getLogger(__name__)
 NAME = "replies.jsonl"
 Key = tuple[int, int, int]
-"""(step, seed of the request, number of the turn); turn 0 is before the first text of the model"""
+"""(step, seed of the request, number of turns of the model before the reply)"""
 
 
 class ReplyRecord:
-    """Replies by step, request and turn, in memory. After a call of `keep` they are also in a file."""
+    """Replies of environments by step, request and turn, in memory and, after a call of `keep`, in a file."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self._known: dict[Key, tuple[str, Verdict]] = {}  # the model's text of the turn, and the reply
+        self._known: dict[Key, tuple[str, Verdict]] = {}  # the model's text in that turn, and the reply to it
         self._seconds: dict[Key, float] = {}
 
     def find(self, step: int, seed: int, texts: tuple[str, ...]) -> Verdict | None:
-        """Return the recorded reply to these turns, if any."""
+        """Return the recorded reply of the environment to these turns of the model; None if there is none."""
         last, verdict = self._known.get((step, seed, len(texts)), ("", None))
         return verdict if last == _last(texts) else None
 
     def seconds(self, step: int, seed: int, texts: tuple[str, ...]) -> float:
-        """Return the seconds that this reply took in this process; 0 if it was read from the file."""
+        """Return the seconds that the environment took for a recorded reply; 0 if the reply was read from the file."""
         return self._seconds.get((step, seed, len(texts)), 0.0)
 
     def add(self, step: int, seed: int, texts: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
@@ -44,7 +45,7 @@ class ReplyRecord:
         self._write(_line(key, *known), "a")
 
     def _put(self, key: Key, text: str, verdict: Verdict) -> None:
-        """Set a reply. Remove those to later turns, because they continue another conversation."""
+        """Store a reply in memory. Remove replies to later turns, which belong to another conversation."""
         self._known[key] = text, verdict
         step, seed, turn = key
         for later in count(turn + 1):
@@ -52,19 +53,19 @@ class ReplyRecord:
                 break
 
     def forget_before(self, step: int) -> None:
-        """Remove the replies of earlier steps from memory."""
+        """Remove the replies of steps before `step` from memory."""
         self._known = {key: known for key, known in self._known.items() if key[0] >= step}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] >= step}
 
     def saved(self, done: int) -> None:
-        """Note a checkpoint after `done` steps. Keep the replies of a step that has begun since then, because a resumed
-        run repeats it."""
+        """Drop the replies of the first `done` steps, because a checkpoint of these steps was saved. Keep those of a
+        later step that has begun, because a resumed run repeats it."""
         self.forget_before(done)
         self._write("".join(_line(key, *known) for key, known in self._known.items()), "w")
 
     def keep(self, path: Path, resume: bool) -> None:
-        """Write replies to this file from now on. If a run is resumed, first read it, without an incomplete last line;
-        else empty it."""
+        """Write replies to the file `path` from now on. If the run is resumed, first read the replies in the file,
+        without an incomplete last line. Otherwise empty the file."""
         self.path = path
         lines = path.read_bytes().split(b"\n")[:-1] if resume and path.is_file() else []
         self._write("".join(f"{line.decode()}\n" for line in lines), "w")

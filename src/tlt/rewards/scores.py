@@ -1,4 +1,5 @@
-"""Reward functions f(prompt, answer) -> float. `tlt.config.registry` has their names. Torch is not imported here."""
+"""Built-in reward functions f(prompt, answer) -> float, and the loading of the user's own. `tlt.config.registry` lists
+the names of the built-in ones. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -29,25 +30,26 @@ from tlt.wording import counted
 from tlt_rl import install_hint
 
 Score = Callable[[Prompt, Answer], Any]
-"""function that returns a number, or None if the term does not apply"""
+"""reward function of (prompt, answer) that returns a number, or None if it does not apply to this prompt"""
 Asked = Sequence[tuple[Prompt, Answer]]
 
 
 class Term(NamedTuple):
-    """Term of a reward. The reward is the sum of weight * score over its terms."""
+    """Term of a reward, such as `math` or a user's function. The reward is the sum of weight * score over its terms."""
 
     name: str
-    """name in the recipe; a second term of the same name is `name_2`"""
+    """name of the term in the recipe; a second term with the same name is called `name_2`"""
     weight: float
     scores: Callable[[Asked], list[Any]]
-    """function that returns for each response a number, None if the term does not apply, or the raised exception"""
+    """function of a list of (prompt, answer). For each it returns a number, None if the term does not apply, or the
+    exception that was raised."""
     if_fails: str = "response"
     many: bool = False
-    """whether `scores` may be called with several responses"""
+    """whether `scores` may be called with several responses at once"""
 
 
 def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
-    """Return the terms of the recipe's reward section, for data with these columns. Raises RewardError."""
+    """Return the reward terms of the recipe. `columns` are the data's columns. Raises RewardError."""
     terms = []
     for name, term in named_terms(config.reward):
         if ":" in term.name:
@@ -60,7 +62,7 @@ def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
 
 
 def named_terms(config: RewardConfig) -> Iterator[tuple[str, RewardTerm]]:
-    """Yield each term with the name for its recorded scores."""
+    """Yield (name, term) for each reward term. The name is the key of its scores: a second term `math` is `math_2`."""
     counts: Counter[str] = Counter()
     for term in config.all_terms:
         counts[term.name] += 1
@@ -103,7 +105,7 @@ def brief(term: RewardTerm, config: Config) -> Score:
 
 
 def exact(prompt: Prompt, answer: Answer) -> float:
-    """Return 1 if the answer is a right answer of the row, else 0."""
+    """Return 1 if the answer equals a right answer of the prompt, else 0."""
     return float(any(same(gold, answer.answer) for gold in right_answers(prompt)))
 
 
@@ -113,22 +115,23 @@ def matches(pattern: str, prompt: Prompt, answer: Answer) -> float:
 
 
 def length(start: int, end: int, prompt: Prompt, answer: Answer) -> float:
-    """Return `length_penalty` of the response."""
+    """Return the `length_penalty` of the response: 0 up to `start` tokens, -1 from `end` tokens on."""
     return length_penalty(answer.tokens, start, end)
 
 
 def length_penalty(tokens: int, start: int, end: int) -> float:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    It is 0 up to `start` tokens, decreases linearly to -1 at `end`, and is -1 above. Example for start 6 and end 10:
-    6, 7, 9, 10 tokens -> 0, -0.25, -0.75, -1.
+    The penalty is 0 up to `start` tokens, decreases linearly to -1 at `end` tokens, and stays at -1 above. Example for
+    start 6 and end 10: 6, 7, 9, 10 tokens -> 0, -0.25, -0.75, -1.
     """
     return -min(1.0, max(0, tokens - start) / (end - start))
 
 
 # -- rewards of other libraries ----------------------------------------------------------------------------------------
 
-# Checkers that raise if they cannot parse an answer: its score is 0. Other checkers raise only if they have a bug.
+# Tasks of reasoning-gym whose checker raises an exception if it cannot parse an answer. The score is then 0. Checkers
+# of other tasks raise only if they have a bug.
 RAISES_ON_MALFORMED = {"boxnet", "coin_flip", "game_of_life", "prime_factorization"}
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
 
@@ -149,8 +152,8 @@ def reasoning_gym(term: RewardTerm, config: Config) -> Score:
 
 
 def mathematics(term: RewardTerm, config: Config) -> Score:
-    """Return a score that is 1 if the answer equals a right answer of the row as mathematics, else 0. Raises
-    RewardError if math-verify is not installed."""
+    """Return a reward function that gives 1 if the answer equals a right answer of the prompt as mathematics, else 0.
+    Raises RewardError if math-verify is not installed."""
     try:
         importlib.import_module("math_verify")
     except ImportError:
@@ -168,9 +171,10 @@ def mathematics(term: RewardTerm, config: Config) -> Score:
 def _users(
     term: RewardTerm, config: RewardConfig, columns: Collection[str] = ()
 ) -> tuple[Callable[[Asked], list[Any]], bool]:
-    """Return a function that computes scores by the user's function, and whether it takes several responses at once.
+    """Load the user's reward function of a term. Return a function that computes its scores for a list of (prompt,
+    answer), and whether that may be called with several responses at once.
 
-    With `batched`, the user's function takes and returns lists. `columns` are those of the data.
+    If reward.batched, the user's function takes and returns lists. `columns` are the names of the data's columns.
     """
     function = imported(term.name, config.folder, "reward.name", "module:function")
     filled = fills(function, term.name, columns, term.batched)
@@ -184,7 +188,7 @@ def _users(
         try:
             given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
             given = asyncio.run(given) if inspect.iscoroutine(given) else given
-            if isinstance(given, str | bytes | Mapping | Set):  # they are iterable too
+            if isinstance(given, str | bytes | Mapping | Set):  # these types are iterable too
                 raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
             found = list(given)
         except Exception as error:
@@ -212,8 +216,7 @@ def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[
 
 
 def sources_sha256(config: RewardConfig) -> str:
-    """Return the hash of the files with the user's own functions or environment. Files that these import are not
-    included."""
+    """Return the sha256 of the files with the user's reward functions or environment, without their imports."""
     digest = hashlib.sha256()
     for name in [config.environment] if config.environment else [term.name for term in config.all_terms]:
         if ":" in name and (source := _source(name.partition(":")[0], config.folder)):
@@ -222,7 +225,7 @@ def sources_sha256(config: RewardConfig) -> str:
 
 
 def _source(module: str, folder: str) -> Path | None:
-    """Return the file that `imported` would import, without importing it."""
+    """Return the file of a module that `imported` would import, or None. Do not import it."""
     places = [os.path.abspath(folder), os.path.abspath("."), *sys.path]
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):
@@ -234,7 +237,9 @@ def _source(module: str, folder: str) -> Path | None:
 
 
 def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any]:
-    """Return the callable that a recipe's `field` names by `path`, which must have the `form`. Raises RewardError."""
+    """Import and return the user's function or class that a recipe names. `path` is the value of the configuration
+    field `field`, and must have the form `form`, such as `module:function`. `folder` is reward.folder. Raises
+    RewardError."""
     module, _, name = path.partition(":")
     for place in map(os.path.abspath, (".", folder)):  # console scripts do not have the working directory on sys.path
         if place not in sys.path:

@@ -1,4 +1,4 @@
-"""Python functions as tools: an environment that carries out the calls in the model's turns."""
+"""Python functions as tools of the model: an environment that carries out the tool calls in the model's turns."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from tlt.rewards.verdicts import Verdict
 
 _REASONING_END = "</think>"
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM3
-_BARE = re.compile(r'\[?\s*\{\s*"name"')  # Llama 3, Mistral; their markers are special tokens, which no text has
+_BARE = re.compile(r'\[?\s*\{\s*"name"')  # Llama 3, Mistral; their markers are special tokens and not in texts
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)  # Qwen3-Coder, inside the tags
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*)", re.DOTALL)
 
 
 class MalformedCall(ValueError):
-    """A call that cannot be carried out. The message is for the model."""
+    """Error for a tool call that cannot be carried out. The message is returned to the model."""
 
 
 class Tools:
-    """An environment with functions that the model may call. A turn without a call is the answer, and ends the episode.
+    """Environment with Python functions that the model may call as tools. A turn without a call is the answer, and ends
+    the episode.
 
-    A subclass names its functions in `tools`, and has a method `score`. Each function needs type hints and a docstring
-    with a section `Args:`, which the chat template shows to the model. It runs within `reward.timeout_seconds`.
+    A subclass lists its functions in `tools` and has a method `score`. Each function needs type hints and a docstring
+    with a section `Args:`, because the chat template shows them to the model. The functions called in a turn share the
+    timeout `reward.timeout_seconds`.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
 
     @classmethod
     def schemas(cls, config: Config) -> list[dict[str, Any]]:
-        """Return the schemas of the functions, as transformers gives them to chat templates."""
+        """Return the JSON schemas of the tools, in the format that chat templates of transformers take."""
         from transformers.utils.chat_template_utils import get_json_schema  # takes seconds
 
         return [get_json_schema(function) for function in cls.tools]
 
     def score(self, prompt: Any, answer: str) -> float:
-        """Return the reward of the model's last turn."""
+        """Return the reward of the episode. `answer` is the text of the model's last turn, which calls no tool.
+        Subclasses implement it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(prompt, answer) -> float")
 
     def reset(self, prompt: Any) -> None:
@@ -52,14 +55,15 @@ class Tools:
         self.scores = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0}
 
     def step(self, text: str) -> tuple[str, bool, float]:
-        """Return the results of the calls in this turn, one per line; whether there are no calls; and the reward."""
+        """Carry out the tool calls in the text of a turn. Return the results, one per line; whether the episode is
+        done, because there are no calls; and the reward, which is 0 while there are calls."""
         calls = calls_in(text)
         if not calls:
             return "", True, self.score(self.prompt, text)
         return "\n".join(map(self._result, calls)), False, 0.0
 
     def _result(self, call: str) -> str:
-        """Carry out a call and return its result. Errors are counted, and returned as text for the model."""
+        """Carry out a tool call and return its result as text. Errors are counted, and returned as text."""
         self.scores["tool_calls"] += 1
         try:
             name, given = parsed(call)
@@ -87,10 +91,10 @@ class Tools:
 
 
 def calls_in(text: str) -> list[str]:
-    """Return the texts of the calls in a turn of the model, without those in its reasoning.
+    """Return the texts of the tool calls in a turn of the model. Calls inside its reasoning are left out.
 
-    Text between <tool_call> and </tool_call> is a call. If there is none, a turn that begins with a JSON object whose
-    first key is "name", or with a list of such objects, is one."""
+    Text between <tool_call> and </tool_call> is a call. If there are no such tags, a turn that begins with a JSON
+    object whose first key is "name", or with a list of such objects, consists of calls."""
     turn = text.rpartition(_REASONING_END)[2]
     if tagged := _TAGGED.findall(turn):
         return tagged
@@ -104,7 +108,7 @@ def calls_in(text: str) -> list[str]:
 
 
 def parsed(call: str) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a call. Raises MalformedCall."""
+    """Parse the text of a tool call. Return the name of the function and its arguments. Raises MalformedCall."""
     if written := _FUNCTION.fullmatch(call):
         # one search in each part, because a pattern with both tags takes quadratic time on many open tags
         found = map(_PARAMETER.search, written[2].split("</parameter>")[:-1])
@@ -124,7 +128,7 @@ def parsed(call: str) -> tuple[str, dict[str, Any]]:
 
 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the function's type hints demand. Raises MalformedCall."""
+    """Validate the arguments of a tool call, and convert them to the function's type hints. Raises MalformedCall."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -139,8 +143,9 @@ def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
 
 
 def with_tools(config: Config) -> Config:
-    """Return the configuration with the tools of its environment among the arguments of the chat template. They are
-    read in a separate process, because the environment is user code. Raises RewardError."""
+    """Return the configuration with the schemas of its environment's tools in data.chat_arguments, so that the chat
+    template shows them. The schemas are read in a separate process, because the environment is user code. Raises
+    RewardError."""
     if not (config.reward.environment and config.data.chat) or "tools" in config.data.chat_arguments:
         return config
     isolated = IsolatedScore(config, opens=_open_schemas)
@@ -153,7 +158,8 @@ def with_tools(config: Config) -> Config:
 
 
 def _open_schemas(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
-    """Return a function that returns the schemas of the environment's tools. Raises RewardError."""
+    """Load the environment. Return a function whose verdict contains the JSON schemas of its tools as the reply, and
+    False, because it takes one request at a time. Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     made: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")

@@ -1,4 +1,4 @@
-"""Continuation of responses after a turn of the model. By default the response is finished."""
+"""Continuation of responses after a turn of the model. Without an environment, one turn is the response."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from tlt.types import Request, Response, Row
 
 
 class Turns(Protocol):
-    """Continues the responses of a rollout whose turns have ended. The driver of the rollout calls it."""
+    """Interface that continues responses whose turn of the model has ended. The driver of the rollout calls it."""
 
     step: int
-    """number of updates of the policy so far"""
+    """index of the current step, which is the number of updates of the policy so far"""
     opens: bool
-    """Whether environments write the first tokens of responses. Look-ahead is not possible then."""
+    """whether an environment wrote the first tokens of a response; look-ahead is then not possible"""
 
     @property
     def awaits(self) -> bool:
-        """Whether replies are awaited."""
+        """Whether a response waits for a reply of its environment."""
         ...
 
     def begin(self, requests: Sequence[Request]) -> list[Row]:
-        """Return the rows with which these requests begin."""
+        """Return a row for each request of a new rollout. It contains the environment's first text, if there is one."""
         ...
 
     def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
-        """Take responses whose turn has ended. Return the finished ones, and the rows that continue. If no reply has
-        arrived, wait for at most this many seconds."""
+        """Pass responses whose turn has ended to their environments. Return the finished responses, and the rows of
+        responses that continue because a reply has arrived. If none has arrived, wait up to `seconds` for one."""
         ...
 
     def keep(self, folder: Path, resume: bool) -> None:
-        """Save replies in this folder of a run. If it is resumed, load the replies since its last checkpoint;
-        else remove them."""
+        """Record the replies of environments in the folder of the run. If the run is resumed, load the replies since
+        its last checkpoint. Otherwise delete recorded replies."""
         ...
 
     def saved(self, done: int) -> None:
-        """Note that a checkpoint of the first `done` steps was saved."""
+        """Drop recorded replies of the first `done` steps, because a checkpoint of these steps was saved."""
         ...
 
     def close(self) -> None:
-        """End the processes that were started."""
+        """End the processes of the environments."""
         ...
 
 
 class SingleTurn:
-    """Turns of responses that consist of a single turn."""
+    """Turns without an environment: each response is finished after a single turn of the model."""
 
     step, opens, awaits = 0, False, False
 

@@ -1,4 +1,4 @@
-"""Checks for responses without a reward. A step without any reward is logged. Two such steps in a row end the run."""
+"""Handling of responses without a reward. A step without any reward is logged. Two such steps in a row end the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """Log of responses without a reward. Only the first of each outcome is logged."""
+    """Log of responses without a reward. Only the first response with each outcome, such as `timeout`, is logged."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -33,8 +33,8 @@ class Unrewarded:
         self.in_a_row = 0
 
     def refuse_another(self, groups: Sequence[Group], step: int, last: bool) -> None:
-        """Raise RewardError at the second consecutive step without rewards, or at the first one if it is the `last`
-        step."""
+        """Raise RewardError if no response of this step and the previous step has a reward, or of this step if it is
+        the `last` one. Log a warning if only this step is without rewards."""
         responses = [response for group in groups for response in group.responses]
         if any(response.reward is not None for response in responses):
             self.in_a_row = 0

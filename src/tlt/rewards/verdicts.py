@@ -1,4 +1,4 @@
-"""Verdicts: results of a reward process for a response, or of an environment for a turn."""
+"""Verdicts: the result of scoring a response, or of a call to an environment for its reply to a turn."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _LIBRARIES = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-_printed = set[tuple[str, type]]()  # places and types of errors whose traceback was printed
+_printed = set[tuple[str, type]]()  # (place in the code, type) of the errors whose traceback was printed
 LARGEST = 3.4e38  # largest float32; means and standard deviations of larger rewards overflow
 
 
 class Verdict(NamedTuple):
     reward: float | None
+    """reward of the response or of the turn; None if there is none"""
     outcome: str = ""
     """reason why there is no reward: timeout, error, not a number, does not apply, crash"""
     detail: str = ""
-    """exception or value for the log"""
+    """explanation of the outcome for the log, such as the text of an exception"""
     scores: Mapping[str, float] = {}
-    """score of each term before its weight; empty without a reward"""
+    """score of each reward term before its weight; empty if there is no reward"""
     reply: str | None = None
-    """reply of an environment to a turn; None if the episode is over"""
+    """reply of an environment to a turn; None if the episode is over or there is no environment"""
 
 
 DIED = Verdict(None, "crash", "its process ended")
 
 
 def failed(error: Exception) -> Verdict:
-    """Return the verdict of an exception that was raised. Print its traceback, once for each place and type."""
+    """Return the verdict for an exception that user code raised. Print the traceback, once for each place and type."""
     if isinstance(error, TimeoutError):
         return Verdict(None, "timeout", _text(str, error))
     place = _place_of(error)
@@ -42,8 +43,8 @@ def failed(error: Exception) -> Verdict:
 
 
 def _place_of(error: Exception) -> str:
-    """Return text such as `/home/me/rewards.py:12: `, the innermost line in the user's own files. It is empty if there
-    is none."""
+    """Return the innermost line of the traceback that is in a file of the user, such as `/home/me/rewards.py:12: `.
+    Empty if there is none."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -57,7 +58,7 @@ def number(value: Any) -> tuple[float, Verdict | None]:
         return math.nan, failed(value)
     try:
         score = float(value)
-    except Exception:  # a user's class may raise any exception
+    except Exception:  # float() of an object of the user may raise any exception
         score = math.nan
     if abs(score) <= LARGEST:
         return score, None
@@ -66,7 +67,7 @@ def number(value: Any) -> tuple[float, Verdict | None]:
 
 
 def _text(form: Callable[[object], str], thing: object) -> str:
-    """Return str or repr of an object. A user's class may raise any exception here."""
+    """Return `form(thing)`, where `form` is str or repr. If a user's class raises an exception, return other text."""
     try:
         return form(thing)
     except Exception:

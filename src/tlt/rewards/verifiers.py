@@ -1,8 +1,8 @@
-"""Episodes of the package `verifiers`, in the process of environments.
+"""Environment of tlt that runs environments of the package `verifiers`. It runs in a process for environments.
 
 In verifiers, an environment runs agents, and an agent is a program that calls a model over HTTP. Here `TrainedAgent`
-replaces the agent: it returns each message of the environment as a reply, and gives it the model's turns. Tasks,
-rewards, metrics, tools, and the environment's `run` and `finalize` are the package's own.
+takes the place of the agent. It passes the environment's messages to the model as replies, and the model's turns to the
+environment. Tasks, rewards, metrics, tools, and the methods `run` and `finalize` are those of verifiers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tlt.rewards.tools import MalformedCall, calls_in, parsed
 
 
 class Episode:
-    """An environment of tlt that plays an episode of an environment of verifiers."""
+    """Environment of tlt (with `reset` and `step`) that plays one episode of an environment of verifiers."""
 
     @staticmethod
     def schemas(config: Config) -> list[dict[str, Any]]:
-        """Return the schemas of the environment's tools."""
+        """Return the JSON schemas of the environment's tools, for the chat template."""
         return [schema for _, _, schema in asyncio.run(_tools(loaded(config.data))).values()]
 
     async def reset(self, prompt: Any) -> None:
@@ -57,7 +57,7 @@ class Episode:
 
 
 async def _play(env: Any, task: Any, agent: TrainedAgent) -> Any:
-    """Return the trace of an episode, with its rewards."""
+    """Play an episode of a verifiers environment. Return its trace: the messages, rewards and metrics."""
     agents = vf.Agents(env.config, agent.named)
     await env.setup(agents)
     await env.run(task, agents)
@@ -69,7 +69,8 @@ async def _play(env: Any, task: Any, agent: TrainedAgent) -> Any:
 
 
 class TrainedAgent:
-    """Adapter of the trained model with the interface of a verifiers agent."""
+    """Adapter that gives the trained model the interface of a verifiers agent. `turns` has texts of the model,
+    `replies` messages for it."""
 
     def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
         self.turns: asyncio.Queue[str] = asyncio.Queue()
@@ -78,7 +79,7 @@ class TrainedAgent:
         self.trainable, self.trace = True, None
 
     def named(self, name: str, config: Any) -> TrainedAgent:
-        """Return this agent with the name and the configuration that the environment gives it."""
+        """Set the name and the configuration that the environment gives to this agent, and return the agent."""
         self.name, self.config = name, config
         return self
 
@@ -89,7 +90,7 @@ class TrainedAgent:
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[TrainedAgent]:
-        """Begin the only conversation of the episode. It is scored at its end."""
+        """Begin the only conversation of the episode, and score it at its end. Raises ValueError for a second one."""
         if self.trace is not None:
             raise ValueError("the environment lets the model play several times in an episode")
         recorded = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
@@ -101,7 +102,7 @@ class TrainedAgent:
         await task.score(self.trace)
 
     async def turn(self, message: str | Sequence[Any] | None = None) -> Any:
-        """Give the model messages of the user. Return its turns up to the first one without a call."""
+        """Pass messages of the user to the model. Return its turns up to the first without a tool call."""
         messages = [vf.UserMessage(content=message)] if isinstance(message, str) else list(message or ())
         segment: list[Any] = []
         while True:
@@ -117,7 +118,7 @@ class TrainedAgent:
                 return vf.Segment(messages=segment)
 
     async def _called(self, texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
-        """Carry out calls. Return those that could be read, and the results of all as messages."""
+        """Carry out tool calls. Return the parsed calls, and the result or error of each as a message."""
         calls, results = [], []
         for number, text in enumerate(map(str.strip, texts)):
             try:
@@ -141,7 +142,8 @@ class TrainedAgent:
 
 
 async def _tools(found: Loaded, data: Any = None) -> dict[str, tuple[MCPServer, str, Any]]:
-    """Return server, own name and schema of each tool, by the name that the model sees."""
+    """Return the tools of an environment: name that the model sees -> (server, name on that server, JSON schema).
+    `data` is the data of the task, if there is one."""
     tools = {}
     for toolset in found.toolsets:
         await toolset.setup()

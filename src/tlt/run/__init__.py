@@ -1,1 +1,1 @@
-"""A training run in its folder: parts, records, resume, live view."""
+"""Training run in its folder: construction of the training loop, log files, resume, and live display."""

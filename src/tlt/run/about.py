@@ -1,4 +1,4 @@
-"""Notes at the start of a run: prompts, model, memory, and the files that it will write."""
+"""Lines that are logged at the start of a run, on its prompts, model, memory and output files."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def about_model(config: Config) -> str:
 
 
 def about_memory(config: Config) -> str:
-    """Return a line with the free memory of this machine, and the largest size of an engine's key-value cache."""
+    """Return a log line with the free memory of this machine and the largest size of the key-value cache."""
     free = f"memory: {free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free on this machine"
     cache = backend_of(config.engine).about_cache(config)
     return f"{free}; {cache}" if cache else free
 
 
 def about_folder(config: Config) -> str:
-    """Return a line with the files that the run will write, the steps that save a checkpoint, and the trackers."""
+    """Return a log line with the files that the run will write, how often it saves checkpoints, and its trackers."""
     run = config.run
     completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
     files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), *["report.html"] * run.report, "summary.json"]

@@ -1,4 +1,4 @@
-"""Last lines of a run, and advice if speculation gained little."""
+"""Summary that is logged at the end of a run, with advice if speculative decoding gained little."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 from tlt.wording import counted
 
-GAIN = 1.05  # speed-up over plain decoding below which a run gets advice
+GAIN = 1.05  # speed-up over plain decoding below which `NO_GAIN` is shown
 NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter trained for "
     "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes), and give "
@@ -23,10 +23,10 @@ ROUNDING = (
 
 
 def closing(summary: dict[str, Any], folder: str) -> list[Text]:
-    """Return the last lines of a run."""
+    """Return the lines that are printed at the end of a run. `summary` is the content of summary.json."""
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
-    if found and not summary["compared"]:  # compared steps are more reliable than the estimate of rounds
+    if found and not summary["compared"]:  # the comparison of whole steps is more reliable than this estimate
         faster = f", by estimate {summary['times_plain']:.2f} times as fast as plain decoding"
     lines = [
         Text(
@@ -60,7 +60,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
 
 
 def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
-    """Return the peak memory of the driver and of the worker that had most."""
+    """Return a line with the peak memory of the driver process, and of the worker with the highest peak."""
     shown = [f"driver {_mib(driver)}"]
     if workers:
         shown.append(f"largest worker {_mib(max(workers.values(), key=lambda peak: peak['resident']))}")
@@ -72,21 +72,21 @@ def _mib(peak: dict[str, float]) -> str:
 
 
 def _first_and_last(summary: dict[str, Any]) -> str:
-    """Return the rewards of the first and the last tenth of the run, and how many steps that is."""
+    """Return text with the mean rewards of the first and the last tenth of the steps, and the number of these steps."""
     first, last, steps = (summary[f"reward_{name}"] for name in ("first_tenth", "last_tenth", "tenth_steps"))
     some = "step" if steps == 1 else f"{steps} steps"
     return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
 
 
 def same_tokens(compared: dict[str, Any]) -> str:
-    """Return whether the responses equal those of plain decoding, and how many do not."""
+    """Return text that says whether the responses equal those of plain decoding, or how many differ."""
     if not compared["differ"]:
         return "same tokens"
     return f"{compared['differ']:,} of {counted(compared['responses'], 'response')} differ"
 
 
 def _compared(summary: dict[str, Any]) -> str:
-    """Return the results of the comparison with plain decoding."""
+    """Return a line with the measured speed-up over plain decoding, from the steps that run.compare_every selects."""
     found, rollouts = summary["compared"], summary["seconds"]["rollout"]
     seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
     return (

@@ -1,4 +1,4 @@
-"""The view of a run: a live panel in a terminal, one line for each step elsewhere."""
+"""Display of a run: a live panel if the output is a terminal, else one line per step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
 
 _SHOWN_STEPS = 10
-_OTHER_LINES = 26  # lines of a terminal that the table of steps cannot use
+_OTHER_LINES = 26  # lines of the terminal that the panel needs for everything but the table of steps
 _PHASES = {
     "rollout": "green",
     "compare": "red",
@@ -49,7 +49,7 @@ class Display:
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.workers = WorkersView()
         self.groups: Sequence[Group] = ()
-        """groups of the last step"""
+        """groups of the last step, from which a response is shown"""
         self.which = SAMPLE
         self.asked_to_stop = ""
         self._live: Live | None = None
@@ -60,11 +60,11 @@ class Display:
         self.console.print(text, style="dim", highlight=False, soft_wrap=True)
 
     def stopping(self, text: str) -> None:
-        """Show that a signal asked the run to stop. A signal handler must not use the console, so it writes to the file
-        descriptor."""
+        """Show that a signal asked the run to stop. This is called in a signal handler, which must not use the console,
+        so the text is written to the file descriptor of stderr."""
         self.asked_to_stop = text
         if self._live is None:
-            with suppress(OSError):  # the terminal may be gone
+            with suppress(OSError):  # the terminal may have been closed
                 os.write(2, f"tlt: {text}\n".encode())
 
     @contextmanager
@@ -75,7 +75,8 @@ class Display:
         workers_now: Callable[[], Sequence[WorkerNow]],
         updated: Callable[[], float] = lambda: 0.0,
     ) -> Iterator[None]:
-        """Show the run until the block ends. `updated` returns the finished share of the current update."""
+        """Show the run until the `with` block ends. `first` is the index of the first step. `workers_now` returns the
+        state of each worker, and `updated` the finished share of the current update, 0 to 1."""
         self.config, self.workers_now, self.updated = config, workers_now, updated
         self.now = ("starting", first, 0, 0)
         self._step_began = time.monotonic()
@@ -88,7 +89,7 @@ class Display:
         self._live = None
 
     def key(self, key: str) -> None:
-        """Handle a key that was pressed."""
+        """Handle a pressed key: it selects which response of the last step is shown (see `sample_view.KEYS`)."""
         self.which = KEYS.get(key, self.which)
 
     # -- events (the loop's Watcher) -----------------------------------------------------------------------------------
@@ -111,13 +112,13 @@ class Display:
             self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, found: dict[str, float]) -> None:
-        """Show the scores on held-out prompts after `step` steps."""
+        """Show the metrics of an evaluation on held-out prompts after `step` steps."""
         self.evaluations.append((step, found))
         if self._live is None:
             self.console.print(self._held_out(), highlight=False, soft_wrap=True)
 
     def end(self, summary: dict[str, Any], folder: str) -> None:
-        """Print the last lines of the run in `folder`."""
+        """Print the summary of a run that has ended. `folder` is the run's folder."""
         for line in closing(summary, folder):
             self.console.print(line, soft_wrap=True)
 
@@ -150,7 +151,7 @@ class Display:
 
     @property
     def _width(self) -> int:
-        """Width of a bar that shares its line, in columns."""
+        """Width in columns of a bar that has other text on its line."""
         return 40 if self.console.width >= 100 else 24
 
     def _held_out(self) -> str:
@@ -160,7 +161,8 @@ class Display:
         return f"held out, after step {step}{shares}{missing}  length {found['length_mean']:.0f} mean"
 
     def _time_left(self) -> str:
-        """Return the time that is left. It falls while a step runs, by at most the expected time of a step."""
+        """Return text with the estimated remaining time of the run. While a step runs, the estimate falls by at most
+        the expected duration of a step."""
         if not self.history:
             return ""
         last = self.history[-1]
@@ -179,7 +181,7 @@ class Display:
         )
 
     def _table(self) -> Table:
-        """Return the table of the last steps, at most 74 columns wide."""
+        """Return the table with the metrics of the last steps. It is at most 74 characters wide."""
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         columns = ("step", "reward", "median", "longest", "cut off", "tokens/s", "accept length", "look ahead")
         for column in (*columns, "mismatch", "seconds"):
@@ -200,7 +202,7 @@ class Display:
         return table
 
     def _where_time_went(self) -> list[Text]:
-        """Return the line with the seconds of the step and of all workers."""
+        """Return two bars: the shares of phases in the time of all steps, and of states in the workers' time."""
         phases = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
         workers = [worker for m in self.history for worker in m.workers]
         states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
@@ -210,7 +212,8 @@ class Display:
         return [stacked("time", phases, _PHASES, width), spent]
 
     def _strategies(self) -> Text:
-        """Return the strategies of the last rollout, the most frequent first, and the drafters that failed."""
+        """Return a line with the four strategies that the last rollout used most, and a line for each drafter whose
+        acceptance rate has fallen."""
         rollout = self.history[-1].rollout
         rounds = sorted(rollout["strategies"].items(), key=lambda item: -item[1])
         total = sum(count for _, count in rounds) or 1
@@ -218,7 +221,8 @@ class Display:
         return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
 
     def _drafters(self) -> Text:
-        """Return the acceptance rate of each drafter's first token in the last rollout, and the gain so far."""
+        """Return a line with the acceptance rate of each drafter's first draft token in the last rollout, and a line
+        with the estimated speed-up over plain decoding so far."""
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
         rates = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
@@ -243,18 +247,18 @@ class Display:
 
 
 def _version(m: StepMetrics) -> str:
-    """Return the version of the learned drafter, if training has replaced it."""
+    """Return text with the version of the learned drafter; empty if training has not replaced the first one."""
     version = m.rollout["spot"].get("version")
     return f"drafter {version:.0f}  " if version else ""
 
 
 def _training(spot: dict[str, float]) -> str:
-    """Return text that shows whether the drafter is being trained."""
+    """Return text that says whether training of the drafter is going on or paused."""
     return ", at rest" if spot["rests"] else ", in training"
 
 
 def _seen_ahead(m: StepMetrics) -> float:
-    """Return the share of accepted look-ahead tokens among the step's tokens."""
+    """Return the share of a step's tokens that are accepted draft tokens of look-ahead."""
     return m.rollout["seen_ahead"] / max(1, m.tokens)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: mean@k, pass@k and lengths of the current target's responses."""
+"""Evaluation on held-out prompts: mean@k, pass@k and length of the responses of the current policy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def evaluate(
     step: int,
     coming: Iterable[list[Request]] = (),
 ) -> dict[str, float]:
-    """Return the metrics of an evaluation by name. All evaluations of a run use the same seeds, so that they differ
-    only in their weights. Idle workers decode the requests in `coming` ahead."""
+    """Run an evaluation on held-out prompts and return its metrics by name.
+
+    All evaluations of a run use the same seeds, so that differences come from the weights only. `coming` has the
+    requests of the next training steps, one list per step. Idle workers decode them in advance as look-ahead drafts."""
     samples = config.eval.samples
     requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
@@ -39,8 +41,9 @@ def evaluate(
 
 
 def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
-    """Return the metrics of groups of `samples` responses to each prompt. Responses without a reward are counted and
-    otherwise left out. Metrics without data are left out."""
+    """Return the metrics of an evaluation by name. Each group has `samples` responses to one prompt. A response counts
+    as right from the reward `solved` on. Responses without a reward are counted, but not part of mean@k and pass@k.
+    Metrics without data are left out."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
     lengths = [len(r.token_ids) for group in groups for r in group]
@@ -55,17 +58,17 @@ def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float
 
 
 def is_solved(reward: float, solved: float) -> bool:
-    """Return whether a reward is at least `solved`, with a tolerance for rounding: 0.6 + 0.3 + 0.1 counts as 1."""
+    """Return whether a reward is at least `solved`, with a relative tolerance of 1e-9: 0.6 + 0.3 + 0.1 counts as 1."""
     return reward >= solved - 1e-9 * max(1.0, abs(solved))
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Return the probability that k of n responses, drawn without replacement, contain one of the `right` ones. It is
-    the unbiased estimator 1 - C(n - right, k) / C(n, k) of arXiv 2107.03374. n = 4, right = 1, k = 2 gives 1 - 3 / 6 =
-    0.5."""
+    """Return pass@k, the probability that k responses drawn without replacement from n contain at least one of the
+    `right` correct ones. This is the unbiased estimator 1 - C(n - right, k) / C(n, k) of arXiv 2107.03374. Example: n =
+    4, right = 1, k = 2 gives 1 - 3 / 6 = 0.5."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most` itself."""
+    """Return the powers of two up to `most`, and `most` itself: the values of k in pass@k."""
     return sorted({2**i for i in range(most.bit_length())} | {most})

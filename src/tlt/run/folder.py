@@ -1,5 +1,5 @@
-"""Folder of a run. Only one run at a time may use it. A new run there keeps the previous run until it has saved a
-checkpoint of its own."""
+"""Folder of a run. Only one run at a time may use it. If a new run starts in the folder of a previous run, the files of
+the previous run are kept until the new run has saved its first checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = {
     "report.html": b"<!doctype html>",
     **dict.fromkeys(("reward.log", "ray.log"), b""),
 }
-"""files that a run writes, and how each begins, except for its workers' logs"""
+"""file that a run writes -> bytes with which it begins; the logs of the workers are not listed"""
 FOLDERS = {
     "checkpoints": re.compile(r"\.?step_\d{8}(\.partial|\.copied)?"),
     "completions": re.compile(r"step_\d{8}\.parquet(\.partial)?"),
@@ -36,13 +36,13 @@ FOLDERS = {
     "drafter": re.compile(r"\.?drafter_\d{8}(\.partial)?"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
 }
-"""folders that a run writes, and the names of their files"""
+"""folder that a run writes -> pattern of the names of the files and folders in it"""
 _LOCK, _BEFORE, _LATEST = ".lock", "previous", "latest"
 
 
 class RunFolder:
-    """Lock on a run's folder, from its start to its end. Raises ConfigError if the folder cannot be made, if another
-    run uses it, or if it contains files that are not from a run."""
+    """Folder of a run, locked from the start to the end of the run. The constructor raises ConfigError if the folder
+    cannot be created, if another run uses it, or if it contains files that are not from a run."""
 
     def __init__(self, run: RunConfig, resume: bool) -> None:
         self.path = Path(run.folder)
@@ -67,7 +67,7 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the lock. Remove the folder if this run made it and wrote nothing."""
+        """Release the lock. Remove the folder if this run created it and wrote nothing into it."""
         if self._made and os.listdir(self.path) == [_LOCK]:
             (self.path / _LOCK).unlink()
             self.path.rmdir()
@@ -83,8 +83,7 @@ class RunFolder:
             )
 
     def move_previous_run(self) -> None:
-        """Move the previous run into a subfolder, where it can still be resumed. It is called after all checks of the
-        new run."""
+        """Move the previous run into a subfolder, where it can be resumed. Called after all checks of the new run."""
         if not _holds_a_run(self.path):
             return
         number = 1 + max(map(_number, self.before()), default=0)
@@ -94,12 +93,12 @@ class RunFolder:
             path.rename(place / path.name)
 
     def before(self) -> list[Path]:
-        """Return the folders of previous runs, the oldest first."""
+        """Return the subfolders with the files of previous runs, the oldest first."""
         return sorted((path for path in self.path.glob(f"{_BEFORE}*") if _number(path) and path.is_dir()), key=_number)
 
     def point_to(self, checkpoint: Path) -> None:
-        """Make the link `latest` point to a checkpoint, if the file system has links. Anything else named `latest` is
-        kept."""
+        """Make the symbolic link `latest` in the run's folder point to a checkpoint, if the file system supports links.
+        Other files named `latest` are kept."""
         link, fresh = self.path / _LATEST, self.path / f".{_LATEST}"
         if link.exists() and not link.is_symlink():
             return
@@ -109,7 +108,7 @@ class RunFolder:
             fresh.replace(link)
 
     def forget_before(self) -> None:
-        """Delete the previous runs, because the new one has saved. Other files in their folders are kept."""
+        """Delete previous runs, because the new run has saved. Files that no run has written are kept."""
         for place in self.before():
             if _strangers(place):
                 continue
@@ -120,7 +119,7 @@ class RunFolder:
 
 
 def _locked(path: Path) -> int:
-    """Open a file and lock it until it is closed or the process ends. Raises ConfigError if it is locked."""
+    """Open a file, lock it until this process ends, return its descriptor. Raises ConfigError if it is locked."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +129,7 @@ def _locked(path: Path) -> int:
         raise ConfigError(
             f"another run uses {path.parent} ({who}): wait for its end, or set another --run.folder"
         ) from None
-    except OSError:  # the file system has no locks
+    except OSError:  # the file system does not support locks
         return handle
     os.truncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -138,7 +137,7 @@ def _locked(path: Path) -> int:
 
 
 def _number(place: Path) -> int:
-    """Return the number of a previous run's folder; 0 for another folder."""
+    """Return the number of a previous run's subfolder: 1 for `previous`, 2 for `previous_2`; 0 for another name."""
     found = re.fullmatch(rf"{_BEFORE}(?:_(\d+))?", place.name)
     return int(found[1] or 1) if found else 0
 
@@ -154,7 +153,7 @@ def _of_a_run(folder: Path) -> list[Path]:
 
 
 def _strangers(folder: Path) -> list[Path]:
-    """Return the files and folders that have a name that a run uses, but other content."""
+    """Return the files and folders that are named like those of a run, but have content that no run writes."""
     found = []
     for name, pattern in FOLDERS.items():
         place = folder / name
@@ -166,7 +165,7 @@ def _strangers(folder: Path) -> list[Path]:
 
 
 def _begins(path: Path, start: bytes) -> bool:
-    """Return whether a file is missing, or begins with `start` as far as it goes."""
+    """Return whether a file is missing, begins with `start`, or is a shorter beginning of `start`."""
     if not path.is_file():
         return not path.exists()
     with path.open("rb") as file:

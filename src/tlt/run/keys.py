@@ -1,4 +1,4 @@
-"""Keys that are pressed during a live display."""
+"""Keyboard input during the live display of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_PAUSE = 0.2  # seconds between two checks
+_PAUSE = 0.2  # seconds between two checks for a pressed key
 
 
 @contextmanager
 def listening(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_key` from another thread for each key. Without a keyboard this does nothing. Ctrl-C keeps its
-    meaning."""
+    """Call `on_key` with each pressed key, in another thread, until the `with` block ends. Ctrl-C still interrupts. If
+    stdin is not a terminal in the foreground, do nothing."""
     if not _has_keyboard():
         yield
         return
@@ -28,7 +28,7 @@ def listening(on_key: Callable[[str], None]) -> Iterator[None]:
 
     def read_keys() -> None:
         while not over.is_set():
-            # reading would stop a process in the background
+            # reading from the terminal would stop a background process
             if _in_foreground(terminal) and select.select([terminal], [], [], _PAUSE)[0]:
                 on_key(os.read(terminal, 1).decode("ascii", "ignore"))
             else:
@@ -47,7 +47,7 @@ def listening(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def _has_keyboard() -> bool:
-    with suppress(OSError, ValueError):  # closed, or none at all
+    with suppress(OSError, ValueError):  # stdin is closed or does not exist
         return sys.stdin.isatty() and _in_foreground(sys.stdin.fileno())
     return False
 

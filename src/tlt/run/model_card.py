@@ -1,4 +1,4 @@
-"""README.md of a saved policy: the base model, the data and the training."""
+"""Model card (README.md) of a saved policy: its base model, data and training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32, tra
 
 
 def model_card(config: Config, steps: int) -> str:
-    """Return the text, in the format of the Hugging Face hub."""
+    """Return the text of the model card after `steps` steps, with a header in the format of the Hugging Face hub."""
     base, rollout, train = config.model.hub or config.model.path, config.rollout, config.train
     repository = (config.model.hub or "").partition("@")[0]
     parent = f"\nbase_model: {repository}" if repository else ""

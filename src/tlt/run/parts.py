@@ -1,4 +1,4 @@
-"""Builder of all parts of the training loop: prompts, reward, policy, and one or several workers."""
+"""Construction of all parts of the training loop from a configuration: prompts, reward, policy and rollout workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tlt.spot.spot_worker import SpotWorker
 
 
 class Lasting(Trainable, Protocol):
-    """Policy that can be saved in checkpoints."""
+    """Interface of a policy that can be saved to a checkpoint and restored."""
 
     version: int | None
-    """number of steps that updated it, including those before a resume; None during an update"""
+    """number of steps that updated the policy, including those before a resume; None during an update"""
 
     @property
     def updated(self) -> float:
-        """Finished share of the current update. Other threads may read it at any time."""
+        """Finished share of the current update, 0 to 1. Other threads may read it at any time."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -48,7 +48,8 @@ class Lasting(Trainable, Protocol):
 def make_parts(
     config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
 ) -> tuple[Parts, Lasting]:
-    """Return the parts of the training loop. Quick checks come first. The engine has the policy's weights."""
+    """Build and return the parts of the training loop and the policy. Quick checks come first. The engine gets the
+    policy's weights. `policy_folder` is the policy of a checkpoint (default: model.path). `note` logs a line."""
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts, tokenizer))

@@ -1,4 +1,4 @@
-"""Record of each step: metrics.jsonl, completions.jsonl and trackers."""
+"""Writer of each step's results to metrics.jsonl, to completions.jsonl (or completions/) and to trackers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tlt.run.trackers import TrackedRun, Trackers, names_of
 from tlt.store.completions import CompletionsWriter, table_rows
 from tlt.store.completions_parquet import ParquetCompletions
 
-_LAST = 10  # number of steps from which the time left is estimated
+_LAST = 10  # number of recent steps from which the remaining time is estimated
 
 
 class Record:
-    """Record of a run that begins with `first_step`. `last` is the metrics line of the step before, from the
-    checkpoint."""
+    """Writer of a run's results, step by step. `first_step` is the first step that it writes: 0, or the next step of a
+    resumed run. `last` is the metrics line of the step before, as saved in the checkpoint."""
 
     def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         names = names_of(config.run.trackers)
         self.metrics = MetricsWriter(folder, first_step, last)
         limit = config.run.completions_mb * 2**20
-        # each drops the steps that are repeated, because a resumed run may use the other format
+        # both writers are made, because each deletes repeated steps and a resumed run may use the other format
         kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
         writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
         self.completions = writers[config.run.completions_format] if limit else None
@@ -37,7 +37,7 @@ class Record:
         self.trackers = Trackers(names, TrackedRun(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:
-        """Record a step. Raises MetricsError."""
+        """Write the metrics and responses of a step. Raises MetricsError if a file cannot be written."""
         metrics = result.metrics
         if self.completions:
             self.completions.write(metrics.step, result.settled)
@@ -46,8 +46,8 @@ class Record:
         self.trackers.log_table(metrics.step, table_rows(result.groups, self._table_rows))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Send the evaluation after the last step to the trackers. metrics.jsonl has no line for it; summary.json
-        has."""
+        """Send the metrics of the evaluation after the last step to the trackers. They are not in metrics.jsonl,
+        because it has a line for each step only, but in summary.json."""
         if evaluation:
             self.trackers.log(step, {"eval": evaluation})
 
@@ -56,7 +56,8 @@ class Record:
 
 
 class RunProgress:
-    """Tokens so far, including those before a resume, and the estimated seconds of the remaining steps."""
+    """Progress of a run: the number of tokens so far, including those before a resume, and the estimated seconds of the
+    remaining steps. `last` is the metrics line of the step before a resume."""
 
     def __init__(self, steps: int, last: dict[str, Any] | None = None) -> None:
         self.steps = steps
@@ -64,7 +65,7 @@ class RunProgress:
         self._seconds: deque[float] = deque(maxlen=_LAST)
 
     def add(self, result: StepResult) -> None:
-        """Count a step, and write the progress into its metrics."""
+        """Add a step, and set `tokens_seen` and `seconds_left` in its metrics."""
         metrics = result.metrics
         self.tokens_seen += tokens_of(result.groups)
         self._seconds.append(metrics.seconds["total"])

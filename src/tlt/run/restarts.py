@@ -1,4 +1,4 @@
-"""`tlt train --restarts N`: restarts a run from its last checkpoint if it was killed or lost its workers."""
+"""`tlt train --restarts N`: a run that was killed or lost its workers is restarted from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from types import FrameType
 from tlt.stopping import SIGNALS
 
 LOST = 75
-"""exit code of a run that lost its workers or its cluster: EX_TEMPFAIL of sysexits.h"""
+"""exit code of a run that lost its workers or its Ray cluster (EX_TEMPFAIL in sysexits.h)"""
 _FINAL = (0, 2, *(128 + number for number in SIGNALS))
-"""exit codes after which there is no restart: success, bad input, stopped by a signal"""
-_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds, doubled at every restart
+"""exit codes after which the run is not restarted: success, invalid input, stopped by a signal"""
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; doubled each time
 
 
 def keep_running(
     arguments: Sequence[str], restarts: int, checkpoints: Path, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """Run `tlt` with these arguments in a child process. Restart it if it fails, up to `restarts` times in a row
-    without a new checkpoint. Return the exit code of the last process."""
+    """Run `tlt` with these arguments in a child process, and restart it if it fails. Give up after `restarts` restarts
+    in a row without a new checkpoint in the folder `checkpoints`. Return the exit code of the last process."""
     at_start, failures, own = _there(checkpoints), 0, False
     while True:
         before = _there(checkpoints)
@@ -35,7 +35,7 @@ def keep_running(
             print(f"tlt: the run {how} after a signal asked it to stop", file=sys.stderr)
         if code in _FINAL or failures > restarts or asked_to_stop:
             return code if code >= 0 else 128 - code
-        # until there is a new checkpoint, those in the folder are from a previous run, which the arguments handle
+        # without a new checkpoint, those in the folder are from a previous run: do not add --resume
         own = not at_start or after != at_start
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1))
         print(f"tlt: the run {how}; restart {failures} of {restarts} in {pause:g} s", file=sys.stderr)
@@ -47,13 +47,15 @@ def _there(checkpoints: Path) -> dict[str, int]:
 
 
 def newest(checkpoints: Path) -> int:
-    """Return the number of steps of the newest checkpoint; 0 if there is none."""
+    """Return the number of steps in the name of the newest checkpoint; 0 if there is no checkpoint."""
     return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_????????")), default=0)
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Return the exit code of the process, and whether a signal asked it to stop. Ctrl-C and the end of the terminal
-    reach all processes. SIGTERM reaches only this one and is passed on. It kills a child that has no handlers yet."""
+    """Run `tlt` in a child process. Return its exit code, and whether a signal asked it to stop.
+
+    The system sends Ctrl-C and the hangup of the terminal to both processes. SIGTERM reaches only this process, so it
+    is forwarded to the child. It kills a child that has not set up its signal handlers yet."""
     signals: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
@@ -65,7 +67,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
     before = {number: signal.signal(number, record_and_forward) for number in SIGNALS}
     try:
         children.append(subprocess.Popen([sys.executable, "-m", "tlt", *arguments]))
-        if signals:  # received before the process had started
+        if signals:  # received before the child had started
             children[0].terminate()
         return children[0].wait(), bool(signals)
     finally:

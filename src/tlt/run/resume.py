@@ -1,5 +1,5 @@
-"""Check of the recipe of a resumed run. It may change fields that affect no weight, fields that change only the
-rounding, and fields that the user forces."""
+"""Comparison of a resumed run's recipe with the recipe in the checkpoint. The new recipe may change fields that do not
+affect the weights, fields that change only the rounding, and fields that the user names with --force."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tlt.config import Config, ConfigError
 from tlt.config.moved import renamed
 from tlt.config.section import section_of
 
-# These fields affect no weight. Prompts, the model and the user's reward are compared by their files' content.
+# Fields that do not affect the weights. Prompts, model and reward functions are compared by the content of their files.
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
@@ -26,7 +26,7 @@ _FREE = (
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
     *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token", "train.early_update"),
 )
-# These fields change the rounding, because sums are taken in another order or by other kernels.
+# Fields that change only the rounding, because sums are computed in another order or by other kernels.
 _ROUNDS = (
     *(
         "train.micro_batch_tokens",
@@ -42,19 +42,20 @@ _NOT_IN_FLOAT64 = ("engine", "speculation")  # in float64, results do not depend
 
 
 class Contents(NamedTuple):
-    """sha256 of the files that the recipe names, wherever they are."""
+    """sha256 of files that the recipe names. Only their content counts, not their place."""
 
     model: str
-    """files in model.path"""
+    """sha256 of the files in model.path"""
     reward: str
-    """files with the user's reward functions"""
+    """sha256 of the files with the user's reward functions or environment"""
 
 
 def allowed_changes(
     state: Mapping[str, Any], config: Config, contents: Contents, force: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Compare the recipe of a checkpoint (`state`) with the recipe of the resumed run. Return the changes that may
-    affect the result, as plain data. Raises ConfigError for a change that affects the result and is not forced."""
+    """Compare the recipe in a checkpoint (`state`) with the recipe of the resumed run (`config`). Return the changes
+    that may affect the result, as dictionaries for JSON. Raises ConfigError for a change that affects more than
+    rounding, unless its field is in `force`."""
     _refuse_unknown(force, config)
     done, found = state["step"], []
     if config.train.steps < done:
@@ -78,13 +79,13 @@ def allowed_changes(
 
 
 def changes_environment(changes: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether an environment may give other replies than before these changes."""
+    """Return whether these changes of the recipe may change the replies of an environment."""
     return any(_is_of(change["key"], _OF_ENVIRONMENTS) for change in changes)
 
 
 def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> Config:
-    """Set `data.now`, the time for chat templates, if the recipe does not: to that of the checkpoint (`state`), or to
-    the present time."""
+    """Return the configuration with `data.now`, the time for chat templates. If the recipe does not set it, it is the
+    time in the checkpoint (`state`), or the present time for a new run."""
     if config.data.now or not config.data.chat:
         return config
     now = state["config"]["data"].get("now") if state else datetime.now().isoformat(timespec="seconds")
@@ -92,7 +93,7 @@ def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> C
 
 
 def sentence(change: Mapping[str, Any]) -> str:
-    """Return a change as one sentence for the log."""
+    """Return a sentence for the log that describes a change of the recipe at a resume."""
     key, before, now = change["key"], change["before"], change["now"]
     values = f"{key} was {json.dumps(before)} and is {json.dumps(now)}"
     if _is_sha256(before) and _is_sha256(now):
@@ -107,8 +108,8 @@ def _is_sha256(value: Any) -> bool:
 
 
 def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key that differs, with its value before and now. Models and the user's reward functions are compared
-    by the sha256 of their files."""
+    """Yield (key, old value, new value) for each configuration field that differs from the checkpoint (`state`). Models
+    and the user's reward functions are compared by the sha256 of their files."""
     old: dict[str, Any] = dict(_fields(renamed(state["config"])))
     new: dict[str, Any] = dict(_fields(config.model_dump(mode="json")))
     reward = config.reward
@@ -126,7 +127,7 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
 
 
 def _fields(tree: Mapping[str, Any], section: type[BaseModel] = Config, within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all fields with their dotted keys, including those of nested tables."""
+    """Yield (dotted key, value) for all configuration fields, including those of nested sections."""
     for name, value in tree.items():
         if inner := section_of(section.model_fields.get(name)):
             yield from _fields(value, inner, f"{within}{name}.")
@@ -135,7 +136,7 @@ def _fields(tree: Mapping[str, Any], section: type[BaseModel] = Config, within: 
 
 
 def _is_of(key: str, keys: Collection[str]) -> bool:
-    """Return whether a key, or a section that contains it, is among `keys`."""
+    """Return whether a dotted key, or a section that contains it, is in `keys`."""
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 

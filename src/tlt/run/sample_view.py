@@ -1,4 +1,4 @@
-"""View of one response of the last step: the end of the prompt, the response, and its reward."""
+"""View of one response of the last step in the live display: the end of its prompt, its text and its reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _PROMPT_LINES, _RESPONSE_LINES = 2, 4
 
 
 def choose(groups: Sequence[Group], which: str) -> Response | None:
-    """Return the first response that has a reward, or the one with the largest or smallest reward."""
+    """Return the response to show: the first one with a reward, or the one with the highest or lowest reward, as
+    `which` selects. Return None if no response has a reward."""
     rewarded = [r for group in groups for r in group.responses if r.reward is not None]
     if not rewarded:
         return None
@@ -26,7 +27,7 @@ def choose(groups: Sequence[Group], which: str) -> Response | None:
 
 
 def picture(response: Response, which: str, width: int) -> Text:
-    """Return the view, at most seven lines."""
+    """Return the view of a response as text of at most seven lines of `width` characters."""
     reward = response.reward if response.reward is not None else float("nan")
     terms = ", ".join(f"{name} {score:.3g}" for name, score in response.scores.items())
     cut_off = ", cut off" if response.finish_reason != "stop" else ""
@@ -42,7 +43,7 @@ def picture(response: Response, which: str, width: int) -> Text:
 
 
 def _lines(text: str, width: int) -> list[str]:
-    """Wrap the text. Unprintable characters become dots."""
+    """Return the lines of a text, wrapped at `width` characters. Unprintable characters become dots."""
     clean = "".join(char if char == "\n" or char.isprintable() else "·" for char in text.strip())
     return [part for line in clean.split("\n") for part in textwrap.wrap(line, width)]
 
@@ -52,7 +53,7 @@ def _last(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _ends(lines: Sequence[str], most: int) -> list[str]:
-    """Return the first and the last lines, because the answer is usually at the end."""
+    """Return at most `most` lines: some from the start, and the last ones, which have the answer."""
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most // 2 - 1], "…", *lines[-(most // 2) :]]

@@ -1,4 +1,5 @@
-"""Trackers of a run's metrics: TensorBoard, Weights & Biases, MLflow, trackio. Each is an extra.
+"""Trackers that receive a run's metrics: TensorBoard, Weights & Biases, MLflow and trackio. Each needs an extra
+package.
 
 A new tracker is a class with `log` and `close`, and an entry in `tlt.config.registry`."""
 
@@ -25,7 +26,7 @@ _IDS = "trackers.json"
 
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step, with the names of docs/metrics.md."""
+        """Log the metrics of a step. docs/metrics.md explains their names."""
         ...
 
     def close(self) -> None: ...
@@ -33,24 +34,25 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class TableTracker(Tracker, Protocol):
-    """A tracker that also takes responses as a table."""
+    """Tracker that also receives responses, as a table."""
 
     def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log some responses of a step. Each row has the same columns."""
+        """Log a table with some responses of a step. Each row is a response, and all rows have the same columns."""
         ...
 
 
 class TrackedRun(NamedTuple):
-    """Facts about the run for a tracker."""
+    """Description of the run that a tracker receives."""
 
     folder: Path
     first_step: int
-    """first step that will be logged, 0 for a new run; earlier values of this step and later ones are replaced"""
+    """first step that will be logged: 0 for a new run. For a resumed run, values logged before for this step and later
+    steps are replaced."""
     config: Mapping[str, Any]
 
 
 class TensorBoard:
-    """Tracker that writes events into the run's folder."""
+    """Tracker for TensorBoard. It writes event files to tensorboard/ in the run's folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -66,8 +68,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker for Weights & Biases. Its environment variables set project, entity and mode (WANDB_PROJECT,
-    WANDB_MODE=offline, ...). A resumed run continues in the same tracker run."""
+    """Tracker for Weights & Biases. The environment variables of wandb set project, entity and mode (WANDB_PROJECT,
+    WANDB_MODE=offline, ...). A resumed run continues the same wandb run."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -83,7 +85,7 @@ class WeightsAndBiases:
             settings=wandb.Settings(console="off"),  # otherwise it would store every frame of the live display
         )
         remember_id(run, "wandb", self.run.id)
-        self.run.define_metric("*", step_metric="step")  # W&B's own step must not decrease, and a resume does that
+        self.run.define_metric("*", step_metric="step")  # W&B's own step cannot repeat, as resumes need
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})
@@ -98,7 +100,7 @@ class WeightsAndBiases:
 
 class MLflow:
     """Tracker for MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set the server and the experiment. A resumed
-    run continues in the same tracker run."""
+    run continues the same MLflow run."""
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
@@ -120,9 +122,9 @@ class MLflow:
 
 
 class Trackio:
-    """Tracker for trackio: a local database, or the Space of TRACKIO_SPACE_ID. TRACKIO_PROJECT names the project
-    (default `tlt`). A resumed run continues in the run of its name. trackio does not delete the values of repeated
-    steps."""
+    """Tracker for trackio, with a local database or the Hugging Face Space that TRACKIO_SPACE_ID names. TRACKIO_PROJECT
+    names the project (default `tlt`). A resumed run continues the trackio run of the same name, which keeps the earlier
+    values of repeated steps too."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
@@ -149,8 +151,8 @@ class Trackio:
 
 
 def names_of(trackers: Sequence[str] | None) -> list[str]:
-    """Return the names of the trackers to use. If `trackers` is None, this is TensorBoard if it is installed. Raises
-    ConfigError if a tracker is not installed."""
+    """Return the names of the trackers to use. `trackers` is run.trackers. If it is None, use TensorBoard if that is
+    installed. Raises ConfigError if a tracker is not installed."""
     if trackers is None:
         return ["tensorboard"] if find_spec("tensorboard") else []
     for name in trackers:
@@ -160,7 +162,7 @@ def names_of(trackers: Sequence[str] | None) -> list[str]:
 
 
 class Trackers:
-    """All trackers of a run. If one fails, it gets no further metrics and the run continues, because metrics.jsonl is
+    """All trackers of a run. A tracker that fails gets no further metrics. The run continues, because metrics.jsonl is
     complete."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
@@ -175,7 +177,7 @@ class Trackers:
             self._guarded(name, lambda tracker=tracker: tracker.log(step, values))
 
     def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give the rows to the trackers that take tables."""
+        """Send a table of responses to the trackers that accept tables."""
         for name, tracker in list(self._open.items()):
             if rows and isinstance(tracker, TableTracker):
                 self._guarded(name, lambda tracker=tracker: tracker.log_table(step, rows))
@@ -188,7 +190,7 @@ class Trackers:
     def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except Exception as error:  # a network, a service, a disk
+        except Exception as error:  # such as a network, service or disk error
             reason = " ".join(str(error).split())[:300]
             _log.warning(
                 "%s failed (%s: %s) and gets no further metrics; the run continues", name, type(error).__name__, reason
@@ -198,15 +200,15 @@ class Trackers:
 
 
 def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every number of a metrics line with its name, such as `seconds/rollout`. Spaces become `_`, because
-    TensorBoard refuses them."""
+    """Yield (name, value) for every number in the nested metrics of a step, with names such as `seconds/rollout`.
+    Spaces become `_`, because TensorBoard refuses them."""
     for name, value in leaves(metrics, "/"):
         if isinstance(value, int | float) and name != "step":
             yield name.replace(" ", "_"), value
 
 
 def known_id(run: TrackedRun, name: str) -> str | None:
-    """Return the id of the tracker run that a resumed run continues; None for a new run."""
+    """Return the tracker's id of the run that is resumed; None for a new run. `name` is the tracker's name."""
     path = run.folder / _IDS
     return json.loads(path.read_text(encoding="utf-8")).get(name) if run.first_step and path.is_file() else None
 

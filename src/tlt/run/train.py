@@ -1,4 +1,4 @@
-"""A training run in its folder: build the parts, start or resume, record and save the steps, write the summary."""
+"""Training run in its folder: builds the training loop, starts or resumes, logs and saves steps, writes the summary."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from tlt.wording import counted
 
 @dataclass
 class Standing:
-    """State at the end of the last step. With the policy, it is the content of a checkpoint."""
+    """State of a run at the end of its last step. Together with the policy it is the content of a checkpoint."""
 
     done: int
-    """number of steps that are done"""
+    """number of steps that the run has finished"""
     saved: int
-    """number of steps of the newest checkpoint; 0 if there is none"""
+    """number of finished steps in the newest checkpoint; 0 if there is no checkpoint"""
     cursor: Cursor
     carried: list[Group]
     metrics: dict[str, Any]
@@ -58,13 +58,13 @@ class Standing:
 
 @dataclass
 class Run:
-    """Everything that belongs to the current run."""
+    """Objects of the current run, which the functions of this module share."""
 
     config: Config
     folder: RunFolder
     display: Display
     model_files: Mapping[str, bytes]
-    """files of the tokenizer and the generation defaults, which are copied into checkpoints"""
+    """file name -> content, for the tokenizer and generation defaults that are copied into checkpoints"""
     parts: Parts
     policy: Lasting
     held_out: list[Prompt]
@@ -73,16 +73,16 @@ class Run:
     progress: RunProgress
     contents: Contents
     changes: list[dict[str, Any]]
-    """changes of the recipe at a resume that may affect the result"""
+    """changes of the recipe at resumes that may affect the result, see `resume.allowed_changes`"""
     mirror: Mirror | None
-    """copier of the checkpoints to a second place"""
+    """copier of checkpoints to the URL run.mirror; None without one"""
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         return fingerprints(self.parts.prompts, self.config.data)
 
     def stand(self, done: int, metrics: dict[str, Any]) -> None:
-        """Store the state at the end of a step."""
+        """Store the state of the run at the end of a step. `done` is the number of finished steps."""
         parts, saved = self.parts, self.standing.saved
         self.standing = Standing(done, saved, replace(parts.cursor), list(parts.carried), metrics)
 
@@ -94,9 +94,9 @@ def train(
     wrap: Callable[[Rollout], Rollout] | None = None,
     force: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Start or resume a run, and return its summary. `wrap` replaces its rollout by another one. `force` names fields
-    that a resumed run may change although the result changes. Raises a ValueError of one sentence for anything that the
-    user can fix, and Stopped after a signal."""
+    """Start or resume a run, and return its summary (the content of summary.json). `wrap` may replace the rollout, such
+    as for tests. `force` names configuration fields that a resumed run may change although this changes the result.
+    Raises a ValueError of one sentence for errors that the user can fix, and Stopped after a signal."""
     names_of(config.run.trackers)  # raises if a tracker is not installed
     refuse_without_pyarrow(config.run)
     config = with_tools(settled(config))
@@ -121,7 +121,7 @@ def train(
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
-    """Run from the first step to the summary. Save a checkpoint if a signal or an error ends the run."""
+    """Run all steps and return the summary. Save a checkpoint if a signal or an error ends the run before."""
     config, folder = run.config, run.folder
     try:
         if not resume:
@@ -145,7 +145,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         stop.run_ends()
         error.add_note(_rescue(run))
         raise
-    except KeyboardInterrupt as error:  # a second signal, which saves nothing
+    except KeyboardInterrupt as error:  # a second signal, after which nothing is saved
         error.add_note(_saved_before(run))
         raise
 
@@ -207,7 +207,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
         parts.cursor = cursor
         parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
     else:
-        parts.cursor.epoch = cursor.epoch + 1  # so that no earlier request is repeated
+        parts.cursor.epoch = cursor.epoch + 1  # a new epoch, so that no request of the old prompts is repeated
         run.display.note("the prompts have changed (--force): starting a new epoch")
     run.policy.load_optimizer(found.folder)
     parts.rollout.load_state(state["rollout"])
@@ -222,8 +222,8 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
-    """Raise DataError because the prompts have changed. If the change is forced, record it instead. If `same`, only
-    columns that the model does not see have changed."""
+    """Raise DataError because the prompts differ from those of the checkpoint (`state`). If --force names their source,
+    record the change instead. If `same`, only data columns that the model does not see have changed."""
     key, source = run.config.data.source
     if key not in force:
         what = f"the prompts of {source} are not those of the run to be resumed"
@@ -235,7 +235,7 @@ def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Co
                 "its chat template, data.chat or the version of transformers has changed"
             )
         raise DataError(f"{what}: restore them, or set --force {key} to continue with these, or start a new run")
-    if all(change["key"] != key for change in run.changes):  # the file has changed, but not its name
+    if all(change["key"] != key for change in run.changes):  # the content of the file has changed, but not its name
         run.changes.append({"step": state["step"], "key": key, "before": source, "now": source, "effect": "forced"})
 
 
@@ -243,7 +243,8 @@ def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Co
 
 
 def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
-    """Run all steps. Record each one, and save a checkpoint if one is due. Return the last evaluation."""
+    """Run all remaining steps. Log each step, and save a checkpoint if one is due. Return the metrics of the evaluation
+    after the last step. Raises Stopped after a signal."""
     config = run.config
     for result in _steps(run):
         done = result.metrics.step + 1
@@ -276,7 +277,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
 
 
 def _steps(run: Run) -> Iterator[StepResult]:
-    """Run each step, preceded by an evaluation if one is due."""
+    """Run the remaining steps, each preceded by an evaluation if one is due. Yield the result of each step."""
     config = run.config
     for step in range(run.standing.done, config.train.steps):
         run.parts.turns.step = step
@@ -317,7 +318,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def _trace(run: Run) -> list[dict[str, float]]:
-    """Write the spans since the last call to the trace. Return each worker's seconds by state."""
+    """Write the time spans since the last call to trace.json. Return for each worker its seconds in each state."""
     workers = run.parts.rollout.trace()
     named = {f"worker {index}": spans for index, spans in enumerate(workers)}
     run.trace.write({"driver": run.parts.tracer.drain(), **named})
@@ -336,7 +337,7 @@ def _write_policy(run: Run, steps: int, folder: Path) -> None:
 
 
 def _save(run: Run) -> None:
-    """Save a checkpoint of the end of the last step. A run resumed from it ends like a run that never stopped."""
+    """Save a checkpoint after the last step. A run resumed from it ends like a run that was never stopped."""
     parts, standing = run.parts, run.standing
     state = {
         "step": standing.done,
@@ -361,7 +362,7 @@ def _save(run: Run) -> None:
 
 
 def _rescue(run: Run) -> str:
-    """Save what is done after an error, if possible. Return a sentence that says where the run can continue."""
+    """Save a checkpoint after an error, if the state is intact. Return a sentence on how to continue the run."""
     standing, failed = run.standing, ""
     if run.policy.version == standing.done > standing.saved:
         try:
@@ -372,7 +373,7 @@ def _rescue(run: Run) -> str:
 
 
 def _saved_before(run: Run) -> str:
-    """Return the step that is saved, and how to continue from it."""
+    """Return a sentence that says which step the newest checkpoint has, and how to continue from it."""
     if run.standing.saved:
         return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
     before = run.folder.before()

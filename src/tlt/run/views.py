@@ -1,4 +1,4 @@
-"""Views of `tlt train`: live display or plain lines, one last line, or JSON for scripts."""
+"""Output of `tlt train`: the live display or lines of text, only a final line (--quiet), or JSON lines (--json)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_view(quiet: bool, as_json: bool) -> Display:
 
 
 class OneLine(Display):
-    """Last line of a run only. Errors and warnings go to stderr, as in every view."""
+    """Output that consists of one line at the end of the run. Errors and warnings go to stderr, as in every format."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(Console(quiet=True, force_terminal=False))
@@ -32,20 +32,20 @@ class OneLine(Display):
 
 
 class JsonLines(OneLine):
-    """One JSON object per line. `event` is note, step, evaluation or end."""
+    """Output as one JSON object per line. Its field `event` is `note`, `step`, `evaluation` or `end`."""
 
     def note(self, text: str) -> None:
         self._write("note", {"text": text})
 
     def step(self, result: StepResult) -> None:
-        """Write the same numbers as metrics.jsonl."""
+        """Write the metrics of a step, the same as in metrics.jsonl."""
         self._write("step", asdict(result.metrics))
 
     def evaluation(self, step: int, found: dict[str, float]) -> None:
         self._write("evaluation", {"step": step, **found})
 
     def end(self, summary: dict[str, Any], folder: str) -> None:
-        """Write summary.json without its lists over steps."""
+        """Write the summary of the run: summary.json without its lists of values by step."""
         self._write("end", {"folder": folder, **{name: value for name, value in summary.items() if name != "by_step"}})
 
     def _write(self, event: str, facts: dict[str, Any]) -> None:

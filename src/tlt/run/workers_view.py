@@ -1,4 +1,5 @@
-"""View of the workers, one line each: their present states, and the active rows over the last seconds."""
+"""View of the workers in the live display. One line per worker shows its state and its number of active rows (requests
+being decoded) over the last seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ COLOURS = {
     ABSENT: "bright_red",
 }
 _CELLS = 40
-_SECONDS = 0.25  # duration of a cell at first
+_SECONDS = 0.25  # duration that a cell of a bar shows at first
 
 
 class _Cell(NamedTuple):
@@ -33,21 +34,21 @@ class _Cell(NamedTuple):
 
 
 class WorkersView:
-    """Number of active rows over time, coloured by state. If a rollout does not fit, each cell covers twice the
-    time."""
+    """Bar for each worker that shows its number of active rows over time, coloured by state. If a phase takes longer
+    than all cells cover, each cell covers twice the time from then on."""
 
     def __init__(self) -> None:
         self.seconds = _SECONDS
-        self._cells: list[list[_Cell]] = []  # by time, then by worker
+        self._cells: list[list[_Cell]] = []  # indexed by time, then by worker
         self._last = 0.0
         self._phase_began = 0.0
 
     def phase(self) -> None:
-        """Begin another phase of the step."""
+        """Note that a new phase of the step begins, such as the rollout or the update."""
         self._phase_began = time.monotonic()
 
     def record(self, workers: Sequence[WorkerNow]) -> None:
-        """Record the present state of each worker, at most once per cell."""
+        """Record the present state and number of active rows of each worker, at most once in the duration of a cell."""
         now = time.monotonic()
         if now - self._last < self.seconds:
             return
@@ -57,7 +58,8 @@ class WorkersView:
             self.seconds, self._cells = 2 * self.seconds, self._cells[::2]
 
     def table(self, workers: Sequence[WorkerNow], step: int, width: int) -> Table:
-        """Return the table. `step` is the present step; look-ahead is shown with the numbers of its steps."""
+        """Return the table of the workers. `width` is the width of the bars in characters. `step` is the current step.
+        The last column shows for which future steps a worker decodes look-ahead drafts."""
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("worker", justify="right")
         table.add_column("state", width=len(ROLLOUT))
@@ -80,7 +82,7 @@ class WorkersView:
         return f"{width * self.seconds:.0f} s"
 
     def _strip(self, index: int, width: int) -> Text:
-        most = dict.fromkeys(COLOURS, 1)  # by state, because look-ahead may have many more rows
+        most = dict.fromkeys(COLOURS, 1)  # by state, because look-ahead may have many more rows than the rollout
         for cell in (cell for cells in self._cells for cell in cells):
             most[cell.state] = max(most[cell.state], cell.rows)
         mine = [cells[index] for cells in self._cells[-width:] if index < len(cells)]
@@ -92,12 +94,12 @@ def _bar(rows: int, most: int) -> str:
 
 
 def _steps(step: int, ahead: Sequence[int]) -> str:
-    """Return the numbers of the steps, from 1 as on the screen."""
+    """Return the numbers of future steps as text, counted from 1. `ahead` has their distances to `step`."""
     return ", ".join(str(step + 1 + offset) for offset in ahead)
 
 
 def stacked(title: str, spent: Mapping[str, float], colours: Mapping[str, str], width: int = 40) -> Text:
-    """Return a bar of shares with its legend."""
+    """Return a bar that shows the shares of several durations, with a legend in percent. `spent` is in seconds."""
     total = sum(spent.values()) or 1.0
     bar = [("━" * round(width * seconds / total), colours[name]) for name, seconds in spent.items()]
     legend = [

@@ -1,1 +1,1 @@
-"""Files on disk and in stores: checkpoints, completions, names on the Hugging Face hub."""
+"""Storage: checkpoints and their mirrors, saved responses (completions), downloads from the Hugging Face hub."""

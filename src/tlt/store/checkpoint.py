@@ -1,5 +1,5 @@
-"""Checkpoints. Each is written to a temporary folder, flushed, hashed and renamed. Its manifest shows whether it is
-complete.
+"""Checkpoints of a run. A checkpoint is written to a temporary folder, hashed, flushed to disk and renamed. Its file
+manifest.json has the sha256 of all files, which shows whether the checkpoint is complete.
 
 A checkpoint contains policy/ (a folder that transformers can load), optimizer.safetensors and state.json."""
 
@@ -21,20 +21,19 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """Error because there is no checkpoint to continue from, or because none can be saved. The message names the place
-    and the remedy."""
+    """Error if no checkpoint can be loaded or saved. The message names the folder and the remedy."""
 
 
 class Checkpoint(NamedTuple):
     folder: Path
     state: dict[str, Any]
     passed_over: tuple[str, ...] = ()
-    """newer checkpoints that are damaged, and how"""
+    """newer checkpoints that were skipped because they are damaged, each with its fault"""
 
 
 def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Save after `step` steps. `write` fills the folder that it is given. Then delete all but the newest `keep`
-    checkpoints.
+    """Save a checkpoint after `step` steps in the folder `root`, and return its folder. `write` writes the policy and
+    the optimizer into a folder. Then delete all but the newest `keep` checkpoints.
 
     Raises CheckpointError if the disk is full or fails. Earlier checkpoints are then kept."""
     final, draft = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
@@ -50,7 +49,7 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
         shutil.rmtree(draft, ignore_errors=True)
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{final} cannot be saved ({reason}): free disk space, or repair the disk") from error
-    # If there is a newer checkpoint, it is damaged, because this run was resumed from an older one. It is not counted.
+    # A checkpoint with more steps is damaged, because this run was resumed from an older one. `keep` does not count it.
     for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -69,7 +68,7 @@ def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> 
 
 
 def latest(root: Path) -> Checkpoint:
-    """Return the newest checkpoint whose files all match its manifest. Raises CheckpointError if there is none."""
+    """Return the newest checkpoint in `root` whose files match its manifest. Raises CheckpointError if none does."""
     damaged = []
     for folder in reversed(_folders(root)):
         found = fault(folder)
@@ -84,8 +83,9 @@ def latest(root: Path) -> Checkpoint:
 
 
 def policy_in(folder: str | Path) -> Path:
-    """Return the model folder of the newest complete checkpoint in a run's folder, or `folder` itself if it is a model
-    folder. Raises CheckpointError."""
+    """Return the folder of a policy that transformers can load. If `folder` is the folder of a run, this is the policy
+    in its newest complete checkpoint; if it is a checkpoint, the policy in it; otherwise `folder` itself. Raises
+    CheckpointError."""
     path = Path(folder)
     if (path / "checkpoints").is_dir():
         return latest(path / "checkpoints").folder / "policy"
@@ -97,12 +97,12 @@ def _folders(root: Path) -> list[Path]:
 
 
 def steps_of(name: str) -> int:
-    """Return the number of steps in a checkpoint's name."""
+    """Return the number of steps in a checkpoint's name, such as 20 for `step_00000020`."""
     return int(name.removeprefix("step_"))
 
 
 def fault(folder: Path) -> str | None:
-    """Return how a checkpoint is damaged; None if it is complete."""
+    """Return a description of the damage of a checkpoint; None if it is complete."""
     try:
         manifest = read_json(folder / MANIFEST)
         if not _lists_all(manifest):
@@ -125,19 +125,19 @@ def _sha256(path: Path) -> str:
 
 
 class Best:
-    """Policy with the best evaluation so far, stored like a checkpoint."""
+    """Store for the policy with the best evaluation so far. It has the format of a checkpoint."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def offer(self, step: int, evaluation: dict[str, float], worth: float, write: Callable[[Path], None]) -> None:
-        """Save the policy after `step` steps, if its evaluation is better than the best so far. Raises
-        CheckpointError."""
+        """Save the policy after `step` steps, if its score `worth` (mean reward) is higher than that of the stored
+        policy. The initial policy (step 0) is never saved. Raises CheckpointError."""
         if step and worth > self._worth():
             save(self.root, step, {"step": step, "worth": worth, "eval": evaluation}, write, keep=1)
 
     def _worth(self) -> float:
         try:
             return latest(self.root).state["worth"]
-        except CheckpointError:  # there is none
+        except CheckpointError:  # no policy is stored yet
             return -math.inf

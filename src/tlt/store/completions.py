@@ -1,4 +1,4 @@
-"""completions.jsonl: one line per response with its text, its reward and how it was decoded."""
+"""completions.jsonl, which has one line per response: its text, its reward and how it was decoded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAME, OLDER = "completions.jsonl", "completions.old.jsonl"
 
 
 class CompletionsWriter:
-    """Writer of completions.jsonl with a size limit. At half of the limit the file is renamed to
-    `completions.old.jsonl` and replaces the previous one. On resume, lines from `first_step` on are dropped first."""
+    """Writer of completions.jsonl with a size limit. If the file would exceed half of the limit, it first replaces
+    `completions.old.jsonl`. When a run is resumed, lines of `first_step` and later steps are deleted first."""
 
     def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
         self.path, self.older, self.half = folder / NAME, folder / OLDER, limit_bytes // 2
@@ -24,7 +24,7 @@ class CompletionsWriter:
             _cut(path, first_step)
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
-        """Append the responses of a step. Raises MetricsError."""
+        """Append a line for each response of a step. Raises MetricsError if the file cannot be written."""
         lines = b"".join(_line(step, response) for group in groups for response in group.responses)
         try:
             if self.path.exists() and self.path.stat().st_size + len(lines) > self.half:
@@ -45,7 +45,7 @@ def _line(step: int, response: Response) -> bytes:
 
 
 def record(response: Response) -> dict[str, Any]:
-    """Return the fields of a response that docs/metrics.md explains."""
+    """Return a response as a dictionary for completions.jsonl. docs/metrics.md explains its fields."""
     request = response.request
     return {
         "prompt_id": request.prompt.prompt_id,
@@ -69,7 +69,7 @@ def record(response: Response) -> dict[str, Any]:
 
 
 def table_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
-    """Return up to `most` responses for a tracker's table, the first of each group first."""
+    """Return up to `most` responses as table rows for trackers: first the first response of each group."""
     by_index = sorted(
         (response.request.index, at, response) for at, group in enumerate(groups) for response in group.responses
     )
@@ -79,12 +79,12 @@ def table_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
 
 
 def runs_of(proposed: str) -> str:
-    """Return one letter per token as run lengths: `sss..a` becomes `3s2.1a`."""
+    """Return a text with one letter per token in run-length encoding: `sss..a` becomes `3s2.1a`."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))
 
 
 def read_completions(folder: Path) -> list[dict[str, Any]]:
-    """Read all complete lines, the oldest first."""
+    """Read the complete lines of completions.old.jsonl and completions.jsonl of a run, the oldest first."""
     found = []
     for path in (folder / OLDER, folder / NAME):
         lines: Sequence[bytes] = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
@@ -93,7 +93,7 @@ def read_completions(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, first_step: int) -> None:
-    """Drop the lines from `first_step` on, and an incomplete last line of a killed run."""
+    """Delete the lines of `first_step` and later steps from a file, and the incomplete last line of a killed run."""
     if not path.is_file():
         return
     kept = 0
@@ -108,7 +108,7 @@ def _cut(path: Path, first_step: int) -> None:
 
 
 def _step(line: bytes) -> float:
-    """Return the step of a line; infinity if it cannot be read, so that it and all later lines are dropped."""
+    """Return the step of a line; infinity if it cannot be parsed, so that it and all later lines are deleted."""
     try:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

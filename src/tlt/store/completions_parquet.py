@@ -1,4 +1,4 @@
-"""completions/: the content of completions.jsonl as one Parquet file per step."""
+"""Writer of completions/, which has the same content as completions.jsonl in one Parquet file per step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FOLDER = "completions"
 
 
 def refuse_without_pyarrow(run: RunConfig) -> None:
-    """Raise ConfigError if the format is Parquet and pyarrow is not installed."""
+    """Raise ConfigError if run.completions_format is parquet and pyarrow is not installed."""
     if run.completions_format == "parquet" and not find_spec("pyarrow"):
         raise ConfigError(f"run.completions_format = 'parquet' needs pyarrow: {install_hint('parquet')}")
 
 
 class ParquetCompletions:
-    """Writer of completions/ with a size limit. The oldest steps are deleted, but never the newest one. On resume,
-    steps from `first_step` on are deleted first."""
+    """Writer of completions/ with a size limit. If the limit is exceeded, the files of the oldest steps are deleted,
+    but never the newest file. When a run is resumed, files of `first_step` and later steps are deleted first."""
 
     def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
         self.folder, self.limit = folder / FOLDER, limit_bytes
@@ -36,7 +36,7 @@ class ParquetCompletions:
                 path.unlink()
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
-        """Write the responses of a step. Raises MetricsError."""
+        """Write the responses of a step to a file. Raises MetricsError if it cannot be written."""
         import pyarrow
         from pyarrow import parquet
 
@@ -70,7 +70,7 @@ class ParquetCompletions:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert a row to the types of the schema. An answer that is not text becomes JSON text."""
+    """Convert a response's record to the types of the schema. A right answer that is not text becomes JSON text."""
     answer = row["answer"]
     if answer is not None and not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
@@ -84,7 +84,7 @@ def _text(words: str | None) -> str | None:
 
 
 def _schema(pyarrow: Any) -> Any:
-    """Return the schema, which is the same for all steps so that they can be read as one table."""
+    """Return the Parquet schema. It is the same for all steps, so that their files can be read as one table."""
     text, whole, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     return pyarrow.schema(
         {

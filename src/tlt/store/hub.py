@@ -1,9 +1,10 @@
-"""Names on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` and `openai/gsm8k:main/train`.
+"""Models and data sets on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` and `openai/gsm8k:main/train`.
 
-A name becomes a local folder once, at the start of a command. All other code sees that folder. The field `hub` in
-the same section of the configuration records the name and the commit. A resumed run loads the same commit.
+At the start of a command, a name on the hub is downloaded and replaced by its local folder. All other code sees only
+the folder. The field `hub` in the same section of the configuration records the name and the commit, so that a resumed
+run loads the same commit.
 
-A name is NAME[:SUBSET/SPLIT][@REVISION]. A local path that exists always wins.
+A name has the form NAME[:SUBSET/SPLIT][@REVISION]. If a local path of this name exists, it is used instead.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ _CARD = "README.md"
 
 
 class HubError(ValueError):
-    """Error for a name on the hub that cannot be used. The message gives the remedy."""
+    """Error for a name on the Hugging Face hub that cannot be downloaded or used. The message gives the remedy."""
 
 
 class _Name(NamedTuple):
     repository: str
     choice: str
-    """subset and split of a data set, as typed"""
+    """subset and split of a data set, such as `main/train`, as the user typed them"""
     revision: str | None
     kind: str
     """`model` or `dataset`"""
 
 
 def from_hub(config: Config, state: Mapping[str, Any] | None = None) -> Config:
-    """Replace names on the hub by local folders, and record the commits in `hub`. A run that is resumed from the
-    checkpoint `state` uses its commits. Raises HubError."""
+    """Download the models and data sets that a recipe names on the hub. Return the configuration with their local
+    folders as `path`, and with the commits in the fields `hub`. A run resumed from the checkpoint `state` gets the
+    commits recorded there. Raises HubError."""
     found = {}
     for section, find in (("model", local_model), ("data", local_data), ("eval", local_data)):
         values = getattr(config, section)
@@ -57,8 +59,9 @@ def from_hub(config: Config, state: Mapping[str, Any] | None = None) -> Config:
 
 
 def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None]:
-    """Return the local folder of a model. If `path` is a name on the hub, also return the name with its commit.
-    `recorded` is such a name with a commit: if it is the same name, the same commit is loaded. Raises HubError."""
+    """Return the local folder of a model, and its name with the commit if `path` is a name on the hub (else None).
+    `recorded` is the name with the commit that an earlier run used. If the name is the same, this commit is loaded.
+    Raises HubError."""
     name = _name_of(path, "model")
     if not name or name.choice:
         return path, None
@@ -72,8 +75,8 @@ def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None
 
 
 def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]:
-    """Return the local folder of a data set, like `local_model`. The chosen files are linked into a folder of their
-    own. Raises HubError."""
+    """Return the local folder of a data set, with the same arguments and results as `local_model`. The folder has links
+    to the files of the chosen subset and split only. Raises HubError."""
     name = _name_of(path, "dataset")
     if not name or path.endswith(KINDS):
         return path, None
@@ -85,7 +88,7 @@ def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]
     chosen = f"{folder.name}-{name.choice}"
     place = cached_assets_path("tlt", name.repository.replace("/", "--"), chosen.replace("/", "-"))
     for number, file in enumerate(files):
-        link = place / f"{number:05}{_kind(file)}"  # keeps the order, and has no word that names a split
+        link = place / f"{number:05}{_kind(file)}"  # keeps the order of the files, and contains no name of a split
         if not link.exists():
             link.unlink(missing_ok=True)
             with suppress(FileExistsError):  # another run makes the same link
@@ -94,7 +97,7 @@ def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload a folder to a model repository. A new repository is private. Returns its address. Raises HubError."""
+    """Upload a folder to a model repository. A new repository is private. Return its URL. Raises HubError."""
     from huggingface_hub import HfApi
 
     try:
@@ -111,7 +114,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def refuse_no_repository(name: str) -> None:
-    """Raise HubError for a text that cannot be a repository's name."""
+    """Raise HubError if a text is not a valid repository name such as `me/my-model`."""
     if not re.fullmatch(_REPOSITORY, name):
         raise HubError(f"--push {name}: give the name of a repository on the Hugging Face hub, such as me/my-model")
 
@@ -125,7 +128,7 @@ def _name_of(path: str, kind: str) -> _Name | None:
 
 
 def _commit_of(path: str, recorded: str | None) -> str | None:
-    """Return the commit of `recorded`, if that is for the same name."""
+    """Return the commit in `recorded` (NAME@COMMIT) if its name is `path`, else None."""
     name, _, commit = (recorded or "").rpartition("@")
     return commit if name == path else None
 
@@ -138,13 +141,14 @@ def _with_commit(path: str, commit: str) -> str:
 
 
 def _chosen(name: _Name, folder: Path) -> list[str]:
-    """Return the files of the subset and split that a name asks for. Raises HubError."""
+    """Return the data files of the subset and split that a name on the hub selects. `folder` is the downloaded
+    snapshot. Raises HubError."""
     from huggingface_hub import errors, get_cached_repo_tree, metadata_load
 
     try:
         tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=folder.name)
         files = sorted(file.path for file in tree)
-    except errors.CachedRepoTreeNotFoundError:  # offline, with a cache that an older version filled
+    except errors.CachedRepoTreeNotFoundError:  # offline, with a cache that an older version of huggingface_hub filled
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files, card = [file for file in files if file.endswith(KINDS)], folder / _CARD
     with errors_as(HubError, f"the card of {name.repository} on the Hugging Face hub cannot be read"):
@@ -162,7 +166,7 @@ def _chosen(name: _Name, folder: Path) -> list[str]:
 
 
 def _by_card(files: Sequence[str], configs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[str]]:
-    """Return the files of each (subset, split), as `configs` of the data set's card says."""
+    """Return (subset, split) -> files, as `configs` in the card (README.md) of the data set defines them."""
     found: dict[tuple[str, str], list[str]] = {}
     for config in configs:
         for entry in _list(config.get("data_files")):
@@ -180,7 +184,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return the files of each (subset, split), by the words in their paths. A subset is a folder other than data."""
+    """Return (subset, split) -> files, guessed from the words in the paths of the files. A folder other than `data` and
+    splits is a subset."""
     found: dict[tuple[str, str], list[str]] = {}
     for file in files:
         *folders, _ = parts = file.split("/")
@@ -192,8 +197,8 @@ def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _spellings(splits: Mapping[tuple[str, str], list[str]]) -> dict[str, list[str]]:
-    """Return the files for each text that a user may type. The subset may be left out if it is the only one or
-    `default`. The split may be left out if it is the only one or `train`."""
+    """Return text that a user may type after `NAME:` -> files. The subset may be left out if it is the only one or is
+    named `default`. The split may be left out if it is the only one or is `train`."""
     found = {f"{subset}/{split}": files for (subset, split), files in splits.items()}
     for (subset, split), files in splits.items():
         subset_is_clear = subset == "default" or len({other for other, _ in splits}) == 1
@@ -215,7 +220,8 @@ def _kind(file: str) -> str:
 
 
 def _download(name: _Name, files: Sequence[str], commit: str | None) -> Path:
-    """Return the snapshot of a repository in the hub's cache, with these files in it."""
+    """Download these files of a repository at `commit`, or else at the revision in its name. Return the snapshot folder
+    in the cache of huggingface_hub."""
     from huggingface_hub import snapshot_download
 
     revision = commit or name.revision
@@ -232,7 +238,7 @@ def _download(name: _Name, files: Sequence[str], commit: str | None) -> Path:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Show the hub's own bars on a terminal, and lines in a log."""
+    """Show the progress of a download or upload: the bars of huggingface_hub on a terminal, else log lines."""
     from huggingface_hub.utils import disable_progress_bars
 
     if sys.stderr.isatty():
@@ -244,7 +250,7 @@ def _progress(what: str) -> Iterator[None]:
 
 @contextmanager
 def _explained(name: _Name, revision: str | None) -> Iterator[None]:
-    """Turn the errors of a download into one sentence each."""
+    """Convert each error of a download into a HubError of one sentence with the remedy."""
     from huggingface_hub import errors, is_offline_mode
 
     repository, kind = name.repository, "data set" if name.kind == "dataset" else "model"

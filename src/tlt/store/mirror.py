@@ -1,7 +1,7 @@
-"""Copies of checkpoints in a second place that fsspec can reach, such as `s3://bucket/run`.
+"""Mirror: copies of a run's checkpoints at a URL that fsspec supports, such as `s3://bucket/run`.
 
-A run works in its own folder, and its checkpoints are copied from there in the background. A copy counts only if it is
-complete: its manifest is copied last and removed first."""
+A run saves checkpoints in its own folder, and they are copied from there in the background. A copy is complete if it
+has a manifest.json, because this file is copied last and deleted first."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tlt.store.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, l
 from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
-_QUIET = 3.0  # seconds of waiting for the last copy after which a message is logged
+_QUIET = 3.0  # seconds; if waiting for the last copy takes longer, a message is logged
 
 
 class Mirror:
     def __init__(self, url: str, keep: int) -> None:
-        """Keep the newest `keep` checkpoints. Raises ConfigError if fsspec or its backend for `url` is missing, or if
-        `url` cannot be written to."""
+        """Open the mirror at `url`. The newest `keep` checkpoints are kept there. Raises ConfigError if fsspec or its
+        backend for `url` is not installed, or if `url` cannot be written to."""
         self.url, self.keep = url, keep
-        self._newest: Path | None = None  # newest checkpoint to be copied
+        self._newest: Path | None = None  # newest checkpoint that is to be copied
         self._copied: Path | None = None  # last checkpoint that was copied
         try:
-            from fsspec.core import url_to_fs  # an extra
+            from fsspec.core import url_to_fs  # installed with an extra
 
             self._files, self._root = url_to_fs(url)
             self._refuse_no_access()
@@ -41,13 +41,13 @@ class Mirror:
             raise ConfigError(
                 f"run.mirror = {url!r} cannot be used ({error}): {install_hint('mirror')} (S3: {install_hint('s3')})"
             ) from None
-        except Exception as error:  # each place has a library with errors of its own
+        except Exception as error:  # each fsspec backend has exceptions of its own
             remedy = "check that the bucket or the parent folder exists, and that the credentials may write to it"
             raise ConfigError(f"run.mirror = {url!r} cannot be written to ({first_line(error)}): {remedy}") from None
         self._copier = ThreadPoolExecutor(1, "mirror")
 
     def _refuse_no_access(self) -> None:
-        """Write a test file. Raises the library's error if that fails. A missing bucket is not created."""
+        """Write and delete a test file. Raises an error of the fsspec backend. A missing bucket is not created."""
         if "/" in self._root:
             self._make(self._root)
         place = f"{self._root}/.writable"
@@ -56,11 +56,11 @@ class Mirror:
 
     @property
     def newest(self) -> int:
-        """Number of steps of the newest complete checkpoint; 0 if there is none."""
+        """Number of steps of the newest complete checkpoint in the mirror; 0 if there is none."""
         return max(map(steps_of, self._there), default=0)
 
     def refuse_another_run(self) -> None:
-        """Raise ConfigError if there are checkpoints already, which a new run would mix with its own."""
+        """Raise ConfigError if the mirror has checkpoints already, because a new run would mix them with its own."""
         if self._there:
             raise ConfigError(
                 f"{self.url} already contains checkpoints: continue with --resume, or set another run.mirror"
@@ -69,8 +69,8 @@ class Mirror:
     # -- to the mirror -------------------------------------------------------------------------------------------------
 
     def copy(self, checkpoint: Path) -> None:
-        """Copy a checkpoint in the background. If an earlier copy is still running, this one waits for it and replaces
-        any other that waits."""
+        """Copy a checkpoint to the mirror in the background. If an earlier copy is still running, the new one waits for
+        it. If several wait, only the newest is copied."""
         self._newest = checkpoint
         self._copier.submit(self._copy, checkpoint)
 
@@ -82,10 +82,10 @@ class Mirror:
                 self._put(held, checkpoint.name)
             self._copied = checkpoint
             whole = self._whole()
-            older = sorted(name for name in whole if name <= checkpoint.name)  # a newer one may be damaged
+            older = sorted(name for name in whole if name <= checkpoint.name)  # newer ones may be damaged
             for name in sorted(self._found() - {*older[-self.keep :], *(set(whole) - set(older))}):
                 self._remove(name)
-        except Exception as error:  # any library's error; the run's own checkpoints are safe
+        except Exception as error:  # any error of the fsspec backend; the checkpoints in the run's folder are safe
             then = "it is tried again at the end of the run, unless a newer one is copied before"
             log.warning("%s was not copied to %s (%s): %s", checkpoint.name, self.url, first_line(error), then)
 
@@ -98,7 +98,7 @@ class Mirror:
             self._make(place) if path.is_dir() else self._files.put_file(str(path), place)
 
     def _make(self, folder: str) -> None:
-        """Create a folder below an existing one. In an object store only the bucket must exist."""
+        """Create a folder in the mirror, inside an existing folder. In an object store only the bucket must exist."""
         with suppress(FileExistsError):
             self._files.mkdir(folder, create_parents=False)
 
@@ -110,7 +110,7 @@ class Mirror:
             self._files.rm(place, recursive=True)
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is copied, or has failed to be copied."""
+        """Wait until the newest checkpoint is copied to the mirror, or copying it has failed."""
         if self._newest:
             under_way = self._copier.submit(self._copy, self._newest)
             if under_way not in wait([under_way], _QUIET).done:
@@ -120,8 +120,8 @@ class Mirror:
     # -- from the mirror -----------------------------------------------------------------------------------------------
 
     def fetch(self, root: Path, newer_than: int) -> None:
-        """Copy the newest complete checkpoint to `root`, if it has more than `newer_than` steps. It replaces a damaged
-        one of the same name. Raises CheckpointError."""
+        """Copy the newest complete checkpoint of the mirror to the folder `root`, if it has more than `newer_than`
+        steps. A damaged checkpoint of the same name in `root` is replaced. Raises CheckpointError."""
         for name in sorted((name for name in self._there if steps_of(name) > newer_than), reverse=True):
             draft = root / f".{name}.partial"
             shutil.rmtree(draft, ignore_errors=True)
@@ -141,7 +141,7 @@ class Mirror:
             return
 
     def _found(self) -> set[str]:
-        """Return the names of all checkpoints, complete or not."""
+        """Return the names of all checkpoints in the mirror, complete or not."""
         self._files.invalidate_cache()
         if not self._files.exists(self._root):
             return set()
@@ -154,8 +154,8 @@ class Mirror:
 
 @contextmanager
 def _held(checkpoint: Path) -> Iterator[Path]:
-    """Yield a copy of a checkpoint, made of links if possible. It stays until the block ends, even if the run deletes
-    the checkpoint."""
+    """Yield a local copy of a checkpoint, made of hard links if possible. It exists until the block ends, even if the
+    run deletes the checkpoint."""
     held = checkpoint.with_name(f".{checkpoint.name}.copied")
     for left_over in checkpoint.parent.glob(".step_*.copied"):
         shutil.rmtree(left_over)
@@ -168,18 +168,18 @@ def _held(checkpoint: Path) -> Iterator[Path]:
 def _link(path: str, other: str) -> None:
     try:
         os.link(path, other)
-    except OSError:  # the file system has no links
+    except OSError:  # the file system does not support hard links
         shutil.copy2(path, other)
 
 
 def mirror_of(run: RunConfig) -> Mirror | None:
-    """Return the mirror of a recipe; None without one. Raises ConfigError."""
+    """Return the mirror at run.mirror of the recipe; None if it is not set. Raises ConfigError."""
     return Mirror(run.mirror, run.keep) if run.mirror else None
 
 
 def latest_of(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
-    """Return the newest complete checkpoint. If the mirror has a checkpoint of more steps, fetch that one first. Raises
-    CheckpointError."""
+    """Return the newest complete checkpoint in the folder `checkpoints`. If the mirror has one of more steps, copy it
+    to the folder first. Raises CheckpointError if there is none."""
     if mirror:
         try:
             done = latest(checkpoints).state["step"]

@@ -1,7 +1,7 @@
-"""Files of a model except config.json and its weights: tokenizer, chat template, generation defaults.
+"""Files of a model other than config.json and the weights: tokenizer, chat template, generation defaults.
 
-Checkpoints and exports copy them, because transformers would write other files than it has read. It also refuses to
-write some generation_config.json that every engine reads."""
+Checkpoints and exports copy these files instead of saving them with transformers, because transformers would write
+files that differ from those it has read, and refuses to write some valid generation_config.json."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ PATTERNS = (
 
 
 def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
-    """Read the files of a model folder: name -> content. `tokenizer` is the tokenizer loaded from it.
+    """Return the files of a model folder other than config.json and weights: name -> content. `tokenizer` is the
+    tokenizer loaded from this folder.
 
-    tokenizer_config.json and the chat template are completed, so that transformers 4 and 5 read them alike."""
+    tokenizer_config.json and chat_template.jinja are completed, so that transformers 4 and 5 load the same
+    tokenizer."""
     path = Path(folder)
     found = [file for pattern in PATTERNS for file in path.glob(pattern) if file.is_file() and file.suffix != ".py"]
     files = {str(file.relative_to(path)): file.read_bytes() for file in found}
@@ -36,29 +38,30 @@ def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files to a folder, and overwrite existing ones."""
+    """Write files (name -> content) to a folder. Existing files are overwritten."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def _completed(config: dict[str, Any], tokenizer: Any, has_json: bool) -> dict[str, Any]:
-    """Return tokenizer_config.json with the fields that transformers 4 and 5 need."""
+    """Return the content of tokenizer_config.json with the fields that transformers 4 and 5 need. `has_json` says
+    whether there is a tokenizer.json."""
     found = dict(config)
     template = tokenizer.chat_template
-    if template:  # transformers 4.47 and older read only this, and newer versions prefer chat_template.jinja
+    if template:  # transformers 4.47 and older read only this field; newer versions prefer chat_template.jinja
         several = (
             [{"name": name, "template": text} for name, text in template.items()]
             if isinstance(template, dict)
             else None
         )
         found["chat_template"] = several or template
-    if isinstance(found.get("extra_special_tokens"), list):  # transformers 4 needs a mapping under that name
+    if isinstance(found.get("extra_special_tokens"), list):  # transformers 4 expects a mapping in this field
         found["additional_special_tokens"] = found.pop("extra_special_tokens")
     if not has_json:
         return found
     found |= {name: is_so for name, is_so in adds(tokenizer).items() if name in found}
-    if type(tokenizer).__name__ == "TokenizersBackend":  # transformers 4 does not know this name
+    if type(tokenizer).__name__ == "TokenizersBackend":  # transformers 4 does not have this class
         names = {name: getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
         found = {name: str(token) for name, token in names.items() if token} | found
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
