@@ -53,7 +53,7 @@ def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **
         speculation={"drafter": "adaptive", "window": 32, "training": training} | kept,
         train={"steps": steps, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 256} | WAYS[way],
         cluster={"workers": 2, "slice_seconds": 0.02, "patience": PATIENCE},
-        eval={"every": 4, "samples": 1, "path": str(held_out), "keep_best": False},
+        eval={"every": 4, "samples": 1, "path": str(held_out)},
         run={"folder": str(home / "run"), "save_every": 4, "keep": 2},
         reward=reward,
     )

@@ -301,7 +301,7 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--repeats", arguments.repeats)
     if arguments.look_ahead < 0:
-        raise ConfigError(f"--look-ahead must not be negative, as {arguments.look_ahead} is")
+        raise ConfigError(f"--look-ahead must be at least 0 (got {arguments.look_ahead})")
     config = load_config(arguments.recipe, overrides)
     batches, peers = _batches(arguments.batches), arguments.peers == "auto"
     if config.engine.backend == "vllm":

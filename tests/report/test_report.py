@@ -227,11 +227,6 @@ def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> No
         assert row["length"] - accepted["."] == row["decoded"]["accepted"]
 
 
-def test_a_run_without_a_report_has_no_page(tmp_path: Path) -> None:
-    train(tiny_config(tmp_path, run={"report": False}))
-    assert not (tmp_path / "run" / "report.html").exists()
-
-
 def test_a_page_that_fails_only_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,9 @@ def _rollout(config: Config) -> None:
     if config.train.updates_per_step > rollout.prompts_per_step:
         raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")
     if rollout.overlong_tokens > rollout.max_new_tokens:
-        raise ValueError("rollout.overlong_tokens must not exceed rollout.max_new_tokens: it is the last part of it")
+        raise ValueError(
+            "rollout.overlong_tokens must not exceed rollout.max_new_tokens, because it is a part of these tokens"
+        )
 
 
 def _engine(config: Config) -> None:

@@ -18,6 +18,8 @@ _REMOVED = {
     "speculation.training.decay": "is always 0.4: remove it",
     "speculation.training.warmup_steps": "is always 20: remove it",
     "speculation.training.max_grad_norm": "is always 0.5: remove it",
+    "run.report": "is always on: remove it",
+    "eval.keep_best": "is always on: remove it",
 }
 """removed configuration field -> note on what to use instead. These fields do not affect the result of a run."""
 _VALUES = {"speculation.training.loss": {"agreement": "acceptance_rate"}}

@@ -40,8 +40,6 @@ class RunConfig(Section):
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
     """File format of the saved responses. `jsonl` writes completions.jsonl. `parquet` writes one file per step to
     completions/, and needs the extra tlt-rl[parquet]."""
-    report: bool = True
-    """Write report.html, one page on the whole run, at each checkpoint and at the end; see docs/report.md."""
     watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
     """Power of a busy CPU core in watts. This is only used to estimate energy if the machine has no energy counter."""
     price_per_hour: float | None = Field(default=None, ge=0, le=1e9)

@@ -195,8 +195,6 @@ class EvalConfig(Section):
     --resume loads the same commit."""
     solved: float = 1.0
     """Smallest reward with which a response counts as right in the metric pass@k."""
-    keep_best: bool = True
-    """Save the policy whose evaluation has the highest mean reward so far in best/ of the run's folder."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature of evaluations (default: rollout.temperature)."""
     top_k: int | None = Field(default=None, ge=0)

@@ -39,10 +39,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 class Page:
-    """Writer of report.html during a run. If writing fails, a warning is logged. `wanted` is run.report."""
+    """Writer of report.html during a run. If writing fails, a warning is logged."""
 
-    def __init__(self, folder: Path, wanted: bool = True) -> None:
-        self._folder, self._wanted = folder, wanted
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._took, self._written = 0.0, time.monotonic()
 
     def write_if_quick(self) -> None:
@@ -51,8 +51,6 @@ class Page:
             self.write()
 
     def write(self) -> None:
-        if not self._wanted:
-            return
         start = time.monotonic()
         try:
             write_report([self._folder])

@@ -48,4 +48,4 @@ class Unrewarded:
                 f"{problem}{before}: fix the reward function or the environment. If its file changes, --resume needs "
                 "--force with the field that names it (reward.name, reward.terms or reward.environment)"
             )
-        log.warning("%s: another such step ends the run", problem)
+        log.warning("%s: a second such step in a row ends the run", problem)

@@ -53,7 +53,7 @@ def about_folder(config: Config) -> str:
     """Return a log line with the files that the run will write, how often it saves checkpoints, and its trackers."""
     run = config.run
     completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
-    files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), *["report.html"] * run.report, "summary.json"]
+    files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), "report.html", "summary.json"]
     every = f"every {counted(run.save_every, 'step')} and at the end" if run.save_every else "at the end"
     copied = f", copied to {run.mirror}" if run.mirror else ""
     trackers = names_of(run.trackers)

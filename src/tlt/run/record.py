@@ -33,7 +33,7 @@ class Record:
         writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
         self.completions = writers[config.run.completions_format] if limit else None
         self._table_rows = config.run.tracker_completions
-        self.page = Page(folder, config.run.report)
+        self.page = Page(folder)
         self.trackers = Trackers(names, TrackedRun(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:

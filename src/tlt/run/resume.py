@@ -19,7 +19,7 @@ from tlt.config.section import section_of
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
-    *("run.report", "run.watts_per_core", "run.price_per_hour"),
+    *("run.watts_per_core", "run.price_per_hour"),
     *("reward.timeout_seconds", "reward.workers", "reward.folder"),
     *("model.hub", "data.hub"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),

@@ -311,7 +311,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
     )
     run.display.evaluation(step, evaluation)
     worth = evaluation.get(f"mean@{run.config.eval.samples}")
-    if run.config.eval.keep_best and worth is not None:
+    if worth is not None:
         best = checkpoint.Best(run.folder.path / "best")
         best.offer(step, evaluation, worth, partial(_write_policy, run, step))
     return evaluation
