@@ -145,19 +145,6 @@ def test_trees_after_rows_of_any_lengths(data: st.DataObject) -> None:
         both.check(plan, first, [both.new(rows, nodes)], [0] * rows, lengths, sees, window=window)
 
 
-def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:
-    lengths = [3, 40, 2, 39, 5]
-    both = Both(5, 50, 0)
-    for b, length in enumerate(lengths):
-        both.commit(b, range(length))
-    tree = torch.eye(4, dtype=torch.bool).repeat(5, 1, 1)
-    tree[:, :, 0] = True
-    tree[4, 3, 2] = tree[3, 2, 1] = True
-    plan = both.slots.plan(0, lengths, 4, tree)
-    assert [(span.low, span.high) for span in plan.spans] == [(0, 1), (1, 4), (4, 5)]
-    both.check(plan, 0, [both.new(5, 4)], [0] * 5, lengths, tree)
-
-
 @given(st.data())
 @settings(max_examples=120)
 def test_levels_of_a_tree_in_a_ring_with_a_window(data: st.DataObject) -> None:

@@ -129,11 +129,6 @@ def test_nothing_is_proposed_at_the_end_of_the_old_response() -> None:
     assert chain(look) == []
 
 
-def test_a_row_that_returns_is_drafted_from_its_present_place() -> None:
-    row = Row(request(7), tokens=[1, 2, 99, 4, 5, 6, 7])
-    assert chain(looking(ahead(7, [1, 2, 3, 4, 5, 6, 7, 8, 9]), row=row)) == [8, 9]
-
-
 def test_rows_that_leave_are_tracked() -> None:
     store = AheadStore(100)
     store.put(ahead(seed, [seed, seed + 1], prompt=seed) for seed in (1, 2, 3))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from twin import Model, make_layer, make_model
 
-from tlt.draft.eagle import DrafterError, EagleLayer, Kind, eagle_options, load_drafter, save_drafter
-from tlt.spot.unroll import Pack, unroll
+from tlt.draft.eagle import DrafterError, Kind, load_drafter, save_drafter
 
 CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 
@@ -24,34 +22,6 @@ CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 @pytest.fixture(scope="module")
 def model() -> Model:
     return make_model(layers=8)
-
-
-@pytest.mark.parametrize("start", [0, 300])
-@pytest.mark.parametrize("window", [4, 100])
-@pytest.mark.parametrize("kind", CLASSES)
-def test_the_layer_is_that_of_the_papers(model: Model, kind: Kind, window: int, start: int) -> None:
-    """One column, in the form of the trainer. test_learned.py compares the form of the engine with the same twin."""
-    layer, decoder = make_layer(model.decoder, kind, window), model.decoder
-    twin = model.twin(layer)
-    n, D = 9, layer.options.hidden_size
-    generator = torch.Generator().manual_seed(3)
-    features = torch.randn(n, 4 * D if kind == "eagle3" else D, dtype=torch.float64, generator=generator)
-    tokens = torch.randint(11, (n,), generator=generator)
-    angles = torch.outer(torch.arange(512).double(), decoder.options.inv_freq.double()).repeat(1, 2)
-    batch = Pack(tokens, features, torch.arange(start, start + n), torch.zeros(n).long(), torch.ones(n).bool(), 0)
-    with torch.no_grad():
-        (column,) = unroll(layer, decoder.embedding, (angles.cos(), angles.sin()), batch, 1)
-    entries = twin.true_entries(features, tokens.tolist(), start)
-    for i in range(n):
-        (want,) = twin.chain(entries[: i + 1], [])
-        assert torch.allclose(column[i] @ decoder.head.T, twin.logits(want), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
-def test_a_shallow_target_has_taps_too(model: Model, layers: int) -> None:
-    options = eagle_options(replace(model.decoder.options, num_layers=layers), "eagle3", 8)
-    assert len(options.taps) == 3
-    assert all(0 <= tap < layers for tap in options.taps)
 
 
 @pytest.mark.parametrize("listed", [11, 5])
@@ -156,13 +126,3 @@ def test_a_bad_folder_is_refused_in_one_sentence(model: Model, tmp_path: Path, f
         load_drafter(folder, model.decoder.options)
     assert named in str(caught.value)
     assert str(folder) in str(caught.value)
-
-
-def test_random_layers_differ(model: Model) -> None:
-    """Random weights come from torch's seed, so a recipe's seed makes the same drafter."""
-    options = eagle_options(model.decoder.options, "eagle3", 8)
-    torch.manual_seed(1)
-    one = EagleLayer(options).fc.weight
-    assert not torch.equal(one, EagleLayer(options).fc.weight)
-    torch.manual_seed(1)
-    assert torch.equal(one, EagleLayer(options).fc.weight)

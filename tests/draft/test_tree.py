@@ -199,17 +199,6 @@ def test_nothing_follows_a_stop_token(branching: int) -> None:
     assert inner > 0
 
 
-@pytest.mark.parametrize("branching", [1, 2])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_invalid_candidates_leave_only_the_root(bad: float, branching: int) -> None:
-    class Garbage(TableDrafter):
-        def propose(self, nodes: Sequence[Node]) -> Offer:
-            return Offer(None, torch.full((len(nodes), VOCAB), bad))
-
-    (tree,) = trees_of(Garbage(0, False), [(request(), [5])], Strategy("table", 3, branching, 8))
-    assert tree == DraftTree([5])
-
-
 def cells(scores: Sequence[float], depth: int = 0, kind: int = 0) -> list[int]:
     """Return the calibration cells of children with these noisy scores, best first, if one sibling follows them."""
     classes = np.array([[kind]]) if kind else None
@@ -318,6 +307,7 @@ def test_a_node_attends_to_its_ancestors_and_itself_and_padding_is_a_chain(trees
     assert batch.tokens.shape == batch.depths.shape == (len(trees), width)
     chains = all(tree.parents == [max(0, n - 1) for n in range(len(tree.parents))] for tree in trees)
     assert (batch.visible is None) == chains
+    assert (batch.nodes is None) == all(len(tree.tokens) == width for tree in trees)
     visible = torch.ones(len(trees), width, width).tril().bool() if batch.visible is None else batch.visible
     for row, tree in enumerate(trees):
         count = len(tree.tokens)

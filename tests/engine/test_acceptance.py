@@ -22,23 +22,7 @@ def test_chains_that_were_cut_count_only_their_verified_tokens() -> None:
     assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
 
 
-def test_acceptance_rates_follow_a_change_and_are_kept_by_drafter() -> None:
+def test_an_evaluation_counts_as_a_few_rows() -> None:
     model = AcceptanceModel()
-    for turn in range(400):
-        model.age()
-        model.add(*((EAGLE, [2] * 4, [3] * 4) if turn < 200 else (("suffix", 2), [2] * 4, [1] * 4)))
-    assert model.chances(EAGLE, 1, [0.5])[0] > 0.8, "older rounds count less"
-    assert model.chances(("suffix", 2), 1, [0.5])[0] < 0.01
-    model.forget("eagle")
-    assert set(model.seen) == {("suffix", 2)}
     model.assume("eagle", 0.5)
     assert model.seen[EAGLE][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
-
-
-def test_only_the_counts_of_drafters_that_are_used_are_loaded() -> None:
-    model, back = AcceptanceModel(), AcceptanceModel()
-    model.add(EAGLE, [2], [3])
-    model.add(("suffix", 2), [1], [1])
-    back.load_state(model.state(), {"suffix"})
-    assert set(back.seen) == {("suffix", 2)}
-    assert back.seen["suffix", 2][:2].tolist() == [[1, 0], [0, 0]]

@@ -6,21 +6,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import EOS, tiny_model
+from small import decoder_of
+from tiny import EOS, qwen3
 
-from tlt.config import EngineConfig, ModelConfig
+from tlt.config import EngineConfig
 from tlt.draft.strategy import Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.models.choose import make_target
-from tlt.models.weights import read_safetensors
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -28,15 +26,9 @@ ENDLESS: dict[str, Any] = {"max_new_tokens": 400, "stop_token_ids": ()}
 PROMPTS = [Prompt(number, "", tuple(range(65, 70 + number))) for number in range(4)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("asynchronous") / "model")
-
-
 @pytest.fixture
-def engine(folder: Path) -> Engine:
-    target = make_target(ModelConfig(path=str(folder), dtype="float64", device="cpu"))
-    target.load(read_safetensors(folder), 0)
+def engine() -> Engine:
+    target = decoder_of(qwen3(vocab_size=EOS + 1, initializer_range=0.5))
     chain = Strategy("suffix", depth=4, branching=1, verify_tokens=5)
     return Engine(target, EngineConfig(max_rows=3, kv_memory_mb=1), [SuffixDrafter(1000)], Fixed(chain))
 

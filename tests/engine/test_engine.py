@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,7 +13,6 @@ import pytest
 import torch
 from small import Replay, by_seed, decode, decoder_of
 from tiny import qwen3
-from torch import nn
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates
@@ -25,25 +23,14 @@ from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, Response, SamplingParams
 
-VOCAB = 300  # 256 bytes and some merges of the tokenizer below
+VOCAB = 300
 TREE = Strategy("", depth=4, branching=2, verify_tokens=8)
 CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
 
 
 @cache
-def trained_model() -> nn.Module:
-    """Return transformers' own model in float64, whose distributions are neither flat nor sharp."""
-    model = qwen3(5, vocab_size=VOCAB, num_hidden_layers=3, head_dim=16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-        model.get_output_embeddings().weight.mul_(2.0)
-    return model
-
-
-@cache
 def target() -> Decoder:
-    return decoder_of(trained_model())
+    return decoder_of(qwen3(5, vocab_size=VOCAB, num_hidden_layers=3, head_dim=16, initializer_range=0.4))
 
 
 def engine(drafter: Any = None, shape: Strategy = PLAIN, detokenize: Any = None, **config: int) -> Engine:
@@ -69,44 +56,20 @@ def tokens(responses: Sequence[Response]) -> list[Sequence[int]]:
     return [response.token_ids for response in responses]
 
 
-def test_temperature_0_equals_greedy_generation_of_transformers() -> None:
-    prompts = [(7, 8, 9), (11,), (3, 1, 4, 1, 5, 9, 2, 6)]
-    requests = [request(prompt, prompt_id=i, temperature=0.0, max_new_tokens=24) for i, prompt in enumerate(prompts)]
-    model: Any = trained_model()
-    for drafter in (None, SuffixDrafter(10_000)):
-        for response in decode(engine(drafter, TREE), requests):
-            text = torch.tensor([response.request.prompt.token_ids])
-            how = {"attention_mask": torch.ones_like(text), "do_sample": False, "pad_token_id": 0}
-            want = model.generate(text, max_new_tokens=24, **how)
-            assert response.token_ids == want[0, text.shape[1] :].tolist()
-            assert response.logprobs == [0.0] * 24
-
-
 @pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_max_new_tokens_is_exact(strategy: Strategy) -> None:
-    for length in (1, 2, 3, 7, 8, 20):
-        requests = [request(index=i, max_new_tokens=length) for i in range(3)]
-        known = decode(engine(), [replace(r, sampling=SamplingParams(max_new_tokens=30)) for r in requests])
-        for response, whole in zip(decode(engine(Replay(known), strategy), requests), known, strict=True):
-            assert response.token_ids == whole.token_ids[:length]
-            assert len(response.logprobs) == len(response.full_logprobs) == length
-            assert response.finish_reason == "length"
-
-
-@pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_a_stop_token_ends_the_response_and_is_its_last(strategy: Strategy) -> None:
-    """The drafter continues after the stop token, and the target agrees with all its tokens. The stop token may be the
-    last token that there is room for."""
+def test_a_response_ends_at_a_stop_token_or_at_max_new_tokens(strategy: Strategy) -> None:
+    """The drafter continues after the end, and the target agrees with all its tokens. The stop token may be the last
+    token that there is room for."""
     (whole,) = decode(engine(), [request(max_new_tokens=20)])
-    for at_least in range(8):
-        end = next(i for i in range(at_least, 20) if whole.token_ids[i] not in whole.token_ids[:i])
-        stops = (VOCAB - 1, whole.token_ids[end])
-        for most in (20, end + 1):
+    for end, token in enumerate(whole.token_ids, start=1):
+        ways = [(end, (VOCAB - 1,), "length")]
+        if token not in whole.token_ids[: end - 1]:
+            ways += [(most, (VOCAB - 1, token), "stop") for most in (20, end)]
+        for most, stops, reason in ways:
             one = engine(Replay([whole]), strategy)
-            (stopped,) = decode(one, [request(max_new_tokens=most, stop_token_ids=stops)])
-            assert stopped.token_ids == whole.token_ids[: end + 1]
-            assert len(stopped.logprobs) == one.stats.tokens == end + 1
-            assert stopped.finish_reason == "stop"
+            (ended,) = decode(one, [request(max_new_tokens=most, stop_token_ids=stops)])
+            assert (ended.token_ids, ended.finish_reason) == (whole.token_ids[:end], reason)
+            assert len(ended.logprobs) == len(ended.full_logprobs) == one.stats.tokens == end
 
 
 def test_the_text_begins_with_the_prefill_but_the_tokens_do_not() -> None:
@@ -117,17 +80,11 @@ def test_the_text_begins_with_the_prefill_but_the_tokens_do_not() -> None:
     assert prefilled.text == "<think>." + plain.text
 
 
-def test_requests_beyond_the_number_of_rows_get_their_usual_tokens() -> None:
-    requests = some_requests(14)
-    alone = [decode(engine(), [request])[0] for request in requests]
+def test_a_row_that_is_free_is_filled_at_once() -> None:
     batched = engine(max_rows=3)
-    together = decode(batched, requests)
-    assert tokens(together) == tokens(alone)
-    for one, other in zip(together, alone, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-9)
-    stats, longest = batched.stats, max(len(t) for t in tokens(alone))
-    assert stats.row_passes <= 3 * stats.rounds
-    assert stats.rounds <= sum(len(t) for t in tokens(alone)) / 3 + longest, "a row that is free is filled at once"
+    lengths = [len(each) for each in tokens(decode(batched, some_requests(14)))]
+    assert batched.stats.row_passes <= 3 * batched.stats.rounds
+    assert batched.stats.rounds <= sum(lengths) / 3 + max(lengths)
 
 
 def test_each_request_gets_its_response_as_soon_as_it_ends() -> None:
@@ -200,34 +157,19 @@ def test_a_rollout_does_not_continue_after_a_failed_round(call: int, monkeypatch
     assert by_seed(one.generate(requests)) == want
 
 
-def test_plain_decoding_counts_one_token_per_pass() -> None:
-    plain = engine()
-    responses = decode(plain, some_requests(6))
-    stats, total = plain.stats, sum(len(r.token_ids) for r in responses)
-    assert (stats.tokens, stats.row_passes, stats.drafted, stats.accepted) == (total, total, 0, 0)
-    assert stats.rounds == max(len(r.token_ids) for r in responses)
-    assert stats.accept_length == 1.0
-    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "ahead"}
-    assert all(seconds >= 0 for seconds in stats.seconds.values())
-
-
-def test_a_perfect_chain_counts_depth_and_bonus() -> None:
-    (whole,) = decode(engine(), [request(max_new_tokens=21)])
-    perfect = engine(Replay([whole]), CHAIN)
-    assert tokens(decode(perfect, [request(max_new_tokens=21)])) == [whole.token_ids]
-    stats = perfect.stats
-    assert (stats.tokens, stats.row_passes, stats.rounds) == (21, 3, 3)
-    assert (stats.drafted, stats.accepted, stats.accept_length) == (18, 18, 7.0)
-
-
-def test_counters_of_trees_add_up() -> None:
-    speculative = engine(SuffixDrafter(10_000), TREE)
-    responses = decode(speculative, [request(index=i, top_k=2, max_new_tokens=40) for i in range(6)])
-    stats = speculative.stats
+@pytest.mark.parametrize("strategy", [PLAIN, TREE], ids=["plain", "tree"])
+def test_counters_add_up(strategy: Strategy) -> None:
+    used = engine(SuffixDrafter(10_000) if strategy == TREE else None, strategy)
+    responses = decode(used, [request(index=i, top_k=2, max_new_tokens=10 + 6 * i) for i in range(6)])
+    stats = used.stats
     assert stats.tokens == sum(len(r.token_ids) for r in responses)
     assert stats.tokens == stats.accepted + stats.row_passes, "each pass of a row gives one bonus token"
-    assert 0 < stats.accepted <= stats.drafted <= stats.row_passes * (TREE.verify_tokens - 1)
-    assert stats.accept_length == stats.tokens / stats.row_passes > 1
+    assert stats.accepted <= stats.drafted <= stats.row_passes * (strategy.verify_tokens - 1)
+    assert stats.accept_length == stats.tokens / stats.row_passes
+    assert (stats.accepted > 0) == (strategy == TREE)
+    assert strategy == TREE or stats.rounds == max(len(r.token_ids) for r in responses)
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "ahead"}
+    assert all(seconds >= 0 for seconds in stats.seconds.values())
 
 
 class Failing(SuffixDrafter):
@@ -264,8 +206,6 @@ def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: st
 
 INVALID = {
     "too few": Candidates(None, torch.zeros(8, 1, 3)),
-    "out of vocabulary": Candidates(torch.tensor([[[VOCAB, -5, 10**12]]] * 8), torch.zeros(8, 1, 3)),
-    "not a number": Candidates(torch.tensor([[[1, 1, 1]]] * 8), torch.full((8, 1, 3), math.nan)),
     "a dimension less": Candidates(None, torch.zeros(8, VOCAB)),
     "too wide": Candidates(None, torch.zeros(8, 3, VOCAB)),
     "no such kind": Candidates(None, torch.zeros(8, 1, VOCAB), classes=torch.full((8, 1), 10**6)),

@@ -260,17 +260,6 @@ def test_drafter_weights_that_are_nan_change_no_token(value: float) -> None:
     assert value == 1e300 or engine.stats.drafted == 0
 
 
-def test_a_rollout_does_not_depend_on_earlier_ones() -> None:
-    """Cache, noise and drafter history of one rollout have no effect on the next. New weights follow."""
-    of, other = Target(seed=0), Target(seed=1)
-    requests, expected = mixed_requests()
-    engine = build(of, SuffixDrafter(history_tokens=1_000), TREE)
-    for _ in range(2):
-        small.check_tokens(decode(engine, requests), expected)
-    of.decoder.load(other.model.state_dict(), version=1)
-    small.check_tokens(decode(engine, requests), small.reference(other, requests))
-
-
 @pytest.mark.parametrize("memory", ["roomy", "preempted"])
 @pytest.mark.parametrize("strategy", [Strategy("", 4, 1, 5), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(

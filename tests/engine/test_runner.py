@@ -10,8 +10,6 @@ from small import PROMPTS, Target, build, learned, make_requests
 
 from tlt.draft.strategy import PLAIN
 from tlt.draft.tree import DraftTree, stack
-from tlt.engine.engine import Engine
-from tlt.engine.runner import Sampled
 from tlt.types import SamplingParams
 
 TREES = [
@@ -22,10 +20,9 @@ TREES = [
 ]
 
 
-def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[int]]:
-    """Return an engine with four rows, and the numbers of tokens of its further passes."""
-    target = Target()
-    engine, computed = build(target, learned(target), PLAIN, 4), list[int]()
+def test_padding_is_not_computed_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, computed = Target(), list[int]()
+    engine = build(target, learned(target), PLAIN, 4)
     engine.start(make_requests(PROMPTS, (SamplingParams(0.7, top_k=4, max_new_tokens=20),), group=2))
     engine.round()
     engine.make_room(PLAIN._replace(verify_tokens=8))
@@ -36,21 +33,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[int]]:
         return whole(tokens, *rest)
 
     monkeypatch.setattr(target.decoder, "forward", counted)
-    return engine, computed
-
-
-def verified(engine: Engine, padding: bool) -> Sampled:
-    now = engine.open_round(PLAIN._replace(depth=3, verify_tokens=4))
-    stacked = stack(TREES, engine.target.device)
-    assert stacked.nodes is not None
-    if padding:
-        stacked = stacked._replace(nodes=None)
-    return engine.rollout.runner.verify(stacked, now.lengths, engine.rollout.noise, now.positions, now.batch.sampling)
-
-
-def test_padding_is_not_computed_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, computed = started(monkeypatch)
-    packed, padded = verified(engine, False), verified(engine, True)
+    now, stacked = engine.open_round(PLAIN._replace(depth=3, verify_tokens=4)), stack(TREES, engine.target.device)
+    packed, padded = (
+        engine.rollout.runner.verify(trees, now.lengths, engine.rollout.noise, now.positions, now.batch.sampling)
+        for trees in (stacked, stacked._replace(nodes=None))
+    )
     sizes = [len(tree.tokens) for tree in TREES]
     assert computed == [sum(sizes), len(sizes) * max(sizes)] == [11, 16]
     assert packed.finite is padded.finite is None
@@ -61,30 +48,3 @@ def test_padding_is_not_computed_and_changes_nothing(monkeypatch: pytest.MonkeyP
         for found, expected in ((packed.logprobs, padded.logprobs), (packed.full_logprobs, padded.full_logprobs)):
             assert found[row][:size] == pytest.approx(expected[row][:size], abs=1e-12)
         torch.testing.assert_close(packed.features[row, :size], padded.features[row, :size], rtol=0, atol=1e-12)
-
-
-def test_trees_of_one_size_have_no_padding() -> None:
-    device = torch.device("cpu")
-    assert stack([DraftTree.chain(1, [2]), DraftTree.chain(0, [3])], device).nodes is None
-    assert stack([DraftTree.chain(1, [2]), DraftTree.chain(0, [])], device).nodes is not None
-    assert stack([DraftTree.chain(1, [])], device, nodes=3).nodes is not None
-
-
-def test_a_layer_keeps_its_window_where_padding_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = started(monkeypatch)
-    store, windows, whole = engine.cache.store, list[int | None](), engine.target.forward
-    attends = store.attend
-
-    def seen(plan: Any, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
-        *tensors, window = qkv
-        windows.append(window)
-        return attends(plan, layer, *tensors, None)
-
-    def windowed(tokens: torch.Tensor, positions: torch.Tensor, attend: Any, taps: Any = None) -> torch.Tensor:
-        narrow: Any = lambda layer, *qkv: attend(layer, *qkv, 100 + layer)  # noqa: E731
-        return whole(tokens, positions, narrow, taps)
-
-    monkeypatch.setattr(store, "attend", seen)
-    monkeypatch.setattr(engine.target, "forward", windowed)
-    verified(engine, padding=False)
-    assert windows == [100, 101]

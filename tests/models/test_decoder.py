@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -61,9 +60,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3 yarn": rope("yarn", 1e6) | {"head_dim": 16},
     "qwen3 longrope": rope("longrope") | {"head_dim": 8},
 }
-ONE_OF_EACH_FAMILY = ["llama biases", "mistral yarn", "qwen2", "qwen3"]
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-each_family = pytest.mark.parametrize("variant", ONE_OF_EACH_FAMILY)
 
 
 def checkpoint(folder: Path, variant: str) -> nn.Module:
@@ -123,7 +119,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@every_variant
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
     tmp_path: Path, variant: str, dtype: torch.dtype
 ) -> None:
@@ -146,7 +142,7 @@ def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
             close(got[row, node], reference(model, text[:-1] + path)[-1])
 
 
-@each_family
+@pytest.mark.parametrize("variant", ["llama biases", "mistral yarn", "qwen2", "qwen3"])
 def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path, variant: str) -> None:
     model = checkpoint(tmp_path, variant)
     texts = [some_tokens(length, length) for length in (5, 12, 30)]
@@ -170,26 +166,3 @@ def test_a_norm_of_bfloat16_is_rounded_once(size: int) -> None:
         want = F.rms_norm(x.double(), (size,), factor, 1e-5).bfloat16()
         assert ours.dtype == torch.bfloat16
         assert (ours != want).double().mean() < 0.01
-
-
-@each_family
-def test_a_change_of_1e12th_in_any_weight_moves_float64_logits_in_proportion(tmp_path: Path, variant: str) -> None:
-    checkpoint(tmp_path, variant)
-    text = some_tokens(9, 4)
-    state = {name: tensor.double() for name, tensor in read_safetensors(tmp_path).items()}
-    used = {"model.embed_tokens.weight": (text[2], 3)}  # a row of the table that this text reads
-    rows = Rows(tmp_path, torch.float64, [text])
-
-    def logits(name: str, delta: float) -> Tensor:
-        changed = state[name].clone()
-        changed[used.get(name, (1,) * changed.dim())] += delta
-        rows.decoder.load(state | {name: changed}, version=1)
-        rows.runner.prefill(0, [text])
-        return rows.logits([DraftTree([text[-1]])])
-
-    for name in state:
-        if name.endswith("k_proj.bias"):
-            continue  # softmax takes away most of what it adds
-        coarse, fine = ((logits(name, d) - logits(name, 0.0)).norm().item() / d for d in (1e-5, 1e-12))
-        assert math.isclose(coarse, fine, rel_tol=0.2, abs_tol=2e-2), name
-        assert fine > 0, name

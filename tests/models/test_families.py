@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import cache_for
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from tlt.engine.rows import RowTable
-from tlt.engine.scheduler import Scheduler
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors, sha256
-from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -204,45 +200,34 @@ def test_a_snapshot_of_the_hub_cache_loads(folder: Path) -> None:
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 48, "factor": 4.0}
-LIMITS: dict[str, dict[str, Any]] = {
-    "max_position_embeddings": {"model_type": "llama", "max_position_embeddings": 48},
-    "sliding window": {"model_type": "mistral", "max_position_embeddings": 64, "sliding_window": 48},
-    "sliding window in use": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 48}
-    | {"max_window_layers": 0},
-    "original length of longrope": {"model_type": "llama", "max_position_embeddings": 192}
-    | {"rope_parameters": LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}},
+LIMITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "max_position_embeddings": (48, {"max_position_embeddings": 48}),
+    "sliding window": (48, {"model_type": "mistral", "sliding_window": 48}),
+    "original length of longrope": (
+        48,
+        {
+            "max_position_embeddings": 192,
+            "rope_parameters": LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+        },
+    ),
+    **{
+        f"window of {kind} {name}": (limit, {"model_type": kind, "sliding_window": 48, "head_dim": 8} | changes)
+        for kind in ("qwen2", "qwen3")
+        for name, limit, changes in (
+            ("in use", 48, {"use_sliding_window": True, "max_window_layers": 0}),
+            ("switched off", 64, {"use_sliding_window": False}),
+            ("of layers beyond the last", 64, {"use_sliding_window": True, "max_window_layers": 1}),
+            ("of no layer by name", 64, {"use_sliding_window": True, "layer_types": ["full_attention"]}),
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("case", LIMITS)
-def test_a_sequence_longer_than_the_models_limit_is_refused_at_submit(folder: Path, case: str) -> None:
-    change_config(folder, **({"max_position_embeddings": 64} | LIMITS[case]))
-    options = decoder_options(read_config(folder))
-    cache = cache_for(Decoder(options, torch.float32, CPU), 10_000)
-    scheduler = Scheduler(RowTable([]), cache, max_rows=4, verify_tokens=8, max_positions=options.max_positions)
-
-    def submit(prompt_tokens: int, new_tokens: int) -> None:
-        prompt = Prompt(17, "", (1,) * prompt_tokens)
-        scheduler.submit([Request(prompt, 0, 0, 0, SamplingParams(max_new_tokens=new_tokens))])
-
-    submit(prompt_tokens=40, new_tokens=8)
-    with pytest.raises(ValueError, match=r"prompt 17.*49.*48"):
-        submit(prompt_tokens=40, new_tokens=9)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_sliding_window": False},
-        {"use_sliding_window": True, "max_window_layers": 1},  # the layers below this number have none
-        {"use_sliding_window": True, "layer_types": ["full_attention"]},
-    ],
-    ids=["switched off", "of layers beyond the last", "of no layer by name"],
-)
-def test_a_window_that_no_layer_uses_has_no_effect(folder: Path, kind: str, changes: dict[str, Any]) -> None:
-    change_config(folder, model_type=kind, sliding_window=8, head_dim=8, **changes)
-    assert decoder_options(read_config(folder)).max_positions == 64
+def test_the_longest_sequence_of_a_model(folder: Path, case: str) -> None:
+    limit, changes = LIMITS[case]
+    change_config(folder, **changes)
+    assert decoder_options(read_config(folder)).max_positions == limit
 
 
 def test_yarn_as_the_model_card_of_qwen_2_5_writes_it(folder: Path) -> None:
@@ -270,12 +255,9 @@ def test_for_the_folder_of_a_run_the_error_names_the_policy_folder(tmp_path: Pat
 
 
 @pytest.mark.parametrize("pad", [31, 5000, -32])
-def test_a_padding_token_beyond_the_vocabulary_is_named(tmp_path: Path, pad: int) -> None:
-    Qwen3Config(vocab_size=31, pad_token_id=pad).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=rf"pad_token_id = {pad}, beyond its vocabulary of 31: set it to null"):
-        read_config(tmp_path)
-
-
-def test_a_padding_token_of_llama_1_is_accepted(tmp_path: Path) -> None:
+def test_a_padding_token_beyond_the_vocabulary_is_named_but_minus_1_is_accepted(tmp_path: Path, pad: int) -> None:
     Qwen3Config(vocab_size=31, pad_token_id=-1).save_pretrained(tmp_path)
     assert read_config(tmp_path).pad_token_id == -1
+    change_config(tmp_path, pad_token_id=pad)
+    with pytest.raises(ModelError, match=rf"pad_token_id = {pad}, beyond its vocabulary of 31: set it to null"):
+        read_config(tmp_path)

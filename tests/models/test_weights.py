@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tiny import qwen3
 from torch import Tensor
 
 from tlt.models import product
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
-from tlt.models.weights import read_safetensors, sha256
+from tlt.models.weights import sha256
 
 CPU = torch.device("cpu")
 MODEL = qwen3(vocab_size=11, num_hidden_layers=1, attention_bias=True, max_position_embeddings=16)
@@ -48,30 +46,13 @@ def itself(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query * (key + value).repeat_interleave(share, dim=1)).flatten(1)
 
 
-def test_the_digest_does_not_depend_on_the_order_of_the_dict_or_on_strides() -> None:
-    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
-    assert sha256(state) == sha256(dict(reversed(state.items())))
-    assert sha256(state) == sha256({"a": torch.arange(6.0).view(2, 3).T.contiguous().T, "b": torch.ones(2)})
+def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of_names() -> None:
+    """Strides do not count. A tensor and its transpose are two, although they share memory."""
+    spelled = b"n torch.int64 []" + (3).to_bytes(8, "little") + b"w torch.bfloat16 [2, 1]" + bytes.fromhex("803f0080")
+    state = {"w": torch.tensor([[1.0, -0.0]]).bfloat16().T, "n": torch.tensor(3)}
+    assert sha256(state) == hashlib.sha256(spelled).hexdigest()
     square = torch.arange(9.0).view(3, 3)
     assert sha256({"a": square, "b": square.T}) == sha256({"a": square, "b": square.T.clone()})
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"renamed": torch.arange(6.0)},
-        {"a": torch.arange(6.0).double()},
-        {"a": torch.arange(6.0).view(2, 3)},
-        {"a": torch.arange(6.0).view(torch.int32)},
-        {"a": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.000001])},
-        {"a": torch.tensor([-0.0, 1.0, 2.0, 3.0, 4.0, 5.0])},
-        {"a": torch.arange(6.0), "b": torch.zeros(0)},
-        {},
-    ],
-    ids=["name", "dtype", "shape", "dtype with the same bytes", "one value", "one sign bit", "one more", "none"],
-)
-def test_the_digest_depends_on_each_property(other: dict[str, Tensor]) -> None:
-    assert sha256(other) != sha256({"a": torch.arange(6.0)})
 
 
 def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:
@@ -79,14 +60,6 @@ def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:
     tied = {"embed": table, "head": table}
     assert sha256(tied) == sha256({"embed": table})
     assert sha256({"embed": table, "head": table.clone()}) != sha256(tied)
-
-
-def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of_names() -> None:
-    spelled = (
-        b"n torch.int64 []" + bytes([3, 0, 0, 0, 0, 0, 0, 0]) + b"w torch.bfloat16 [2]" + bytes.fromhex("803f00c0")
-    )
-    state = {"w": torch.tensor([1.0, -2.0], dtype=torch.bfloat16), "n": torch.tensor(3)}
-    assert sha256(state) == hashlib.sha256(spelled).hexdigest()
 
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
@@ -118,29 +91,6 @@ def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
         decoder.load(broken, version=2)
     assert decoder.version == 1
     assert torch.equal(logits(decoder), before)
-
-
-def test_an_unknown_weight_is_refused_by_name() -> None:
-    """Old Llama checkpoints have buffers of the rotary embedding, which are no weights."""
-    decoder = loaded(policy_state() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)})
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.extra\.weight, which the rollout decoder does not know"):
-        decoder.load(policy_state() | {"model.layers.0.extra.weight": torch.ones(1)}, version=2)
-    assert decoder.version == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_decoder_keeps_its_own_dtype(dtype: torch.dtype) -> None:
-    state = {name: tensor.float() for name, tensor in policy_state().items()}
-    assert logits(loaded(state, dtype)).dtype == dtype
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_in_the_weights_is_used_even_if_the_config_ties_it(tied: bool) -> None:
-    """transformers unties such a model too, and only logs a warning."""
-    state = policy_state()
-    decoder = loaded(state, tied=tied)
-    assert torch.equal(decoder.head, state["lm_head.weight"])
-    assert float((logits(decoder) - logits(loaded(state | {"lm_head.weight": embedding(state)}))).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("stored", ["no head", "the same memory", "a copy"])
@@ -184,9 +134,3 @@ def test_a_tied_head_of_another_shape_is_refused() -> None:
 
 def embedding(state: dict[str, Tensor]) -> Tensor:
     return state["model.embed_tokens.weight"]
-
-
-def test_reading_gives_the_tensors_that_were_saved_bit_for_bit(tmp_path: Path) -> None:
-    state = policy_state() | {"half": torch.randn(3).bfloat16()}
-    save_file(state, tmp_path / "model.safetensors")
-    assert sha256(read_safetensors(tmp_path)) == sha256(state)

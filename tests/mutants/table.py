@@ -81,8 +81,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("engine.runner", "engine/test_engine.py"): [
         ("Runner.verify", "operand", 1, "Each node is sampled under the noise of its own position."),
-        ("_sample", "never", 0, "A greedy token has probability 1."),
         ("Runner._pass", "operand", 1, "A token's rotary position counts its depth in the tree."),
+    ],
+    ("engine.runner", "engine/test_planted_bugs.py"): [
+        ("_sample", "never", 0, "A greedy token has probability 1."),
     ],
     ("engine.engine", "engine/test_planted_bugs.py"): [
         ("Engine._commit", "swap", 6, "An accepted branch is moved behind the committed tokens."),
@@ -130,8 +132,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Decoder.forward", "drop", 10, "Queries and keys are normed where the family does so."),
     ],
     ("models.decoder", "models/test_weights.py"): [
-        ("_Loader.check_all_taken", "drop", 1, "An unknown weight is an error."),
         ("_Loader.own", "unwrap", 0, "The engine has its own copy of the policy's weights."),
+    ],
+    ("models.decoder", "models/test_families.py"): [
+        ("_Loader.check_all_taken", "drop", 1, "An unknown weight is an error."),
     ],
     ("models.weights", "models/test_weights.py"): [
         ("sha256", "element", 3, "A digest tells a tensor from its transpose."),
