@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,8 +36,9 @@ def test_checkpointed_layers_apply_no_dropout(tmp_path: Path) -> None:
     found = []
     for checkpointing in (False, True):
         policy = policy_of(tmp_path, checkpointing)
-        found.append((policy.logprobs(BATCH), policy.update(BATCH, 0)["grad_norm"], policy.logprobs(BATCH)))
-    assert found[0] == found[1]
+        before, norm = policy.logprobs(BATCH), policy.update(BATCH, 0)["grad_norm"]
+        found.append(np.concatenate([*before, [norm], *policy.logprobs(BATCH)]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)  # the order of sums depends on the memory's alignment
 
 
 def test_a_family_without_checkpointing_is_refused_with_the_field(tmp_path: Path) -> None:
