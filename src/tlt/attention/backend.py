@@ -1,6 +1,6 @@
-"""Attention protocol. A new backend (paged, another kernel) is one file with these methods.
+"""Protocol of attention backends. To add one (paged attention, another kernel), write one file with these methods.
 
-Shapes: R slots, B rows of a pass, N new nodes a row, H query heads, K key-value heads, E head size.
+Shapes: R slots, B rows in a pass, N new nodes per row, H query heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from torch import Tensor
 
 
 class TreeBatch(NamedTuple):
-    """New tokens of a pass: a tree for each of B rows, padded to N nodes.
+    """New tokens of a pass: one draft tree for each of B rows, padded to N nodes.
 
-    A node's position is the number of committed tokens of its row plus its depth. `visible` [B, N, N] says whether node
-    n attends to node m, which is itself or an ancestor. None means chains: a node attends to itself and all before it.
+    The position of a node is the number of committed tokens of its row plus its depth. `visible[b, n, m]` says whether
+    node n of row b attends to node m, which is n itself or one of its ancestors. If `visible` is None, all trees are
+    chains: a node attends to itself and to all nodes before it.
     """
 
     tokens: Tensor
-    """[B, N]"""
+    """[B, N] token ids of the nodes"""
     depths: Tensor
-    """[B, N]"""
+    """[B, N] depth of each node in its tree; the root has depth 0"""
     visible: Tensor | None
     nodes: Tensor | None = None
-    """[M] indices of the nodes that are not padding, b * N + n; None if all are computed"""
+    """[M] flat indices b * N + n of the nodes that are not padding, if only these are computed; None: all are
+    computed"""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Shape, dtype and device of a model's keys and values."""
+    """Number and size of a model's attention heads, and dtype and device of its keys and values."""
 
     num_layers: int
     num_heads: int
@@ -43,7 +45,8 @@ class HeadShape:
 
     @classmethod
     def of(cls, options: Any, dtype: torch.dtype, device: torch.device) -> HeadShape:
-        """Return the shape of a model with these `DecoderOptions`, which this package does not import."""
+        """Return the shape for a model's `DecoderOptions`. `options` has type Any, because this package does not import
+        `tlt.models`."""
         o = options
         return cls(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, dtype, device)
 
@@ -53,16 +56,17 @@ class HeadShape:
 
 
 class Entries(NamedTuple):
-    """Keys and values that a pass writes, in this order: rows [M] of the pass and positions [M], int64 on the host."""
+    """Cache entries whose keys and values a pass writes, in this order. Entry m is position `positions[m]` of row
+    `rows[m]` of the pass. Both arrays are int64 [M] in host memory."""
 
     rows: np.ndarray
     positions: np.ndarray
 
 
 class AttentionBackend(Protocol):
-    """Keys and values of R slots, and attention over them. One slot has one sequence.
+    """Store of keys and values in R slots, and attention over them. Each slot has one sequence.
 
-    The backend chooses where position p of a slot is stored."""
+    The backend decides where in a slot it stores position p."""
 
     @property
     def slots(self) -> int:
@@ -71,69 +75,76 @@ class AttentionBackend(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Number of positions that each slot can hold at once."""
+        """Capacity of each slot in tokens."""
         ...
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """Tensor of each layer that holds its keys and values. `resize` replaces these tensors."""
+        """One tensor per layer, which has the keys and values of all slots. `resize` replaces these tensors."""
         ...
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Set the number of slots, and of tokens per slot. Data that fits both sizes is kept; the rest is zeros."""
+        """Set the number of slots, and the capacity of each slot in tokens. Keys and values that fit the new sizes are
+        kept. New memory is zero."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
+        """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
         ...
 
     def read(self, slot: int, length: int) -> Tensor:
-        """Return a copy of the first `length` positions of a slot in host memory, for `write`."""
+        """Return a copy, in host memory, of the keys and values at the first `length` positions of a slot. `write`
+        accepts it."""
         ...
 
     def write(self, slot: int, values: Tensor) -> None:
-        """Write values that `read` returned, for this or another slot, to the first positions of a slot."""
+        """Write keys and values that `read` returned to the first positions of a slot. It need not be the slot that was
+        read."""
         ...
 
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Move position `sources[i]` of slot `slots[i]` to `targets[i]`. All are read before any is written."""
+        """Move keys and values in slot `slots[i]` from position `sources[i]` to position `targets[i]`, for all i. All
+        are read before any is written."""
         ...
 
     def wipe(self, slot: int, start: int) -> None:
-        """Zero the positions from `start` on. A mask does not hide a value that is not finite, because 0 * NaN is
-        NaN."""
+        """Set the keys and values of a slot to zero from position `start` on. A mask is not enough to hide values that
+        are not finite, because 0 * NaN is NaN."""
         ...
 
     def plan(
         self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
     ) -> Any:
-        """Return the plan, for `attend`, of a pass of the target over slots [first, first + B).
+        """Return the plan of a target pass over slots [first, first + B). `attend` needs it.
 
-        Each row adds `new` nodes to its `lengths` committed positions. A node's position is the committed length plus
-        its depth in `depths` [B, N] (None: 0, 1, 2, ...). A node attends to all committed positions, and to the nodes
-        in `visible` [B, N, N] (None: itself and all before it)."""
+        Row b has `lengths[b]` committed positions and gets `new` nodes. A node's position is the committed length plus
+        its depth in `depths` [B, N] (None: 0, 1, 2, ...). A node attends to all committed positions of its row, and to
+        the nodes in `visible` [B, N, N] (None: itself and all nodes before it)."""
         ...
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> Any:
-        """Return the plan of the first pass of a draft, over slots [0, B).
+        """Return the plan of the first pass of a draft, over slots [0, B). `attend` needs it.
 
-        The last of each row's `lengths` committed entries attends to those from `starts` on. `written` lists the keys
-        and values that the pass writes (None: only those of the last entry)."""
+        Each row has one query: its last committed entry, `lengths[b] - 1`. It attends to entries [starts[b],
+        lengths[b]). `written` lists the entries whose keys and values the pass writes (None: only the last entry of
+        each row)."""
         ...
 
     def deeper(self, plan: Any, new: int, parents: Tensor | None = None) -> Any:
-        """Return the plan of a draft's next level: `new` nodes per row after those of `plan`.
+        """Return the plan of a draft's next level, with `new` nodes per row. The plan of the previous level, `plan`,
+        may not be used any more.
 
-        `plan` may not be used any more. A node attends to itself and to all that its parent attends to. `parents` [B,
-        new] are indices of nodes in `plan` (None: it has one node per row)."""
+        A node attends to itself and to everything that its parent attends to. `parents` [B, new] are the indices of the
+        parents among the nodes of `plan` (None: `plan` has one node per row)."""
         ...
 
     def attend(
         self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
     ) -> Tensor:
-        """Write key and value [B * N, K, E] (or [M, K, E] for the `written` entries of the plan), and return attention
-        [B * N, H * E] of query [B * N, H, E].
+        """Write the keys and values, [B * N, K, E] each, of a pass in this layer. Return the attention output
+        [B * N, H * E] of `query` [B * N, H, E].
 
-        Scores are scaled by E ** -0.5. Softmax is in float32 or wider. A node attends to the last `window` tokens,
-        itself included (None: all)."""
+        If the plan has `written` entries, key and value are [M, K, E], one for each entry. Scores are scaled by E **
+        -0.5. Softmax is computed in float32 or wider. A node attends to the last `window` tokens, itself included
+        (None: to all)."""
         ...

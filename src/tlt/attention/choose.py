@@ -1,4 +1,4 @@
-"""Factory of the attention backend, for the target and the drafter. Add a new backend here."""
+"""Factory of the attention backend for the target and the learned drafter. Add a new backend here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tlt.attention.slots import SlotAttention
 
 def attention_for(shape: HeadShape) -> SlotAttention:
     if shape.device.type == "cuda":
-        # cuDNN makes a plan for each new shape, and most passes have a new shape: 43 ms a pass on an H100
+        # cuDNN makes a plan for each new shape, which takes 43 ms on an H100, and most passes have a new shape
         torch.backends.cuda.enable_cudnn_sdp(False)
     return SlotAttention(shape)

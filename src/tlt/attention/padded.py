@@ -1,7 +1,7 @@
-"""Attention plans for CUDA graphs: their shapes do not depend on lengths, and the device computes them without the
-host.
+"""Attention plans for CUDA graphs. Their shapes do not depend on the rows' lengths, and their values are computed on
+the device.
 
-Shapes: B rows with padding, N nodes a row, T positions, K key-value heads.
+Shapes: B rows, padding included, N nodes per row, T positions, K key-value heads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tlt.attention.slots import RowSpan, SlotAttention, SlotPlan
 
 
 def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, visible: Tensor | None, depths: Tensor) -> SlotPlan:
-    """Return the plan of a target pass over slots [0, B), as `SlotAttention.plan` does.
+    """Return the plan of a target pass over slots [0, B), like `SlotAttention.plan`, for a CUDA graph.
 
-    Rows with a length of -1 in `lengths` [B] are padding: their keys and values are not kept, and their output is not
-    used. Every row attends over `tokens` positions. The mask hides those that a row does not have."""
+    `lengths` [B] are the committed lengths. A row with length -1 is padding: its keys and values are not kept, and its
+    output is not used. Every row attends over `tokens` positions. The mask hides positions that a row does not have."""
     rows, new = depths.shape
     committed = lengths.clamp(min=0)[:, None]
     order = torch.arange(max(rows, new, tokens), device=depths.device)
@@ -27,14 +27,17 @@ def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, visible: Ten
 
 
 def level_plan(slots: SlotAttention, rows: Tensor, positions: Tensor, seen: Tensor) -> SlotPlan:
-    """Return the plan of a level of draft chains, one node a row, which writes M entries: `rows` [M], where -1 is
-    padding that is not kept, and `positions` [M]. `seen` [B * K, 1, T] is the mask of what each row attends to."""
+    """Return the plan of one level of draft chains, with one node per row, for a CUDA graph.
+
+    The level writes M cache entries: position `positions[m]` of row `rows[m]`. A row of -1 is padding, which is not
+    kept. `seen` [B * K, 1, T] is the attention bias: 0 where a row attends, -inf elsewhere."""
     span = RowSpan(0, len(seen) // slots.shape.num_kv_heads, slots.tokens)
     return SlotPlan(0, 0, 1, _places(slots, rows, positions), [span], [seen], None)
 
 
 def _places(slots: SlotAttention, rows: Tensor, positions: Tensor) -> Tensor:
-    """Return where the keys of M entries lie, then their values, [2 * M * K]. Padding goes to the last spare entry."""
+    """Return the flat memory indices [2 * M * K] of M cache entries: first of their keys, then of their values. Padding
+    goes to the last spare entry."""
     heads, values = torch.arange(slots.shape.num_kv_heads, device=rows.device), slots.memory[0].shape[1]
     first = (rows[:, None] * len(heads) + heads) * slots.tokens
     keys = (first + (positions % slots.tokens)[:, None]).masked_fill(rows[:, None] < 0, values - 1).flatten()

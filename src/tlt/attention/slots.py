@@ -1,10 +1,13 @@
-"""Attention over contiguous slots: position p of a sequence is at index p of its slot, modulo the slot's size.
+"""Attention over contiguous slots. Position p of a sequence is stored at index p of its slot, modulo the slot's
+capacity.
 
-The target's slots are as long as its longest row, so nothing wraps. The learned drafter attends to a window, and its
-slots are ring buffers slightly longer than that. Rows of very different lengths are attended in several spans, each
-padded to its own longest row, because a CPU spends most of the time on reading keys and values.
+The target's slots are as long as its longest row, so they never wrap. The learned drafter attends to a window of
+tokens, and its slots are ring buffers slightly longer than the window. Rows of very different lengths are attended in
+several spans, and each span is padded to its own longest row. The reason is that a CPU spends most of the time on
+reading keys and values.
 
-Shapes: R slots, B rows of a pass, N new nodes a row, T tokens, H query heads, K key-value heads, E head size.
+Shapes: R slots, B rows in a pass, N new nodes per row, T tokens per slot, H query heads, K key-value heads, E head
+size.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from tlt.attention.backend import Entries, HeadShape
 from tlt.types import MAX_DRAFT_TOKENS
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
-_SPARE = 16  # entries behind the last slot, for keys and values of padding; 16, so that all values are aligned
+_SPARE = 16  # extra entries after the last slot, to which padding is written; 16, so that values are aligned
 
 
 class RowSpan(NamedTuple):
-    """Rows [low, high) of a pass, attended together over the first `tokens` indices of their slots."""
+    """Rows [low, high) of a pass, which attend in one call to the first `tokens` indices of their slots."""
 
     low: int
     high: int
@@ -33,42 +36,44 @@ class RowSpan(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """Plan of a pass: where its keys and values go, and what its nodes attend to. Every layer uses the same plan."""
+    """Plan of a pass: where keys and values are written, and what each node attends to. All layers share it."""
 
     first: int
     old: int
-    """number of nodes per row from earlier levels of the draft, after the committed positions"""
+    """number of nodes per row from earlier levels of the draft, which follow the committed positions"""
     nodes: int
-    """N"""
+    """N, the number of new nodes per row"""
     places: Tensor
-    """flat indices among all (key or value, slot, head, index) of the keys to write, then of the values"""
+    """[2 * M * K] flat indices into a layer's memory: where to write the keys of M nodes, then their values"""
     spans: list[RowSpan]
     biases: list[Tensor | None]
-    """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None if all is visible"""
+    """attention bias of each span, [rows * K, 1 or H/K * N, T]: 0 where a node attends, -inf elsewhere; None if it
+    attends to everything"""
     ahead: _Ahead | None
-    """state for the next level of a draft; None in a target's plan"""
+    """state from which `deeper` plans the next level of a draft; None in the plan of a target pass"""
     positions: Tensor | None = None
-    """[B, N] positions of the nodes, in a target's plan"""
+    """[B, N] positions of the nodes in a target pass; None in a draft"""
     windowed: dict[int, list[Tensor | None]] | None = None
-    """biases of layers with an attention window, by window in tokens"""
+    """biases of layers with an attention window: window in tokens -> one bias per span; filled at first use"""
 
 
 class _Ahead(NamedTuple):
-    """State from which the next level of a draft is planned."""
+    """State of a draft from which its next level is planned."""
 
     ends: np.ndarray
-    """[B] position of each row's last committed entry, the first node"""
+    """[B] position of each row's last committed entry, which is the first node of its draft"""
     starts: np.ndarray
-    """[B] position of the first visible entry"""
+    """[B] position of the first entry that each row attends to"""
     wraps: bool
-    """whether some row may reach the end of its ring buffer"""
+    """whether the draft of some row may reach the end of its ring buffer"""
     seen: Tensor | None
-    """[B * K, N, T] bias of the last level's nodes; None while all rows are chains that attend to everything"""
+    """[B * K, N, T] attention bias of the last level's nodes; None while every row is a chain that attends to
+    everything"""
 
 
 class SlotAttention:
-    """Attention backend with R slots of T tokens. Keys and values of a layer are [2, R, K, T, E], a view of the memory
-    [2, R * K * T + spare, E]."""
+    """Attention backend with R slots of T tokens. A layer's keys and values are [2, R, K, T, E] in `layers`, a view of
+    its `memory` [2, R * K * T + spare, E]."""
 
     def __init__(self, shape: HeadShape) -> None:
         self.shape = shape
@@ -84,7 +89,7 @@ class SlotAttention:
         return torch.zeros(2, slots * s.num_kv_heads * tokens + _SPARE, s.head_dim, dtype=s.dtype, device=s.device)
 
     def _slots_of(self, memory: Tensor, slots: int, tokens: int) -> Tensor:
-        """Return the view [2, R, K, T, E] of a layer's memory."""
+        """Return a layer's memory as a view [2, R, K, T, E], without the spare entries."""
         return memory[:, : memory.shape[1] - _SPARE].view(
             2, slots, self.shape.num_kv_heads, tokens, self.shape.head_dim
         )
@@ -168,7 +173,7 @@ class SlotAttention:
             places = plan.places + 1
         else:
             places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, new)[..., None])
-        if chain and seen is not None:  # the pass before is over, so its bias is changed in place
+        if chain and seen is not None:  # the previous level's pass is over, so its bias is changed in place
             seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
         elif not chain:
             assert parents is not None, "branches need parents"
@@ -184,16 +189,18 @@ class SlotAttention:
     # longer than all of its work here.
 
     def _heads(self, first: int, rows: int) -> np.ndarray:
-        """Return [rows, 1, K] flat indices, among all (slot, head, index), at which the heads of each slot begin."""
+        """Return the flat index, among all (slot, head, index), of the beginning of each head of each slot:
+        [rows, 1, K]."""
         heads = self.shape.num_kv_heads
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
     def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
-        """Return [B, N] indices of the new nodes in their slots."""
+        """Return the indices [B, N] of the `new` nodes in their slots. They follow `committed` [B] positions and `old`
+        nodes."""
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
     def _both(self, places: np.ndarray) -> Tensor:
-        """Return the flat indices of keys, followed by those of their values."""
+        """Return the flat memory indices of keys, followed by those of their values. `places` are those of the keys."""
         return self._tensor(np.add.outer((0, self.memory[0].shape[1]), places.ravel()).ravel())
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -203,15 +210,16 @@ class SlotAttention:
         return self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts))
 
     def beyond(self, ends: Tensor, starts: Tensor) -> Tensor:
-        """Return [B, T]: the position at each index of a slot minus that of the row's last committed entry, `ends` [B].
-        `starts` [B] are the first visible positions."""
+        """Return [B, T]: for each index of a slot, the position stored there minus `ends` [B], the position of the
+        row's last committed entry. `starts` [B] are the first visible positions."""
         ends, start = ends[:, None], starts[:, None]
-        # the first visible position is at its index, the others follow around the ring
+        # the first visible position is at its index, and later positions follow around the ring
         around = torch.arange(self.tokens, device=ends.device) - start % self.tokens
         return around + self.tokens * (around < 0) + (start - ends)
 
     def bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
-        """Return [rows * K, N, T], a new tensor, for nodes directly after the committed positions."""
+        """Return the attention bias [rows * K, N, T] of `new` nodes: 0 where a node attends, -inf elsewhere. `beyond`
+        [rows, T] is the position at each slot index, relative to the first node. `visible` is as in `TreeBatch`."""
         if visible is None:
             hidden = beyond[:, None] > torch.arange(new, device=beyond.device)[:, None]
         else:
@@ -220,7 +228,8 @@ class SlotAttention:
         return torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
 
     def by_query(self, bias: Tensor) -> Tensor:
-        """Return [rows * K, H/K * N, T], one row per query, for `bias` [rows * K, N, T]; `bias` itself if N is 1."""
+        """Return the bias [rows * K, N, T], repeated for the H/K queries that share a key-value head:
+        [rows * K, H/K * N, T]. If N is 1, return `bias` itself, which broadcasts."""
         rows, N, T = bias.shape
         if N == 1 or self.queries_per_kv == 1:
             return bias
@@ -229,10 +238,11 @@ class SlotAttention:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _biases(self, plan: SlotPlan, window: int | None) -> list[Tensor | None]:
-        """Return the biases of a layer with this window in tokens (None: no window).
+        """Return the attention biases, one per span, of a layer whose window is `window` tokens (None: no window).
 
         The window is applied to slot indices. A committed token's index is its position, but a tree node's index may be
-        larger. Tree nodes are never outside the window, because no window is smaller than the depth of a tree."""
+        larger. This is harmless, because no window is smaller than the depth of a tree, so tree nodes are always
+        inside."""
         if window is None or plan.positions is None or plan.windowed is None:
             return plan.biases
         if window not in plan.windowed:
@@ -270,7 +280,7 @@ class SlotAttention:
         return mixed.reshape(-1, self.shape.num_heads * size)
 
     def _attend_span(self, query: Tensor, both: Tensor, first: int, span: RowSpan, bias: Tensor | None) -> Tensor:
-        """Return attention for the span's rows of `query` [B * K, H/K * N, E], in the same layout."""
+        """Return the attention output of the span's rows. `query` has the rows of all spans, [B * K, H/K * N, E]."""
         heads, rows = self.shape.num_kv_heads, span.high - span.low
         if rows * heads < len(query):
             query = query.narrow(0, span.low * heads, rows * heads)
@@ -281,7 +291,8 @@ class SlotAttention:
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
-    """Cut the rows, in order, where padding each part to its own longest row saves more than a span costs."""
+    """Cut the rows of a pass into spans, in order. A cut is made where it saves more padding than an extra span costs.
+    `new` is the number of nodes per row."""
 
     def cut(low: int, high: int) -> list[RowSpan]:
         whole = max(lengths[low:high])

@@ -1,4 +1,4 @@
-"""Reference for the engine and its cache: the decoder with plain causal attention over whole rows."""
+"""Reference for the engine and its cache: the decoder with causal attention over whole rows, without a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tlt.models.decoder import Decoder
 
 
 def causal_hidden(target: Decoder, tokens: Tensor) -> Tensor:
-    """Return hidden states [R, W, D] after the final norm, for tokens [R, W]. Rows may be padded on the right."""
+    """Return hidden states [R, W, D] after the final norm, for R rows of W tokens [R, W]. Rows may be padded on the
+    right."""
     options, (rows, width) = target.options, tokens.shape
     share = options.num_heads // options.num_kv_heads
 

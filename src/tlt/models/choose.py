@@ -1,4 +1,4 @@
-"""Factory of a model's decoder."""
+"""Factories of the target's decoder, with or without weights."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from tlt.progress import working
 
 
 def decoder_for(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return a decoder without weights; `load` sets them. Raises ModelError."""
+    """Return the fused or the generic decoder for a Hugging Face config, without weights. Its method `load` sets them.
+    Raises ModelError."""
     options = decoder_options(config)
     return Decoder(options, dtype, device) if is_fused(config) else GenericDecoder(options, dtype, device, config)
 
 
 def folder_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """Return a folder's tensors by their names in transformers' model. Raises ModelError.
+    """Return the weights in a model folder by the names that they have in transformers' model. Raises ModelError.
 
-    The files of some families have other names, which transformers translates during loading."""
+    For some families, the files have other names. Then transformers loads the model, which translates the names."""
     if is_fused(read_config(folder)):
         return read_safetensors(folder)
     return load_model(folder, dtype, torch.device("cpu")).state_dict()
 
 
 def make_target(config: ModelConfig) -> Decoder:
-    """Return a decoder for a model folder, still without weights. Raises ModelError."""
+    """Return a decoder for the model folder that the recipe names, without weights. Raises ModelError."""
     target = decoder_for(read_config(config.path), torch_dtype(config), torch_device(config))
     target.cuda_graphs &= config.cuda_graphs
     return target
 
 
 def load_target(config: ModelConfig, folder: str | Path) -> Decoder:
-    """Return a decoder with the weights in a folder. Raises ModelError."""
+    """Return a decoder for the model that the recipe names, with the weights in `folder`. Raises ModelError."""
     target = make_target(config)
     with working(f"load {folder}"):
         target.load(folder_weights(folder, target.dtype), version=0)

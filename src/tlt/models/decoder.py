@@ -1,8 +1,9 @@
-"""The rollout decoder: Llama, Mistral, Qwen2 and Qwen3 in one forward pass, written for many small decode steps.
+"""Fused decoder of the rollout: one forward pass for Llama, Mistral, Qwen2 and Qwen3, written for many small decode
+steps.
 
-It owns only weights and arithmetic. `attend` stores keys and values, and the engine forms batches.
-Shapes: B rows, N new tokens a row, D hidden, H query heads, K key-value heads, E head size, V vocabulary, F
-feed-forward.
+The decoder has only weights and arithmetic. The function `attend` stores keys and values, and the engine forms batches.
+Shapes: B rows, N new tokens per row, D hidden size, H query heads, K key-value heads, E head size, V vocabulary, F
+feed-forward size.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 class Attend(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
-        """Store key and value [B * N, K, E] of the new tokens. Return attention [B * N, H * E] of query [B * N, H, E].
+        """Store the keys and values [B * N, K, E] of the new tokens in this layer. Return the attention output
+        [B * N, H * E] of `query` [B * N, H, E].
 
-        A query attends to all stored tokens of its row, or to the last `window`. Scores are scaled by E ** -0.5."""
+        A query attends to all stored tokens of its row, or to the last `window` of them. Scores are scaled by E **
+        -0.5."""
         ...
 
 
 class RMSNorm:
     """RMS norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 or wider.
 
-    The form x / hypot(|x|, sqrt(size * eps)) takes four operations, not seven. A decode step on a CPU spends most of
-    its time on starting operations.
+    It is computed as x / hypot(|x|, sqrt(size * eps)), which takes four operations instead of seven. The reason is that
+    a decode step on a CPU spends most of its time on starting operations.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -53,7 +56,8 @@ class RMSNorm:
         return scaled.to(x.dtype) if x.dtype == torch.bfloat16 else scaled
 
     def unit(self, x: Tensor) -> Tensor:
-        """Return x / hypot(...), without the factor `self.weight` [size], for a caller that folds it into a matrix."""
+        """Return x / hypot(|x|, sqrt(size * eps)): the norm without `self.weight` [size]. The caller folds the weight
+        into the matrix of the next product."""
         return self._unit(x).to(x.dtype)
 
     def _unit(self, x: Tensor) -> Tensor:
@@ -73,29 +77,31 @@ class Layer:
 
 
 class Decoder:
-    """Target model of the engine. It has no weights until `load`, which is called again after every update.
+    """Target model of the engine, as one fused forward pass. It has no weights until the first `load`. `load` is called
+    again after every update of the policy.
 
-    `version` is that of the loaded weights, or -1."""
+    `version` is the version of the loaded weights, or -1 before the first `load`."""
 
     can_be_captured = True
-    """whether the host waits for no result during a pass, so that the pass can be captured as a CUDA graph"""
+    """whether a pass can be captured as a CUDA graph, because the host never waits for the device during it"""
 
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
         self.options = options
         self.dtype = dtype
         self.device = device
         self.version = -1
-        self.cuda_graphs = device.type == "cuda"  # passes and drafts are replayed
+        self.cuda_graphs = device.type == "cuda"  # whether passes and drafts are replayed as CUDA graphs
         self.layers: list[Layer] = []
         self._cis = rotary_table(options, dtype, device)
 
     def empty(self) -> Decoder:
-        """Return another target with the same options, without weights."""
+        """Return another decoder with the same options and without weights."""
         return Decoder(self.options, self.dtype, self.device)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copy all weights by their Hugging Face names, fused and re-ordered. On ModelError the old ones are kept."""
+        """Copy all weights, given by their Hugging Face names, into the fused layout. If this raises ModelError, the
+        old weights are kept."""
         loader = _Loader(state, self.options, self.dtype, self.device)
         layers = [loader.layer(i) for i in range(self.options.num_layers)]
         embedding = loader.own(_EMBEDDING, (self.options.vocab_size, self.options.hidden_size))
@@ -108,9 +114,10 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
-        """Return hidden states [B, N, D] after the final norm, for tokens and positions [B, N].
+        """Return the hidden states [B, N, D] after the final norm, for `tokens` [B, N] at `positions` [B, N].
 
-        The keys of `taps` are layer numbers. Each value is set to the hidden states [B * N, D] that enter the layer.
+        `taps` asks for hidden states of other layers. Its keys are layer numbers, and each value is set to the hidden
+        states [B * N, D] that enter the layer.
         """
         o = self.options
         heads, split = o.num_heads + o.num_kv_heads, (o.num_heads + o.num_kv_heads) * o.head_dim
@@ -134,7 +141,7 @@ class Decoder:
         return self.norm(x).view(*tokens.shape, -1)
 
     def cis(self, positions: Tensor) -> Tensor:
-        """Return cos + i sin [M, 1, E/2] at positions [M], for `rotate`."""
+        """Return the rotary factors cos + i sin [M, 1, E/2] for positions [M], as `rotate` takes them."""
         return self._cis[positions]
 
     @torch.inference_mode()
@@ -144,14 +151,16 @@ class Decoder:
 
 
 def rotary_table(options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return cos + i sin [max_positions, 1, E/2] of all positions. Angles are in float32, or float64 for that dtype."""
+    """Return the rotary factors cos + i sin of all positions, [max_positions, 1, E/2]. Angles are computed in float64
+    for a float64 model, else in float32."""
     angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(torch.arange(options.max_positions, dtype=angle_dtype), options.inv_freq.to(angle_dtype))
     return (torch.polar(torch.ones_like(angles), angles) * options.attention_scaling).unsqueeze(1).to(device)
 
 
 def rotate(x: Tensor, cis: Tensor) -> Tensor:
-    """Rotate interleaved pairs by one complex product. bfloat16 is widened, because it has no complex type."""
+    """Apply the rotary embedding to x [M, heads, E]: multiply its pairs (2i, 2i + 1), as complex numbers, by `cis`
+    [M, 1, E/2]. bfloat16 is converted to float32 for this, because it has no complex type."""
     narrow = x.dtype == torch.bfloat16
     wide = x.float() if narrow else x
     pairs = torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2))
@@ -168,7 +177,7 @@ def rotate_(x: Tensor, cis: Tensor) -> None:
 
 
 class _Loader:
-    """Reader of tensors by name, which checks shapes and records the names that were read."""
+    """Reader of a model's weights by name. It checks their shapes and records which names were read."""
 
     def __init__(
         self, state: Mapping[str, Tensor], options: DecoderOptions, dtype: torch.dtype, device: torch.device
@@ -177,11 +186,12 @@ class _Loader:
         self.taken: set[str] = set()
 
     def own(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy, so that the policy's next update does not change the engine before the next `load`."""
+        """Return a copy of a weight, so that the policy's next update does not change the engine before the next
+        `load`."""
         return self.take(name, shape).clone(memory_format=torch.contiguous_format)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor that may share memory with the policy, for a caller that copies it."""
+        """Return a weight that may share memory with the policy. The caller must copy it."""
         if name not in self.state:
             raise ModelError(f"the weights lack {name}: the checkpoint does not fit its config.json")
         tensor = self.state[name]
@@ -194,13 +204,13 @@ class _Loader:
         return RMSNorm(self.take(name, (self.options.hidden_size,)), self.options.rms_norm_eps)
 
     def head(self, embedding: Tensor) -> Tensor:
-        """Return the head. If config.json ties it to the embedding, a different head among the weights is still used,
-        as in transformers.
+        """Return the weight of the head. If config.json ties it to the embedding, but the weights have a different
+        head, that head is used, as in transformers.
 
-        If a tied head equals the embedding, it is not stored a second time."""
+        A tied head that equals the embedding is not stored a second time."""
         tied = self.options.tied
         both = [self.state[name] for name in (_HEAD, _EMBEDDING) if name in self.state] if tied else []
-        if tied and both[0].data_ptr() == both[-1].data_ptr():  # alive in `both`: freed memory may be reused
+        if tied and both[0].data_ptr() == both[-1].data_ptr():  # `both` keeps them alive: freed memory may be reused
             self.taken.add(_HEAD)
             return embedding
         head = self.own(_HEAD, tuple(embedding.shape))
@@ -250,8 +260,9 @@ class _Loader:
 
 
 def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Re-order query or key heads [heads * E, ...] from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1).
+    """Re-order the weights of query or key heads [heads * E, ...] from Hugging Face's halves (i, i + E/2) to pairs
+    (2i, 2i + 1).
 
-    `rotate` needs pairs. Queries and keys are re-ordered alike, so their products do not change."""
+    `rotate` needs pairs. Queries and keys are re-ordered in the same way, so their dot products do not change."""
     halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()

@@ -25,12 +25,12 @@ def torch_device(config: ModelConfig) -> torch.device:
     count = torch.cuda.device_count()
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
-    # PyTorch 2.9 asks for it if algorithms are deterministic (rl/deterministic.py), and reads it at its first product
+    # PyTorch 2.9 needs this for deterministic algorithms (rl/deterministic.py) and reads it at its first matrix product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)
 
 
 def share_cores(config: Config) -> bool:
-    """Return whether the workers run on this machine's CPU and outnumber its cores. Look-ahead is then off."""
+    """Return whether the workers run on this machine's CPU and outnumber its cores. If so, look-ahead is off."""
     alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
     return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))

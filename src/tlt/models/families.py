@@ -1,7 +1,7 @@
-"""Decoder options, read from a Hugging Face config.
+"""Options of decoders, read from a Hugging Face config.
 
-The fused decoder (decoder.py) supports the families in FAMILIES. Every other causal language model of transformers is
-decoded by its own code (generic.py), if its only state is keys and values.
+The fused decoder (decoder.py) supports the families in FAMILIES. For other causal language models, the generic decoder
+(generic.py) runs transformers' own code, if the model's only state is keys and values.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class DecoderOptions:
     out_bias: bool
     mlp_bias: bool
     tied: bool
-    """whether the embedding is the head, unless the weights hold another one"""
+    """whether the embedding also serves as the head, unless the weights have another head"""
     max_positions: int
-    """longest sequence that weights and rotary embedding support; longer ones are refused"""
+    """longest sequence in tokens that the weights and the rotary embedding support; longer requests are refused"""
     inv_freq: Tensor
-    """[head_dim / 2] float32, with rope scaling applied"""
+    """[head_dim / 2] inverse frequencies of the rotary embedding in float32, with rope scaling applied"""
     attention_scaling: float
-    """factor on cos and sin (yarn, longrope)"""
+    """factor on cos and sin of the rotary embedding, for the rope types yarn and longrope"""
     limited_by: str = "max_position_embeddings"
-    """the field of config.json that max_positions comes from"""
+    """name of the config.json field that limits `max_positions`"""
 
 
 def model_folder(folder: str | Path) -> Path:
@@ -91,7 +91,8 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def refuse_byte_order_marks(folder: Path) -> None:
-    """Raise ModelError for a byte-order mark. transformers would fail, and may blame another file."""
+    """Raise ModelError if a .json file in the folder begins with a byte-order mark. transformers would fail, and its
+    error may name another file."""
     for file in sorted(folder.glob("*.json")):
         with file.open("rb") as content:
             if content.read(3).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -99,7 +100,7 @@ def refuse_byte_order_marks(folder: Path) -> None:
 
 
 def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
-    """Raise ModelError for a run's folder, whose config.json is a recipe."""
+    """Raise ModelError if the folder is that of a run, because its config.json is a recipe and no model's config."""
     saved = sorted((path / "checkpoints").glob("step_*"))
     if "model_type" not in raw and saved:
         raise ModelError(f"{path} is the folder of a run: give {saved[-1] / 'policy'}, or a folder from tlt export")
@@ -123,14 +124,15 @@ def _check_family(path: Path, kind: Any) -> None:
 
 
 def base_of(rope: Mapping[str, Any]) -> float:
-    """Return rope_theta, or 1e4 if there is none, for example because each type of layer has its own.
+    """Return `rope_theta`, the base of the rotary embedding. Return 1e4 if the config has none, for example because
+    each type of layer has its own.
 
-    It is used for the learned drafter of a target that the fused decoder does not support."""
+    This base is used for the learned drafter of a target that the fused decoder does not support."""
     return rope.get("rope_theta", 1e4)
 
 
 def is_fused(config: PreTrainedConfig) -> bool:
-    """Return whether the fused decoder supports the family."""
+    """Return whether the fused decoder supports this model's family."""
     return config.model_type in FAMILIES
 
 
@@ -144,7 +146,7 @@ def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
 
 
 def _refuse_sizes(options: DecoderOptions) -> None:
-    """Raise ModelError for sizes that transformers accepts but no decoder can have."""
+    """Raise ModelError for sizes that transformers accepts but no decoder can have, such as 0 layers."""
     for name in _SIZES:
         value, least = getattr(options, name), 1
         if name == "max_positions":
@@ -199,9 +201,10 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
 
 
 def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
-    """Return options that all families have, with `limit` as `max_positions` and `limited_by`.
+    """Return the options that are common to all families. `limit` is (`max_positions`, `limited_by`).
 
-    Fields that only the fused decoder's layers read, and defaults of missing fields, describe the learned drafter."""
+    The generic decoder does not read fields such as `intermediate_size`. For its targets, these fields and the defaults
+    of missing ones describe the layer of the learned drafter."""
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = base_of(getattr(c, "rope_parameters", None) or {})
     return DecoderOptions(
@@ -226,7 +229,8 @@ def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
 
 
 def _refuse_unknown(c: Any) -> None:
-    """Raise ModelError for options that transformers, and thus the policy, supports but the fused decoder does not."""
+    """Raise ModelError for options that transformers supports, and so the policy, but that the fused decoder does not
+    support."""
     if c.hidden_act != "silu":
         raise ModelError(
             f"config.json has hidden_act = {c.hidden_act!r}, but tlt supports only silu: use another model"
@@ -256,7 +260,8 @@ def _refuse_untrainable(c: Any) -> None:
 
 
 def _rotary_embedding(config: Any, head_dim: int) -> Any:
-    """Return the family's rotary module of transformers, because it implements every kind of rope scaling."""
+    """Return transformers' rotary embedding module for the family. It is used because it implements every kind of rope
+    scaling."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in ROPES:
         raise ModelError(
@@ -281,9 +286,9 @@ def _last_line(error: Exception) -> str:
 
 
 def _max_positions(config: Any) -> tuple[int, str]:
-    """Return the longest sequence whose cached keys stay valid, and the config field that limits it.
+    """Return the length in tokens up to which cached keys stay valid, and the config field that limits it.
 
-    Beyond it, some ropes change their frequencies, and a sliding window cuts the context."""
+    In longer sequences, some ropes change their frequencies, and a sliding window cuts the context."""
     limits = [_trained_positions(config)]
     typed = config.model_type in ("qwen2", "qwen3")  # other families have the window in every layer
     if getattr(config, "sliding_window", None) and (not typed or "sliding_attention" in config.layer_types):

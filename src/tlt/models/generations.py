@@ -1,7 +1,7 @@
 """Model config.json that both transformers 4 and transformers 5 can read.
 
-Version 5 moved or renamed fields. Version 4 silently uses defaults for the fields that it does not find. Inference
-engines pin either version.
+Version 5 moved or renamed fields. If version 4 does not find a field, it silently uses a default. Inference engines
+require one version or the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 
 def for_both_generations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the fields of version 4 to a config of version 5: rope_theta, rope_scaling and torch_dtype."""
+    """Return a copy of a version 5 config with the fields of version 4 added: rope_theta, rope_scaling and
+    torch_dtype."""
     rope = dict(config.get("rope_parameters") or {})
     found = dict(config)
     if "rope_theta" in rope:

@@ -1,8 +1,8 @@
-"""Target of any family: transformers' own model with the engine's attention.
+"""Target model of any family: transformers' own model with the engine's attention.
 
 The attention function is registered with transformers, so it serves every model whose layers use that registry. Norms,
-rotary embeddings, experts and the scalings of embeddings and logits are the family's own code. Products with a weight
-are those of the fused decoder (product.py).
+rotary embeddings, experts, and scalings of embeddings and logits are the family's own code. Linear layers are replaced
+by `Product` (product.py), as in the fused decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def attend(
     sliding_window: int | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return the engine's attention [B, N, H, E] for query [B, H, N, E], key and value [B, K, N, E] of new tokens.
+    """Call the engine's attention for a layer of transformers. Return its output [B, N, H, E], for `query` [B, H, N, E]
+    and for `key` and `value` [B, K, N, E] of the new tokens.
 
     Raises ValueError for an argument that the engine does not support."""
     if engine_attends is None:
@@ -70,14 +71,15 @@ minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-de
 opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
 """
 TRIED = frozenset(_TRIED.split())
-"""families that pass `make families`"""
+"""transformers model types that pass `make families` (bench/families.py)"""
 
 AttentionInterface.register(_NAME, attend)
 AttentionMaskInterface.register(_NAME, lambda *arguments, **settings: None)
 
 
 class GenericDecoder(Decoder):
-    """Target model of the engine, for a family that the fused decoder does not support."""
+    """Target model of the engine for a family that the fused decoder does not support. It runs transformers' own
+    model."""
 
     can_be_captured = False  # experts are chosen on the host
 
@@ -117,7 +119,8 @@ class GenericDecoder(Decoder):
             raise ValueError("its layers support only their own attention") from None
 
     def _check_layers(self) -> None:
-        """Raise ValueError for a model with other state than keys and values of the sizes in config.json."""
+        """Run two tokens through the model. Raise ValueError if it has state other than keys and values, or if their
+        sizes or its sliding window differ from config.json."""
         o, layers, windows = self.options, list[int](), 0
 
         def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
@@ -160,7 +163,7 @@ class _PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight [outputs, inputs], which the routers of some families read."""
+        """Weight [outputs, inputs]. Expert routers of some families read it instead of calling the layer."""
         return self.product.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +171,8 @@ class _PackedLinear(nn.Module):
 
 
 def _pack(model: nn.Module) -> None:
-    """Replace linear layers by `Product`. Their weights change only at a weight sync."""
+    """Replace all linear layers of a model by `Product`, which is fast for weights that change only at a weight
+    sync."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

@@ -1,4 +1,5 @@
-"""Head of a causal language model: its own path from hidden states to logits, with its scalings and soft caps."""
+"""Head of a transformers causal language model: its own code from hidden states to logits, with scalings and soft
+caps."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LINEAR = 1e-4  # relative to the largest logit
+_LINEAR = 1e-4  # tolerance relative to the largest logit, up to which logits count as proportional
 
 
 class Head:
-    """Function from hidden states after the final norm to logits. It shares the model's weights, so it follows their
-    changes."""
+    """Function from hidden states after the final norm to logits, by the model's own code. It shares the model's
+    weights, so it follows their changes."""
 
     def __init__(self, model: Any) -> None:
         self._model = copy.copy(model)
@@ -26,10 +27,11 @@ class Head:
 
     @torch.no_grad()
     def scaled(self, weight: Tensor) -> Tensor:
-        """Return the head's weight [V, D] times the factor between the logits and hidden @ weight.T, because a drafter
-        uses only the weight.
+        """Return the head's weight [V, D], scaled so that hidden @ weight.T equals the logits. A drafter uses only this
+        weight.
 
-        The factor is 1 if the two are not proportional, for example with a soft cap. Learned drafts are then worse."""
+        If logits are not proportional to hidden @ weight.T, for example because of a soft cap, the weight is returned
+        unchanged. The learned drafter is then less accurate."""
         hidden = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
         plain, own = (hidden @ weight.t()).double(), self(hidden).double()
         factor = round(float((plain * own).sum() / plain.square().sum()), 5)
@@ -38,11 +40,11 @@ class Head:
 
 
 class _Given(nn.Module):
-    """Stand-in for all layers, which returns known hidden states."""
+    """Stand-in for a base model, which returns the hidden states that it receives."""
 
     @property
     def decoder(self) -> _Given:
-        """Layers of a family whose base model has them inside."""
+        """The stand-in itself, for families whose base model has its layers in `decoder`."""
         return self
 
     def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> _Output:
@@ -50,7 +52,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """Output of a base model with only the hidden states, which are all that the head reads."""
+    """Output of a base model that has hidden states only, because a head reads nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -23,7 +23,7 @@ _GENERATION = "generation_config.json"
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the model of a folder, without dropout. Raises ModelError."""
+    """Return the transformers model in a folder, in evaluation mode (without dropout). Raises ModelError."""
     if (file := Path(folder) / _GENERATION).is_file():
         refuse_byte_order_marks(file.parent)
         with errors_as(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
@@ -53,15 +53,17 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def experts_in(dtype: torch.dtype) -> dict[str, str]:
-    """Return transformers' settings for mixtures of experts. torch's grouped product has no float64."""
+    """Return arguments for transformers' model loading that choose the implementation of experts for this dtype. In
+    float64 it is "eager", because torch's grouped matrix product has no float64."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write config.json, the weights and generation_config.json. `weights` replace the model's own.
+    """Write config.json, the weights and generation_config.json to a folder. `weights` replace the model's own
+    (default).
 
-    transformers refuses to write some generation configs that it has read, such as a temperature without do_sample.
-    They are written unchanged. In a process group transformers would write on rank 0 alone, but here any rank may save.
+    transformers refuses to write some generation configs that it can read, such as a temperature without do_sample.
+    Here they are written unchanged. In a process group, transformers writes on rank 0 only, but here any rank may save.
     """
     generation, model.generation_config = model.generation_config, GenerationConfig()
     model.should_save_on_this_rank = lambda is_main_process: True
@@ -76,21 +78,23 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 
 
 def as_in_files(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a model's tensors with the names and shapes of checkpoints.
+    """Return a model's weights with the names and shapes that they have in checkpoint files.
 
-    transformers 5 uses others in memory for some families, for example one tensor for all experts of a layer."""
+    In memory, transformers 5 uses other names and shapes for some families, for example one tensor for all experts of a
+    layer."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return revert_weight_conversion(model, dict(weights))
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether the head is the embedding, whatever config.json says."""
+    """Return whether the model's head and embedding are the same tensor, whatever config.json says."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Compute the activations of each layer again in the backward pass. Raises ModelError."""
+    """Turn on activation checkpointing: the backward pass computes the activations of each layer again. Raises
+    ModelError if the model does not support it."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not (layers and model.supports_gradient_checkpointing):
         raise ModelError(
@@ -106,7 +110,8 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def _checkpoint(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *inputs: Any) -> Any:
-    """Checkpoint a layer that runs in evaluation mode, because some families apply dropout in the layer itself."""
+    """Run a layer under activation checkpointing, but in evaluation mode, because some families apply dropout in the
+    layer itself."""
 
     def evaluate(*inputs: Any) -> Any:
         layer.training = False

@@ -1,8 +1,8 @@
-"""An int8 copy of the target: on a CPU its passes over a few rows take about a third of the time, so it can draft.
+"""Int8 copy of the target, used as a drafter on CPUs. Its passes over a few rows take about a third of the time.
 
-Each output of a weight has a scale of its own, and the inputs of a product share one, by PyTorch's dynamic
-quantization. Embedding and norms are the target's own. CPU time in ms of all products in a pass of SmolLM2-135M, on
-one thread with AVX-512:
+Each output channel of a weight has its own scale. All inputs of a product share one scale, as in PyTorch's dynamic
+quantization. Embedding and norms are shared with the target. CPU time in ms of all matrix products in a pass of
+SmolLM2-135M, on one thread with AVX-512:
 
     rows                1    2    4    8   16
     float32 packed     44   62   38   51   71
@@ -26,18 +26,19 @@ from torch import Tensor
 from tlt.models.decoder import Decoder, Layer
 from tlt.models.product import Product
 
-_SHARE = 0.005  # share of the time that quantizing may take. Weights of some updates before accept hardly fewer tokens
+_SHARE = 0.005  # maximum share of the time for quantizing; slightly older weights have almost the same acceptance rate
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
 def can_quantize(target: Decoder) -> bool:
-    """Return whether the target is the fused decoder on a CPU for which PyTorch has int8 products."""
+    """Return whether an int8 copy can be made: the target is the fused decoder on a CPU, and PyTorch has int8 products
+    for this CPU."""
     has_products = torch.backends.quantized.engine != "none" and hasattr(torch.ops.quantized, "linear_dynamic")
     return type(target) is Decoder and target.device.type == "cpu" and has_products
 
 
 class Int8Product:
-    """The product of a `Product`, with an int8 weight and inputs quantized to 8 bits."""
+    """Int8 version of a `Product`. The weight is int8, and inputs are quantized to 8 bits at each call."""
 
     def __init__(self, product: Product) -> None:
         weight = product.weight.t().float()  # [N, K]
@@ -57,7 +58,7 @@ class Int8Product:
 
 
 class Int8Copy:
-    """The int8 copy of a target, made at its first use."""
+    """Int8 copy of a target, made when it is first used."""
 
     def __init__(self, target: Decoder) -> None:
         self._copy = target.empty()
@@ -66,14 +67,14 @@ class Int8Copy:
 
     @classmethod
     def of(cls, target: Decoder) -> Int8Copy:
-        """Return the one copy of this target, which all engines with it share."""
+        """Return the int8 copy of this target. All engines with this target share it."""
         if target not in _COPIES:
             _COPIES[target] = cls(target)
         return _COPIES[target]
 
     def refresh(self, target: Decoder) -> None:
-        """Quantize the target's present weights if there is a copy of older ones, unless that would take more than
-        0.5 % of the time. If they are not finite, the older copy is kept."""
+        """Quantize the target's current weights, if there is a copy of older ones. Do nothing if quantizing would take
+        more than 0.5 % of the time. If the current weights are not finite, keep the older copy."""
         is_old = self._copy.layers and self._version != target.version
         if is_old and time.perf_counter() - self._ended >= self._seconds / _SHARE:
             with suppress(ArithmeticError):
@@ -92,7 +93,8 @@ class Int8Copy:
         self._seconds = self._ended - began
 
     def decoder(self, target: Decoder) -> Decoder:
-        """Return the copy. Its embedding and norms are those of the target now, so that no old ones are kept alive."""
+        """Return the copy as a decoder. Its embedding and norms are always the target's current ones, so that old
+        tensors are not kept in memory."""
         if not self._copy.layers:
             self._quantize(target)
         elif self._copy.embedding is not target.embedding:

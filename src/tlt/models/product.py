@@ -1,7 +1,7 @@
-"""Matrix products with weights that change only at a weight sync, in the fastest layout on this machine.
+"""Matrix products whose weights change only at a weight sync, in the fastest memory layout on this machine.
 
-MKL re-packs a weight in each product of two or more rows, so a pass over four tokens takes almost twice as long as
-over one. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread with AVX-512:
+MKL packs the weight again in each product of two or more rows, so a pass over four tokens takes almost twice as long
+as over one. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread with AVX-512:
 
     rows                1    2    4    8   16   32   64
     float32 plain      31   45   52   71   85   94  127
@@ -19,21 +19,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_ROWS = 4  # rows of the timed products: a short draft
-_REPEATS = 5  # the minimum counts, so that other processes matter little
-_TIMED_BYTES, _COPIES = 1 << 25, 16  # more than a CPU cache holds, because a pass finds no weight there
+_ROWS = 4  # number of rows in the timed products, as for a short draft
+_REPEATS = 5  # number of timings; the shortest counts, so that other processes matter little
+_TIMED_BYTES, _COPIES = 1 << 25, 16  # more than a CPU cache holds, as in a real pass
 NEVER = 1 << 62
 
 
 class Product:
-    """Product x @ weight.T + bias for a weight [N, K] in Hugging Face's layout.
+    """Function x @ weight.T + bias for a weight [N, K] in Hugging Face's layout.
 
-    Products of at least `packed_from` rows use a packed weight. On most CPUs one row is faster with a plain float32
-    weight, so both are kept.
+    Products of at least `packed_from` rows use a weight packed by oneDNN. On most CPUs, a product of one row is faster
+    with the unpacked float32 weight, so both are kept.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
-        """Prepare the layouts. With `shared`, `weight` is not copied. The caller must not change it."""
+        """Prepare the memory layouts. If `shared` is true, `weight` is not copied, so the caller must not change it."""
         self.bias = bias
         cpu = weight.device.type == "cpu"
         key = (*weight.shape, weight.dtype, shared, torch.get_num_threads())
@@ -53,10 +53,11 @@ class Product:
 
 @cache
 def packed_from(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, threads: int) -> int:
-    """Return the smallest number of rows for which a packed weight is faster than a plain one, timed at 1 and 4 rows.
+    """Return the smallest number of rows for which a packed weight is faster than an unpacked one: 1, 2 or NEVER. Both
+    are timed with 1 and 4 rows.
 
-    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster plain, because a oneDNN call has 20 us of
-    overhead."""
+    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster unpacked, because a call of oneDNN has an
+    overhead of 20 us."""
     if not _can_pack(dtype):
         return NEVER
     outputs = min(outputs, max(1, _TIMED_BYTES // (inputs * dtype.itemsize)))  # part of a large head is enough

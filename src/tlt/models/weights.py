@@ -1,4 +1,4 @@
-"""Weights by their Hugging Face names: safetensors files, and digests."""
+"""Weights by their Hugging Face names: reading of safetensors files, and sha256 digests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _SINGLE = "model.safetensors"
 
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint folder. As in transformers, shards are read if there is no single file.
+    """Return all tensors of a checkpoint folder by name. Shards are read only if there is no model.safetensors, as in
+    transformers.
 
     Pickle files are never read. Raises ModelError."""
     tensors: dict[str, Tensor] = {}
@@ -64,7 +65,8 @@ _OF_A_MODEL = {".safetensors", ".json", ".jinja", ".txt", ".model"}
 
 
 def folder_sha256(folder: str | Path) -> str:
-    """Return the sha256 of a model folder's files, by name and content: weights, configurations, tokenizer."""
+    """Return the sha256 of a model folder, from the names and contents of its weights, configurations and tokenizer
+    files."""
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _OF_A_MODEL and path.is_file()):
         with path.open("rb") as file:
@@ -73,7 +75,8 @@ def folder_sha256(folder: str | Path) -> str:
 
 
 def sha256(state: Mapping[str, Tensor]) -> str:
-    """Return the sha256 of tensors by name, dtype, shape and little-endian bytes. Shared memory counts once."""
+    """Return the sha256 of weights, from their names, dtypes, shapes and little-endian bytes. If several names share
+    one tensor, only the first name in alphabetical order counts."""
     digest = hashlib.sha256()
     seen: dict[tuple[Any, ...], Tensor] = {}  # kept alive, because freed memory may be reused
     for name in sorted(state):
