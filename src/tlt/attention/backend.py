@@ -28,8 +28,7 @@ class TreeBatch(NamedTuple):
     """[B, N] depth of each node in its tree; the root has depth 0"""
     visible: Tensor | None
     nodes: Tensor | None = None
-    """[M] flat indices b * N + n of the nodes that are not padding, if only these are computed; None: all are
-    computed"""
+    """[M] flat indices b * N + n of the nodes to compute, which are not padding; None: all are computed"""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class HeadShape:
 
     @classmethod
     def of(cls, options: Any, dtype: torch.dtype, device: torch.device) -> HeadShape:
-        """Return the shape for a model's `DecoderOptions`. `options` has type Any, because this package does not import
-        `tlt.models`."""
+        """Return the shape for a model's `DecoderOptions`, a type that this package does not import."""
         o = options
         return cls(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, dtype, device)
 
@@ -84,8 +82,7 @@ class AttentionBackend(Protocol):
         ...
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Set the number of slots, and the capacity of each slot in tokens. Keys and values that fit the new sizes are
-        kept. New memory is zero."""
+        """Set the number of slots, and of tokens per slot. Keys and values that fit are kept. New memory is zero."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -93,13 +90,11 @@ class AttentionBackend(Protocol):
         ...
 
     def read(self, slot: int, length: int) -> Tensor:
-        """Return a copy, in host memory, of the keys and values at the first `length` positions of a slot. `write`
-        accepts it."""
+        """Return a copy of the keys and values at the first `length` positions of a slot, in host memory."""
         ...
 
     def write(self, slot: int, values: Tensor) -> None:
-        """Write keys and values that `read` returned to the first positions of a slot. It need not be the slot that was
-        read."""
+        """Write keys and values that `read` returned, for this or another slot, to the first positions of a slot."""
         ...
 
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:

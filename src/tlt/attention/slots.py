@@ -67,8 +67,7 @@ class _Ahead(NamedTuple):
     wraps: bool
     """whether the draft of some row may reach the end of its ring buffer"""
     seen: Tensor | None
-    """[B * K, N, T] attention bias of the last level's nodes; None while every row is a chain that attends to
-    everything"""
+    """[B * K, N, T] attention bias of the last level's nodes; None if all rows are chains that attend to all entries"""
 
 
 class SlotAttention:
@@ -189,14 +188,12 @@ class SlotAttention:
     # longer than all of its work here.
 
     def _heads(self, first: int, rows: int) -> np.ndarray:
-        """Return the flat index, among all (slot, head, index), of the beginning of each head of each slot:
-        [rows, 1, K]."""
+        """Return the flat index [rows, 1, K], among all (slot, head, index), where each head of each slot begins."""
         heads = self.shape.num_kv_heads
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
     def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
-        """Return the indices [B, N] of the `new` nodes in their slots. They follow `committed` [B] positions and `old`
-        nodes."""
+        """Return the indices [B, N] of new nodes in their slots, after `committed` [B] positions and `old` nodes."""
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
     def _both(self, places: np.ndarray) -> Tensor:

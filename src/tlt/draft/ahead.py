@@ -1,9 +1,9 @@
-"""Look-ahead: the response of an older target to a request, with the request's own seed, is a draft for the current
-target.
+"""Look-ahead: the response of an older target version to a request, with the request's own seed, is a draft for the
+current version.
 
-A request's noise is a function of its seed and position. So two versions of a target give the same response, except
-where an update changed which token has the largest noisy score. The old response is a chain whose tokens are all known,
-so it needs no drafter. A response that is old, truncated or of another request is only a bad draft.
+A request's noise is a function of its seed and the position. So two target versions give the same response, except
+where an update changed which token has the largest noisy score. The old response is a chain of known tokens, so it
+needs no drafter. If it is old, truncated or of another request, fewer of its tokens are accepted.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import numpy as np
 
 from tlt.types import MAX_DRAFT_TOKENS, Request, Response, Row
 
-_LEAST = 4  # smallest limit of a chain in tokens, also used after a divergence
+_LEAST = 4  # smallest limit of a chain in tokens; also the first limit after a divergence
 _CONTEXT = 4  # number of last tokens that are searched in old responses after a divergence
 
 
 class Ahead(NamedTuple):
-    """Look-ahead draft of a request."""
+    """Look-ahead draft of a request: its response by an older target version."""
 
     seed: int
     prompt: tuple[int, ...]
     tokens: np.ndarray
-    """[n] int32"""
+    """[n] int32 tokens of the old response"""
     version: int
-    """version of the target that decoded the last part"""
+    """target version that decoded the last part of the response"""
     ended: bool
 
     @classmethod
     def of(cls, decoded: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
-        """Return the tokens of a row or a response, followed by `rest`, the older tokens that are expected to come
-        next."""
+        """Return a draft with the tokens of a row or a response. `rest` are older tokens that are expected to follow
+        them. `ended`: the response is complete."""
         tokens = decoded.tokens if isinstance(decoded, Row) else decoded.token_ids
         both = np.array([*tokens, *rest], dtype=np.int32)
         return cls(decoded.request.seed, decoded.request.prompt.token_ids, both, version, ended)
 
 
 class AheadStore:
-    """Look-ahead drafts by the request's seed. Beyond `most_tokens` tokens the oldest entries are dropped."""
+    """Store of look-ahead drafts by the request's seed. Beyond `most_tokens` tokens in all, the oldest are dropped."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens, self.tokens = most_tokens, 0
@@ -88,7 +88,7 @@ class AheadStore:
         return known is not None and known.ended
 
     def group(self, request: Request) -> list[Ahead]:
-        """Return the entries of the request and its siblings, its own first if there is one."""
+        """Return the drafts of all requests with this request's prompt, the request's own first if there is one."""
         seeds = self._groups.get(request.prompt.token_ids, ())
         return [self._kept[seed] for seed in sorted(seeds, key=lambda seed: seed != request.seed)]
 
@@ -98,9 +98,9 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
 
 
 class Pointer:
-    """Position of a row in its old response, or after a divergence possibly in a sibling's.
+    """Position of a row in its old response, or after a divergence possibly in that of another row of its group.
 
-    `sources` are old responses, int32, the row's own first. `committed` are the tokens that the row already has.
+    `sources` are old responses (int32), the row's own first. `committed` are the tokens that the row already has.
     """
 
     def __init__(self, sources: Sequence[np.ndarray], committed: Sequence[int]) -> None:
@@ -132,17 +132,17 @@ class Pointer:
             self._find()
 
     def _part(self, at: int) -> None:
-        """Note that the next token differs. It is treated as a substitution: the row's own old response continues one
-        token later."""
+        """Handle a committed token that differs from the old response at index `at`. It is treated as a substitution:
+        the row's own old response continues with the token after it."""
         if self.is_own:
             self.shift = at + 1 - self.length
             self.is_over = at == len(self.old)
         self.at = None
 
     def _find(self) -> None:
-        """Find the row's position again. If the last token equals the one in its own old response at the position
-        without insertions or deletions, the row is there. Else it is where its last tokens occur in its own old
-        response or in a sibling's."""
+        """Find the row's position in an old response after a divergence. First try the position in its own old response
+        that assumes no insertions or deletions: the last token must match. Else search for the last 4 tokens in its own
+        old response, then in those of the group."""
         own, here = self.sources[0], self.length + self.shift
         if 0 < here < len(own) and own[here - 1] == self.last[-1]:
             self._take(own, here, is_own=True)
@@ -157,7 +157,7 @@ class Pointer:
         self.old, self.at, self.is_own, self.width = tokens.tolist(), at, is_own, _LEAST
 
     def left(self) -> int:
-        """Return the number of tokens that can be proposed now."""
+        """Return the number of tokens that the old response can propose in this round."""
         return 0 if self.at is None else min(self.width, len(self.old) - self.at)
 
     def propose(self, count: int) -> list[int]:
@@ -165,16 +165,16 @@ class Pointer:
         return [] if self.at is None else self.old[self.at : self.at + count]
 
     def rest(self) -> list[int]:
-        """Return the remaining tokens of the row's own old response. After a divergence, they are counted from the
-        position without insertions or deletions."""
+        """Return the remaining tokens of the row's own old response. After a divergence, its position there is computed
+        as if no tokens had been inserted or deleted."""
         if self.at is None or not self.is_own:
             return self.sources[0][max(0, self.length + self.shift) :].tolist()
         return self.old[self.at :]
 
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
-    """Return the position after an occurrence of the tokens `last` that is nearest to `near`; None if there is none.
-    The end of `tokens` does not count."""
+    """Return the index after an occurrence of `last` in `tokens`, the one nearest to the index `near`; None if there is
+    none. An occurrence at the end of `tokens` does not count."""
     first, *others = last
     places = np.flatnonzero(tokens[:-_CONTEXT] == first) + 1
     for token in others:
@@ -183,7 +183,7 @@ def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
 
 
 class LookAhead:
-    """Per-row store of each row's position in its look-ahead draft."""
+    """Per-row store of the position of each active row in its look-ahead draft."""
 
     def __init__(self, store: AheadStore, vocab_size: int) -> None:
         self.store, self.vocab_size = store, vocab_size
@@ -207,11 +207,11 @@ class LookAhead:
             pointer.advance(tokens)
 
     def offers(self) -> list[int]:
-        """Return the number of tokens that each row's old response could propose."""
+        """Return for each row the number of tokens that its old response can propose in this round."""
         return [pointer.left() if pointer else 0 for pointer in self._pointers]
 
     def propose(self, counts: Sequence[int]) -> list[list[int]]:
-        """Return a chain of up to `counts` tokens for each row; [] for a row without a position in an old response."""
+        """Return for row i a chain of up to `counts[i]` tokens; [] if the row has no position in an old response."""
         return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
 
     def rest(self, place: int) -> list[int]:

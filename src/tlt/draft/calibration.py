@@ -1,7 +1,8 @@
-"""Online counts of accepted draft tokens. They decide which nodes are worth verifying.
+"""Online counts of accepted draft tokens. They decide which nodes of a draft tree are worth verifying.
 
-Given the noise, a draft token's rank among its siblings and its lead over the next noisy score predict its acceptance;
-log q itself adds almost nothing. So a drafter's counts are kept per cell: (class of draft token, depth, rank, lead).
+Given the noise, two quantities predict acceptance: a draft token's rank among its siblings, and its lead over the next
+noisy score (log q plus noise). log q itself adds almost nothing. So each drafter has counts per cell: (class of draft
+token, depth, rank, lead).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
 # rounds after which all counts are halved, because drafters and targets change
 _HALF_LIFE = 256
-_PREDECESSOR_WEIGHT = 2.0  # largest weight of a drafter's counts in a cell for its successor
+_PREDECESSOR_WEIGHT = 2.0  # maximum count that each cell keeps when a new drafter replaces the old one
 _REFRESH = 8  # rounds between two updates of the table
 
 
@@ -33,15 +34,16 @@ class Calibration:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update the estimated probability that the target accepts a child whose parent is accepted. It is computed
-        from the counts and a prior of a few pseudo-counts. It stays below 1, so a child is always less likely than its
-        parent."""
+        """Update the table: for each cell, the estimated probability that the target accepts a node whose parent is
+        accepted. It is computed from the counts and a prior of 4 pseudo-counts. It stays below 1, so that a child is
+        always less likely than its parent."""
         chance = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
         self.table = np.minimum(chance, 0.9999)
 
     def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
-        """Return the cells [B, W, k] of the best k <= `branching` children of each node. `scores` [B, W, k or k + 1]
-        are noisy scores, best first. `classes` [B, W] are those of the nodes' draft tokens (None: all 0)."""
+        """Return the calibration cells [B, W, k] of each node's best k <= `branching` children. `scores`
+        [B, W, k or k + 1] are the children's noisy scores, best first. `classes` [B, W] are the classes of the draft
+        tokens (None: all 0)."""
         k = min(branching, scores.shape[-1])
         lead = scores[..., :k] - scores[..., :1]  # infinite for tokens that may not be drafted or were not proposed
         lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
@@ -49,7 +51,8 @@ class Calibration:
         return cell if classes is None else cell + classes[..., None] * (_DEPTHS * _PLACES * _LEADS)
 
     def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None:
-        """Count one verified tree: each child of an accepted node was accepted or not. The root has no cell (-1)."""
+        """Count one verified tree: each child of an accepted node (in `path`) was accepted or not. The root has cell
+        -1."""
         reached = set(path)
         for node in range(1, len(cells)):
             if parents[node] in reached:
@@ -57,8 +60,8 @@ class Calibration:
                 self.agreed[cells[node]] += node in reached
 
     def acceptance_rates(self, depth: int, branching: int) -> list[float | None]:
-        """Return for each depth how often one of the `branching` best children was accepted if their parent was, for
-        draft tokens of class 0. None if nothing was counted."""
+        """Return for each depth how often one of the `branching` best children of an accepted node was accepted. Only
+        draft tokens of class 0 count. None: nothing was counted at this depth."""
         seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
         places = min(branching, _PLACES)
         return [
@@ -67,8 +70,8 @@ class Calibration:
         ]
 
     def renew(self) -> None:
-        """Reduce the weight of the old drafter's counts, because another drafter has this name now. Otherwise nodes
-        that were never accepted would never be tried again."""
+        """Reduce the weight of the old drafter's counts when a new drafter replaces it. Otherwise, nodes that the old
+        drafter never got accepted would never be tried again."""
         less = np.minimum(1.0, _PREDECESSOR_WEIGHT / np.maximum(self.seen, 1.0))
         self.seen *= less
         self.agreed *= less
@@ -84,8 +87,8 @@ class Calibration:
 
 
 def _prior_table() -> np.ndarray:
-    """Return prior probabilities [_PLACES, _LEADS]: a logistic curve of the lead for the best sibling, and 0.5
-    exp(lead) / rank for the others (ranks from 0, leads at most 0)."""
+    """Return the prior acceptance probabilities [_PLACES, _LEADS]. For the best sibling it is a logistic curve of the
+    lead. For a later sibling, whose lead is at most 0, it is 0.5 exp(lead) / rank, with ranks counted from 0."""
     lead = np.array([-8.0, *_EDGES])
     rest = [0.5 * np.exp(np.minimum(0.0, lead)) / place for place in range(1, _PLACES)]
     return np.stack([1.0 / (1.0 + np.exp(-lead)), *rest])

@@ -1,9 +1,9 @@
-"""A whole chain of the learned drafter in one CUDA graph. The host would need 1.3 ms to start the kernels of a level.
+"""Whole draft chain of the learned drafter as one CUDA graph, because the host needs 1.3 ms to start a level's kernels.
 
-Unlikely levels, which the host would have left out, are drafted too. The chain is cut afterwards.
+All levels are drafted, including unlikely ones, which the host would skip. The chain is cut afterwards.
 
-Shapes: B rows and M missing entries, both with padding, D hidden, V tokens that can be proposed, K key-value heads, T
-entries of a slot.
+Shapes: B rows and M missing cache entries, both padded, D hidden size, V tokens that can be proposed, K key-value
+heads, T entries of a slot.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ChainShape(NamedTuple):
 
 
 class ReplayedChain:
-    """Chains of one shape."""
+    """CUDA graph that drafts chains of one shape."""
 
     def __init__(self, drafter: EagleDrafter, shape: ChainShape) -> None:
         self.shape = shape
         rows, entries, depth, *_ = shape
         device = drafter.target.device
         vocab_size = drafter.options.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
-        # shared, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
+        # shared by chains of one size, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
         alike = [chain.noise for chain in drafter.chains.values() if chain.noise.shape[:2] == (rows, depth)]
         self.noise = alike[0] if alike else torch.zeros(rows, depth, vocab_size, device=device)
         self.sampling = [
@@ -51,7 +51,7 @@ class ReplayedChain:
     def __call__(
         self, drafter: EagleDrafter, missing: Missing, sampling: SamplingTensors, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, depth] and the two best scores of each [B, depth, 2] under the noise [B, depth, V]."""
+        """Return draft tokens [B, depth], and their two best scores [B, depth, 2] under the noise [B, depth, V]."""
         count = len(noise)
         self.noise[:count] = noise if drafter.vocabulary is None else noise[..., drafter.vocabulary]
         for fixed, given in zip(self.sampling, (sampling.temperature, sampling.top_k, sampling.top_p), strict=True):

@@ -15,8 +15,8 @@ from tlt.models.decoder import Decoder
 def make_drafters(
     config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None
 ) -> tuple[list[Drafter], FeatureLayout | None]:
-    """Return the drafters of the configured strategies, and the layout of the features that the learned drafter reads
-    (None without one). Raises DrafterError."""
+    """Return the drafters that the recipe asks for, and the layout of the hidden states that the learned drafter reads
+    (None without one). `layer` replaces the drafter in `config.path`. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
     names = list(DRAFTERS) if config.drafter == "adaptive" else [config.drafter]
@@ -37,6 +37,6 @@ def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> lis
 
 
 def _made(names: Iterable[str], sources: Sources) -> list[Drafter]:
-    """Return the drafters of these names that support the target."""
+    """Return the drafters with these names. Drafters that do not support the target are left out."""
     made = [maker(DRAFTERS[name])(sources) for name in names]
     return [drafter for drafter in made if drafter is not None]

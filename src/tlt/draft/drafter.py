@@ -1,7 +1,7 @@
-"""Protocol of drafters. A new drafter needs one file that returns log q for the nodes of a level, and one line in
-`tlt.config.registry`. `tree.py` builds the trees.
+"""Protocol of drafters. A new drafter is one file that returns draft log-probs (log q) for the nodes of a level, and
+one line in `tlt.config.registry`. `tree.py` builds the trees.
 
-Shapes: B active rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
+Shapes: B active rows, in the engine's order; W nodes per row in a level; K candidates per node; V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ if TYPE_CHECKING:
 
 
 class Level(NamedTuple):
-    """The nodes of one level of every row's tree, which the drafter continues. They are NumPy arrays, because trees
-    grow on the host. They are copies, so a drafter that writes to them changes no tree."""
+    """Nodes of one level of all rows' draft trees. The drafter proposes their children. The arrays are in NumPy,
+    because trees grow on the host. They are copies, so a drafter that writes to them changes no tree."""
 
     depth: int
-    """depth of the nodes. 0: the roots (the last committed tokens), W = 1"""
+    """depth of the nodes; level 0 has one node per row (W = 1), the root, which is the last committed token"""
     tokens: np.ndarray
-    """[B, W] int64"""
+    """[B, W] int64 token ids of the nodes"""
     parents: np.ndarray
     """[B, W] int64, index of each node's parent among the nodes of the previous level"""
     alive: np.ndarray
-    """[B, W] bool. Proposals for other nodes are ignored."""
+    """[B, W] bool: nodes that may get children. Proposals for other nodes are ignored."""
     sampling: SamplingTensors
     """sampling parameters of the B requests"""
 
 
 class Candidates(NamedTuple):
-    """Values of log q for the next token at each node. `log_q` [B, W, K] belongs to the tokens listed in `ids` [B, W,
-    K], or with `ids` None to the whole vocabulary in order (K = V). Padding has log q -inf."""
+    """Draft log-probs (log q) of the next token at each node. `log_q` [B, W, K] belongs to the token ids `ids`
+    [B, W, K]. If `ids` is None, it covers the whole vocabulary in order (K = V). Padding has log q -inf."""
 
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B, W] class of the draft token, below calibration.CLASSES; each of the drafter's classes is calibrated
-    separately (e.g. by match length)"""
+    """[B, W] class of the draft tokens proposed at each node, below calibration.CLASSES, for example by match length;
+    each class is calibrated separately"""
 
 
 class Drafter(Protocol):
-    """A drafter. Rows are in the engine's order. In a rollout the engine calls `begin` once, `open`, `commit` and
-    `close` when rows are added, advance and leave, and in each round `predict` once per level, from the roots down. A
-    drafter gets only copies and views, so no token depends on anything that it can change. But if it writes to the
-    hidden states of a view, it may spoil the training data of drafters."""
+    """A drafter. Rows are in the engine's order. The engine calls `begin` once per rollout. It calls `open`, `commit`
+    and `close` when a row is added, advances or leaves, and `predict` once per level in each round, from the roots
+    down. A drafter gets only copies and views, so it can change no token. But a drafter that writes to a view's hidden
+    states may spoil the training data of drafters."""
 
     name: str
     acceptance_rate: float | None
-    """acceptance rate of its first draft token when last measured; None if it never was"""
+    """last measured acceptance rate of the drafter's first draft token; None if it was never measured"""
 
     def begin(self, window: FeatureView | None) -> None:
-        """Start without active rows. `window` gives the target's hidden states of the rows' last tokens; None if the
-        engine keeps none."""
+        """Start a rollout, which has no active rows yet. `window` gives the target's hidden states for the last tokens
+        of each row; None if the engine keeps none."""
         ...
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
-        """Add a row at the end. `committed` are the tokens it has already, after a preemption or a swap of drafters."""
+        """Add a row after the last one. `committed`: its response tokens so far, for example after a preemption."""
         ...
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
@@ -79,36 +79,37 @@ class Drafter(Protocol):
         ...
 
     def predict(self, level: Level) -> Candidates:
-        """Return log q of the tokens that may follow each node, under each request's sampling parameters. A node may
-        have no candidates."""
+        """Return candidates for the token after each node, with log q under each request's sampling parameters. A node
+        may have no candidates."""
         ...
 
 
 class Sources(NamedTuple):
-    """Inputs from which a drafter may be built: see `tlt.config.registry`."""
+    """Inputs from which a drafter can be built by its `make` function: see `tlt.config.registry`."""
 
     target: Decoder
     layer: EagleLayer | None
-    """weights of the learned drafter, if the registry says that this drafter is learned"""
+    """weights of the learned drafter; None if there is none"""
     history_tokens: int
-    """limit of the tokens kept from earlier epochs"""
+    """maximum number of tokens from earlier epochs that the suffix drafter keeps"""
 
 
 @dataclass
 class Node:
-    """A node to continue. `path` has the tokens from after the root (the last committed token) down to it."""
+    """Node of a draft tree whose children a drafter proposes. `path` has the draft tokens from the root's child down to
+    this node. The root is the last committed token."""
 
     request: Request
     committed: Sequence[int]
-    """response so far; its last token is the root"""
+    """response tokens so far; the last one is the root"""
     path: tuple[int, ...]
     state: Any = None
-    """state with which the drafter continues from this node"""
+    """the drafter's own state at this node, from `Offer.states`; None at a root"""
 
 
 class Offer(NamedTuple):
-    """`Candidates` for a list of M nodes: `ids` and `log_q` are [M, K]. Without a proposal, log q is -inf.
-    `states[m][k]` becomes the state of the child of node m that takes candidate k."""
+    """Candidates for a list of M nodes: `ids` and `log_q` are [M, K]. Padding has log q -inf. `states[m][k]` becomes
+    the state of the child of node m that takes candidate k."""
 
     ids: Tensor | None
     log_q: Tensor
@@ -118,24 +119,24 @@ class Offer(NamedTuple):
 
 @runtime_checkable
 class ChainDrafter(Protocol):
-    """A drafter that can draft a whole chain for each row without the host."""
+    """Drafter that can draft a whole chain for each row on the device, without the host."""
 
     whole_chains: bool
-    """whether whole chains are faster on this machine than one level at a time"""
+    """whether drafting whole chains is faster on this machine than drafting one level at a time"""
 
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each row what `predict` would lead to, as long as all draft tokens are continued: the tokens [B,
-        depth], and the two best scores of each under the noise [B, depth, 2]. `alive` [B]: rows that are continued.
-        `noise` [B, depth, V]: that of each level, over the whole vocabulary."""
+        """Draft a chain for each row, as repeated calls of `predict` would. Return the tokens [B, depth], and at each
+        level the two best scores under the noise [B, depth, 2]. `alive` [B]: rows to draft for. `noise` [B, depth, V]:
+        noise of each level for the whole vocabulary."""
         ...
 
 
 class DraftCache(Protocol):
-    """The target's keys and values, for drafters that attend to them."""
+    """Access to the target's keys and values, for drafters that attend to them."""
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of one draft token per row, `depth` after its last committed one, and the
-        attention of these draft tokens. The attention also stores their keys and values, until the target's next pass
+        """Return the positions [B, 1] of one node per row, `depth` after the row's last committed token, and the
+        attention of these nodes. The attention also stores their keys and values, until the target's next pass
         overwrites them. Call this method once for each depth of a draft, from 0 on."""
         ...
 
@@ -145,12 +146,12 @@ class CacheDrafter(Protocol):
     """A drafter that attends to the target's keys and values."""
 
     def attach(self, cache: DraftCache) -> None:
-        """Take the cache of the engine. The engine calls it before `begin`."""
+        """Keep the engine's cache for the drafter's passes. The engine calls this before `begin`."""
         ...
 
 
 class NodeDrafter(ABC):
-    """Base class of drafters in plain Python that process one node at a time. They implement `propose`."""
+    """Base class of drafters in plain Python that handle one node at a time. A subclass implements `propose`."""
 
     name = "nodes"
     acceptance_rate: float | None = None
@@ -204,7 +205,7 @@ class NodeDrafter(ABC):
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 
     def _scatter(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
-        """Place the proposals for the M living nodes, [M, K], among all nodes, [B, W, K]."""
+        """Return `Candidates` [B, W, K] for all nodes from an offer [M, K]. `places`: (row, index) of its M nodes."""
         shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
         log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
         ids = None if offer.ids is None else torch.full(shape, -1, device=device)

@@ -1,17 +1,17 @@
 """Learned drafters: one decoder layer over the target's hidden states, with the target's embedding and head.
 
-Entry p of a sequence belongs to token p: its input is the target's hidden states of token p and the embedding of token
-p + 1, and its output predicts token p + 2. For entries that the target has not computed yet, the layer's own output at
-the previous entry replaces the hidden states.
+The layer has one entry per token. Entry p reads the target's hidden states of token p and the embedding of token p + 1.
+It predicts token p + 2. The target has no hidden states of draft tokens yet, so the layer's own output at the previous
+entry replaces them.
 
-- `eagle3` (arXiv 2503.01840): hidden states of a low, a middle and a high layer, fused by fc; the layer's attention
-reads the normed embedding and the normed fused states.
+- `eagle3` (arXiv 2503.01840): hidden states of a low, a middle and a high target layer are fused by the linear layer
+`fc`. Attention reads the normed embedding and the normed fused states.
 
-- `eagle1` (arXiv 2401.15077): the last hidden state alone, fused with the embedding by fc; no input norm, no output
-norm. It reads a quarter of eagle3's hidden states.
+- `eagle1` (arXiv 2401.15077): `fc` fuses only the last hidden state with the embedding. There is no input norm and no
+output norm. It reads a quarter of eagle3's hidden states.
 
-The tensors of a folder have the names and shapes of the published checkpoints. Shapes: M entries, D hidden, H query
-heads, K key-value heads, E head size, F hidden states of a token.
+Saved tensors have the names and shapes of the published checkpoints. Shapes: M entries, D hidden size, H query heads,
+K key-value heads, E head size, F size of a token's hidden states.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class EagleOptions:
     vocab_size: int
     max_positions: int
     taps: tuple[int, ...]
-    """indices of the target's `hidden_states` that are fused; () for eagle1"""
+    """indices of the target's `hidden_states`, as in transformers, that `fc` fuses; () for eagle1"""
     window: int
-    """number of last entries that attention reads"""
+    """attention window in entries (tokens)"""
     draft_vocab_size: int
-    """number of tokens that it can propose"""
+    """number of tokens that the drafter can propose"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -67,7 +67,7 @@ class EagleOptions:
 
 
 def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptions:
-    """Return the options of a drafter whose layer has the shape of the target's."""
+    """Return options of a drafter whose layer has the sizes of the target's layers. `window` is in tokens."""
     L = target.num_layers
     return EagleOptions(
         kind=kind,
@@ -86,23 +86,23 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
 
 
 class WideRMSNorm(nn.RMSNorm):
-    """Norm in the dtype of its weight. PyTorch warns of a bfloat16 input, because it has no fused kernel for both."""
+    """RMS norm in the dtype of its weight. Inputs are converted to it, because PyTorch warns if the dtypes differ."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 class EagleLayer(nn.Module):
-    """Trainable tensors of a learned drafter. `fuse`, `inputs` and `finish` differ between eagle1 and eagle3."""
+    """Trainable weights of a learned drafter. `fuse`, `inputs` and `finish` differ between eagle1 and eagle3."""
 
     vocabulary: Tensor | None
-    """[draft_vocab_size] ids of the tokens that it can propose, ascending; None: all tokens"""
+    """[draft_vocab_size] ids of the tokens that the drafter can propose, ascending; None: all tokens"""
 
     def __init__(self, options: EagleOptions) -> None:
         super().__init__()
         self.options = o = options
         self.acceptance_rate: float | None = None
-        """acceptance rate of its first draft token on held-out responses; None if not measured"""
+        """acceptance rate of the drafter's first draft token on held-out responses; None if not measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
         self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)
@@ -122,21 +122,21 @@ class EagleLayer(nn.Module):
 
     @property
     def trained(self) -> bool:
-        """Whether the measured acceptance rate of its first draft token is above 0."""
+        """Whether the drafter's first draft token has a measured acceptance rate above 0."""
         return bool(self.acceptance_rate)
 
     def head(self, target_head: Tensor) -> Tensor:
-        """Return the rows of the target's head [V, D] for the tokens that it can propose."""
+        """Return the rows of the target's head [V, D] for the tokens that the drafter can propose."""
         return target_head if self.vocabulary is None else target_head[self.vocabulary]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Map the target's hidden states [M, F], as the engine keeps them, to fused states [M, D]."""
+        """Map the target's hidden states [M, F], as the engine keeps them, to fused states [M, D] for `inputs`."""
         D = self.options.hidden_size
         return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
 
     def inputs(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Map embeddings and fused states, [M, D] each, to the input of the attention's projections ([M, 2 D] for
-        eagle3, else [M, D]) and the residual stream [M, D]."""
+        """Map embeddings and fused states, [M, D] each, to the input of the query, key and value projections ([M, 2 D]
+        for eagle3, else [M, D]) and to the residual stream [M, D]."""
         if self.options.kind == "eagle3":
             return torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1), g
         z = self.fc(torch.cat([embedded, g], dim=-1))
@@ -155,7 +155,7 @@ class EagleLayer(nn.Module):
 
 
 def _checkpoint_name(name: str, kind: Kind) -> str:
-    """Map a module name to its name in a checkpoint."""
+    """Return the name of a tensor in published checkpoints of this kind. `name` is its name in `EagleLayer`."""
     if name.startswith(("fc.", "norm.", _VOCABULARY)):
         return name
     layer = "midlayer." if kind == "eagle3" else "layers.0."
@@ -166,7 +166,7 @@ def _checkpoint_name(name: str, kind: Kind) -> str:
 
 
 def checkpoint_tensors(layer: EagleLayer) -> dict[str, Tensor]:
-    """Return the layer's weights in host memory, by their published names."""
+    """Return the layer's weights in host memory, by their names in published checkpoints."""
     kind = layer.options.kind
     return {
         _checkpoint_name(name, kind): weight.detach().contiguous().cpu() for name, weight in layer.named_parameters()
@@ -174,7 +174,7 @@ def checkpoint_tensors(layer: EagleLayer) -> dict[str, Tensor]:
 
 
 def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
-    """Write model.safetensors, with the published names, and config.json. Raises OSError or SafetensorError."""
+    """Write model.safetensors (with published tensor names) and config.json. Raises OSError or SafetensorError."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     vocabulary = {} if layer.vocabulary is None else {_VOCABULARY: layer.vocabulary.cpu()}
@@ -184,7 +184,7 @@ def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
 
 
 def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
-    """Load a drafter. Raises DrafterError if the folder does not hold one that fits the target."""
+    """Load a drafter from a folder. Raises DrafterError if there is none or if it does not fit the target."""
     path = Path(folder)
     if not path.is_dir():
         raise DrafterError(f"{path} is not a folder: give the folder of a drafter, or train one with tlt draft train")

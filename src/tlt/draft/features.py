@@ -1,6 +1,6 @@
 """Hidden states of the target for the last tokens of each active row: the learned drafter's input and training data.
 
-Shapes: R rows, C entries of a ring, F hidden states of a token.
+Shapes: R rows, C entries in a row's ring buffer, F size of a token's hidden states.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tlt.types import MAX_DRAFT_TOKENS, Row
 
 # entries of a ring beyond the window, for draft tokens and for tokens committed before the ring is read
 _SLACK = 2 * MAX_DRAFT_TOKENS
-_LAZY = 32  # writes that are put into the ring together, unless it is read earlier
+_LAZY = 32  # number of writes that are put into the ring together, unless it is read earlier
 
 
 class FeatureLayout(NamedTuple):
-    """Choice of the hidden states that are kept: those that enter the layers `taps` (hidden_states[i] of Hugging Face),
-    then the last one, after the final norm. `window` is the number of last tokens of a row for which they are kept."""
+    """Choice of the target's hidden states to keep: those that enter the layers `taps` (hidden_states[i] in
+    transformers), then the last one, after the final norm. They are kept for the last `window` tokens of each row."""
 
     taps: tuple[int, ...]
     window: int
@@ -30,7 +30,7 @@ class FeatureLayout(NamedTuple):
 
 
 class SavedEntries(NamedTuple):
-    """Copy of a row's entries from `first` on, in host memory: features [M, F], and the token after each entry [M]."""
+    """Copy of a row's entries from position `first` on, in host memory: hidden states [M, F], and next tokens [M]."""
 
     first: int
     features: Tensor
@@ -38,11 +38,11 @@ class SavedEntries(NamedTuple):
 
 
 class FeatureWindow:
-    """Per-row store. Entry p of a row has the hidden states of its token p, and token p + 1. Entries [first, length)
-    exist; the last `window` of them are used.
+    """Per-row store of hidden states. Entry p of a row has the hidden states of its token p, and the id of token p + 1.
+    Entries [first, length) exist; the last `window` of them are used.
 
-    Writes are put into the ring together, when it is read or after some rounds. On a small model, writing each round's
-    entries at once would take a tenth of the round.
+    Writes are collected and put into the ring buffer together, when it is read or after 32 writes. On a small model,
+    writing each round's entries at once would take a tenth of the round.
     """
 
     def __init__(self, layout: FeatureLayout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class FeatureWindow:
 
     @property
     def features(self) -> Tensor:
-        """Ring of each row [R, C, F]: entry p lies at p modulo C."""
+        """Ring buffer of hidden states of each row, [R, C, F]: entry p is at index p modulo C."""
         self._settle()
         return self._features
 
@@ -87,7 +87,7 @@ class FeatureWindow:
         self.live -= 1
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
-        """Copy the entries below `length` of row `source` to row `target`, as far back as `source` still has them."""
+        """Copy entries [first, length) of row `source` to row `target`, as far back as `source` still has them."""
         self._settle()
         held = max(self.first[source], self.length[source] - self.capacity)
         used = min(length, self.capacity)  # later places hold no entry below `length`
@@ -96,13 +96,13 @@ class FeatureWindow:
         self.first[target], self.length[target] = min(max(first, held), length), length
 
     def save(self, row: int) -> SavedEntries:
-        """Return a copy of the row's entries in use, in host memory."""
+        """Return a copy, in host memory, of the row's entries in the window."""
         first = self.start(row)
         features, next_tokens = self.read(row, first, self.length[row])
         return SavedEntries(first, features.cpu(), next_tokens.cpu())
 
     def restore(self, row: int, saved: SavedEntries) -> None:
-        """Write the entries that `save` returned before the row left."""
+        """Write the entries that `save` returned before the row left. `row` is its new place."""
         count = len(saved.next_tokens)
         self.first[row] = saved.first
         positions = range(saved.first, saved.first + count)
@@ -111,8 +111,8 @@ class FeatureWindow:
     def write(
         self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]
     ) -> None:
-        """Write entry positions[m] of row rows[m], with positions ascending within a row. `features` [M, F] must not
-        be changed afterwards; next_tokens[m] is the token that follows."""
+        """Write entry `positions[m]` of row `rows[m]`, with positions ascending within a row. `features` [M, F] are the
+        hidden states, which must not be changed afterwards. `next_tokens[m]` is the token after the entry."""
         places: list[int] = []
         for row, position in zip(rows, positions, strict=True):
             places.append(row * self.capacity + position % self.capacity)
@@ -122,7 +122,7 @@ class FeatureWindow:
             self._settle()
 
     def _settle(self) -> None:
-        """Put all pending writes into the ring."""
+        """Put all collected writes into the ring buffer."""
         if not self._blocks:
             return
         blocks, self._blocks = self._blocks, []
@@ -141,11 +141,11 @@ class FeatureWindow:
         self._tokens.view(-1).index_copy_(0, where, tokens)
 
     def start(self, row: int) -> int:
-        """Return the position of the row's oldest entry in use."""
+        """Return the position of the row's oldest entry in the window."""
         return max(self.first[row], self.length[row] - self.window)
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the features [high - low, F] and of the tokens that follow each [high - low]."""
+        """Return copies of a row's entries [low, high): hidden states [high - low, F] and next tokens [high - low]."""
         self._settle()
         begin, end = low % self.capacity, low % self.capacity + high - low
         around = max(0, end - self.capacity)
@@ -156,7 +156,7 @@ class FeatureWindow:
 
 
 class FeatureView:
-    """View of a window for drafters. It gives them copies of the window's lists; they must not write to its tensors."""
+    """View of a `FeatureWindow` for drafters. Lists are copies. Tensors are shared: drafters must not write to them."""
 
     def __init__(self, window: FeatureWindow) -> None:
         self._window = window
@@ -164,7 +164,7 @@ class FeatureView:
 
     @property
     def features(self) -> Tensor:
-        """The ring of each row [R, C, F]: entry p lies at p modulo C."""
+        """Ring buffer of hidden states of each row, [R, C, F]: entry p is at index p modulo C."""
         return self._window.features
 
     @property
@@ -174,7 +174,7 @@ class FeatureView:
 
     @property
     def starts(self) -> list[int]:
-        """Oldest entry in use of each active row."""
+        """Position of the oldest entry in the window, for each active row."""
         return [self._window.start(row) for row in range(self._window.live)]
 
     @property
@@ -183,7 +183,7 @@ class FeatureView:
 
 
 def _grown(ring: Tensor, used: int) -> Tensor:
-    """Return a copy of a ring tensor with room for more rows. The first `used` entries of a row are copied."""
+    """Return a copy of a ring buffer with room for more rows. Only the first `used` entries of a row are copied."""
     larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
     larger[: len(ring), :used] = ring[:, :used]
     return larger

@@ -1,12 +1,12 @@
-"""Export of the learned drafter for other engines: the same tensors, with the names and config.json of each format.
+"""Export of the learned drafter to other engines: its tensors, with the tensor names and config.json of each format.
 
 - EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose
   fc has a bias; speculators has no EAGLE-1.
-- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head and both ways to
-  number its layers; speculators has its own config and another name for the layer.
+- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head. They number the
+  target's layers differently, so config.json has both. speculators has its own config and other tensor names.
 
-Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets. They draft
-greedily, without the noise, so a draft token is accepted only if the target samples its likeliest token.
+Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets of tensors.
+They draft without the shared noise, so only the drafter's likeliest token can be accepted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Words(NamedTuple):
 def write_drafter(
     layer: EagleLayer, target: Mapping[str, Any], folder: str | Path, to: Format, words: Words | None = None
 ) -> None:
-    """Write model.safetensors and config.json. `target` is the target's config.json. `words` are stored with the
-    drafter where the format has them; without them the engine uses the target's own. Raises DrafterError for a drafter
-    that the format cannot hold."""
+    """Write the drafter's model.safetensors and config.json in the format `to`. `target` is the target's config.json.
+    `words` are stored with the drafter if the format has them; without `words`, the engine uses the target's own.
+    Raises DrafterError if the format does not support this drafter."""
     _refuse(layer.options, to)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def write_drafter(
 
 
 def method(options: EagleOptions) -> str:
-    """Return the name of the drafter's kind in vLLM."""
+    """Return vLLM's name for this kind of drafter."""
     return "eagle3" if options.kind == "eagle3" else "eagle"
 
 
@@ -88,7 +88,7 @@ def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Te
 
 
 def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dict[str, Any]:
-    """Return the config.json for vLLM or SGLang. The rotary embedding is that of the target."""
+    """Return the drafter's config.json for vLLM or SGLang. The rotary embedding is that of the target."""
     eagle1 = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if options.kind == "eagle3" else eagle1],
@@ -110,8 +110,8 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
 
 
 def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of config.json for one Llama layer. `tie_word_embeddings` must not be the target's, because
-    SGLang would use the embedding as the head."""
+    """Return the config.json entries of a Llama model with one layer. `tie_word_embeddings` is always false, because
+    SGLang would otherwise use the embedding as the head."""
     return {
         "model_type": "llama",
         "hidden_size": options.hidden_size,
@@ -132,20 +132,20 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding of the drafter's layer: that of a target of the fused decoder. With another target it
-    has no scaling, as in `families.decoder_options`."""
+    """Return the config.json entries of the drafter's rotary embedding. They are the target's if the fused decoder
+    supports it. Otherwise there is no rope scaling, as in `families.decoder_options`."""
     if target.get("model_type") in FAMILIES:
         return {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base_of(target.get("rope_parameters") or target)}}
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:
-    """Return the attention window, for formats that have one: vLLM's EAGLE-3 and speculators. SGLang has none."""
+    """Return config.json's entries of the attention window, for vLLM's EAGLE-3 and speculators. SGLang has none."""
     return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
 
 
 def _speculators_config(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json that speculators 0.9 writes, and that vLLM can serve directly."""
+    """Return a drafter's config.json as speculators 0.9 writes it. vLLM can serve it directly."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],

@@ -1,6 +1,6 @@
-"""Weights and arithmetic of a learned drafter in the engine: an `EagleLayer` as a few products.
+"""Weights and forward pass of a learned drafter in the engine: an `EagleLayer`, fused into a few matrix products.
 
-Shapes: M tokens, D hidden, H query heads, K key-value heads, E head size, F hidden states of a token.
+Shapes: M tokens, D hidden size, H query heads, K key-value heads, E head size, F size of a token's hidden states.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
 from tlt.models.product import Product
 from tlt.sampling import SamplingTensors, sampling_log_probs
 
-_TABLE = 1 << 23  # elements up to which the contribution of every token's embedding is precomputed
+_TABLE = 1 << 23  # maximum elements of the table with every token's contribution to the first product
 
 
 class FusedLayer:
-    """Fused weights of an `EagleLayer`. They include the weights of all norms except the output norm."""
+    """Fused weights of an `EagleLayer`. The weights of all norms except the output norm are multiplied into them."""
 
     @torch.no_grad()
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
@@ -31,7 +31,7 @@ class FusedLayer:
         self.norms = {n: RMSNorm(state[n + ".weight"], o.rms_norm_eps) for n in norms if n + ".weight" in state}
 
         def normed(name: str, weight: Tensor) -> Tensor:
-            """Fold the norm's own weight into `weight` [D, ...], which then applies to the norm's `unit`."""
+            """Return `weight` [D, ...] times the weight of the norm `name`. It is applied to the norm's `unit`."""
             return self.norms[name].weight[:, None] * weight
 
         q, k = (to_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
@@ -51,14 +51,14 @@ class FusedLayer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Compute the tensors that depend on the target's version."""
+        """Compute the tensors that depend on the target's current weights."""
         o, target = self.options, self.target
         small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
         self.table = self._contribution(target.embedding) if small else None
         self.to_logits = target.to_logits if self.vocabulary is None else Product(target.head[self.vocabulary])
 
     def inputs(self, features: Tensor) -> Tensor:
-        """Map the target's hidden states [M, F] to the states [M, D] that `project` reads."""
+        """Map the target's hidden states [M, F] to the fused states [M, D] that `project` reads."""
         D = self.options.hidden_size
         return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
 
@@ -67,8 +67,8 @@ class FusedLayer:
         return self.from_embedding(normed)
 
     def project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map M tokens and the states before them to queries [M, H, E], keys and values [M, 2, K, E], residual [M,
-        D]."""
+        """Map M tokens, with the fused states `g` [M, D] of the tokens before them, to queries [M, H, E], keys and
+        values [M, 2, K, E] and the residual stream [M, D]."""
         o = self.options
         if self.table is not None:
             embedded = F.embedding(tokens, self.table)
@@ -84,12 +84,12 @@ class FusedLayer:
         return heads[:, : o.num_heads], heads[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
 
     def output(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Return the layer's output [M, D] for the attention's [M, H * E]."""
+        """Return the layer's output [M, D] for the attention output `mixed` [M, H * E]."""
         x = self.out(mixed, residual)
         gate, up = self.gate_up(self.norms["post_attention_layernorm"].unit(x)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), x)
 
     def log_q(self, hidden: Tensor, nodes: tuple[int, ...], sampling: SamplingTensors) -> Tensor:
-        """Return log q [*nodes, V] of the layer's outputs [M, D], over the tokens that it can propose."""
+        """Return log q [*nodes, V] for the layer's outputs [M, D], over the V tokens that the drafter can propose."""
         normed = self.norms["norm"](hidden) if "norm" in self.norms else hidden
         return sampling_log_probs(self.to_logits(normed).view(*nodes, -1), sampling)[0]

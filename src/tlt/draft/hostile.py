@@ -1,4 +1,4 @@
-"""Drafters that try to break losslessness. `tlt verify` runs them all, and no token may change."""
+"""Drafters that try to break losslessness. `tlt verify` runs all of them and checks that no token changes."""
 
 from __future__ import annotations
 

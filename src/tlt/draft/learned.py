@@ -1,13 +1,13 @@
 """Learned drafter in the engine: an `EagleLayer` with the drafter protocol, for all rows at once.
 
-The keys and values of a single layer depend on an entry's own input alone, not on attention. So the cache of a row can
-be rebuilt exactly from its feature window at any time, in one batched pass: after rounds without this drafter, after a
-swap, after a preemption.
+In a single layer, an entry's keys and values depend on its own input alone, not on attention. So the cache of a row can
+be rebuilt exactly from its feature window in one batched pass, at any time: after rounds without this drafter, after a
+swap of drafters, or after a preemption.
 
-So a slot of the cache holds the window and one round's draft tokens. The draft tokens follow the committed entries, as
+A slot of the cache holds the window and the draft tokens of one round. Draft tokens follow the committed entries, as
 the target's draft nodes follow its committed tokens.
 
-Shapes: B rows, n nodes of a level a row, M entries, D hidden, H query heads, K key-value heads, E head size.
+Shapes: B rows, n nodes per row in a level, M entries, D hidden size, H query heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from tlt.types import MAX_DRAFT_TOKENS, Request
 
 
 class Missing(NamedTuple):
-    """The window's entries that the cache lacks, the last entry of each row included."""
+    """Entries of the feature window that the cache lacks, and always the last entry of each row."""
 
     rows: np.ndarray
-    """[M]"""
+    """[M] row of each entry"""
     positions: np.ndarray
-    """[M]"""
+    """[M] position of each entry in its row"""
     last: np.ndarray
-    """[B] index of each row's last entry among them"""
+    """[B] index of each row's last entry among the M entries"""
     starts: list[int]
-    """[B] oldest entry that the row attends to"""
+    """[B] position of the oldest entry that each row attends to"""
     lengths: list[int]
-    """[B] number of entries of the row, at least 1"""
+    """[B] number of entries of each row, at least 1"""
     blind: list[int]
-    """rows without hidden states, which get no proposal"""
+    """rows without hidden states, which get no draft tokens"""
 
 
 class EagleDrafter:
@@ -60,7 +60,7 @@ class EagleDrafter:
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """Ids of the tokens that it can propose; None: all tokens."""
+        """Ids of the tokens that the drafter can propose; None: all tokens."""
         return self.fused.vocabulary
 
     def begin(self, window: FeatureView | None) -> None:
@@ -86,7 +86,7 @@ class EagleDrafter:
         if row < last < slots:
             self.attention.copy(last, row, self.window.capacity)
         left = last if last < slots else row
-        if left < slots:  # the next row there must not find values that are not finite
+        if left < slots:  # the slot's next row must not find values that are not finite
             self.attention.wipe(left, 0)
         self.ready[row] = self.ready[last]
         self.ready.pop()
@@ -104,7 +104,7 @@ class EagleDrafter:
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._catch_up(alive)
         addresses = self.attention.memory[0], self.window.features, self.window.tokens
-        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # the chains have the addresses of freed tensors
+        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # captured chains use addresses of freed tensors
             self.chains, self._addresses = {}, addresses
         rows = min(rounded_up(len(alive)), self.attention.slots)
         shape = ChainShape(
@@ -117,8 +117,9 @@ class EagleDrafter:
     # -- the roots, from the target's hidden states --------------------------------------------------------------------
 
     def _catch_up(self, alive: np.ndarray) -> Missing:
-        """Return the entries to write now, which then count as written. Rows without a draft are written later."""
-        if len(self.ready) > self.attention.slots:  # so it takes no memory in rollouts that do not use this drafter
+        """Return the entries that the caller must write to the cache now. They count as written from now on. Rows that
+        are not `alive` are caught up later."""
+        if len(self.ready) > self.attention.slots:  # allocated at the first use, so that other rollouts need no memory
             self.attention.resize(max(8, 2 ** (len(self.ready) - 1).bit_length()), self.window.capacity)
         starts, lengths = self.window.starts, self.window.lengths
         todo: list[tuple[int, int]] = []
@@ -136,7 +137,7 @@ class EagleDrafter:
         return Missing(rows, positions, np.array(last), starts, held, blind)
 
     def _first(self, missing: Missing) -> Tensor:
-        """Write the missing entries, and attend from each row's last entry."""
+        """Write the missing entries to the cache. Return the layer's output [B, D] for each row's last entry."""
         window, rows = self.window, missing.rows
         places = rows * window.capacity + missing.positions % window.capacity
         at, positions = self._tensor(np.stack([places, missing.positions]))
@@ -167,7 +168,7 @@ class EagleDrafter:
         return self.attend(*self.fused.project(self._tensor(level.tokens.ravel()), g, cis), self.plan)
 
     def attend(self, query: Tensor, kv: Tensor, residual: Tensor, plan: Any) -> Tensor:
-        """Return the layer's output [B * n, D] for queries [B * n, H, E]; `kv` [M, 2, K, E] goes into the cache."""
+        """Write keys and values `kv` [M, 2, K, E]. Return the layer's output [B * n, D] for queries [B * n, H, E]."""
         return self.fused.output(self.attention.attend(plan, 0, query, kv[:, 0], kv[:, 1]), residual)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -1,8 +1,8 @@
-"""The target itself with int8 weights as a drafter, for CPUs. It needs no training and follows the target.
+"""Drafter for CPUs: the target itself with int8 weights. It needs no training, because its weights are the target's.
 
-It attends to the target's own keys and values. Those of its draft tokens are written behind the committed ones, where
-the target's next pass overwrites them. So it has no state of its own. (Self-drafting with quantized weights is from
-EfficientRollout, arXiv 2606.18967.)
+It attends to the target's own keys and values, so it has no cache of its own. The keys and values of its draft tokens
+are written behind the committed ones, where the target's next pass overwrites them. (Self-drafting with quantized
+weights is from EfficientRollout, arXiv 2606.18967.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tlt.types import Request
 
 
 class QuantizedDrafter:
-    """Drafter of chains. Its first draft quantizes the weights."""
+    """Drafter of chains that runs the int8 copy of the target. The copy is made at the first draft."""
 
     name = "quantized"
     acceptance_rate: float | None = None

@@ -1,4 +1,4 @@
-"""Strategies of speculation. (Separate from tree.py, so that the tuner can run without torch.)"""
+"""Strategies of speculation. This module is separate from tree.py, so that the tuner can run without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Strategy(NamedTuple):
-    """Strategy of a round. `verify_tokens` counts the root, so 1 is plain decoding."""
+    """Drafter and sizes of the draft trees of a round. `verify_tokens` counts the root, so 1 is plain decoding."""
 
     drafter: str
     """name of the drafter; not used in plain decoding"""
@@ -14,13 +14,13 @@ class Strategy(NamedTuple):
     branching: int
     verify_tokens: int
     min_chance: float = 0.0
-    """minimum estimated probability that a verified node is reached"""
+    """minimum estimated probability that a node is accepted; less likely nodes are not verified"""
     ahead: int = 0
-    """maximum number of look-ahead tokens for a row with a look-ahead draft; 0: the drafter drafts all rows"""
+    """maximum number of look-ahead tokens for a row with a look-ahead draft; 0: the drafter drafts for all rows"""
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the largest tree."""
+        """Number of nodes of the largest tree, the root included."""
         return max(self.verify_tokens, self.ahead + 1)
 
     @property
@@ -32,4 +32,4 @@ class Strategy(NamedTuple):
 
 PLAIN = Strategy("plain", 0, 1, 1)
 LEARNED = "eagle"
-"""name of the drafter that is trained"""
+"""name of the learned drafter"""

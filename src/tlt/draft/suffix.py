@@ -1,6 +1,6 @@
-"""Model-free drafter. It proposes the tokens that followed earlier occurrences of the last tokens, in this response, in
-its siblings of the group, and in earlier epochs of the same prompt. It needs no training, so it works from the first
-step.
+"""Suffix drafter. It proposes the tokens that followed earlier occurrences of the row's last tokens: in this response,
+in other responses of the group, and in earlier epochs of the same prompt. It has no model and needs no training, so it
+works from the first step.
 
 (Suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the model-free drafter
 of TLT, arXiv 2511.16665.)
@@ -26,8 +26,8 @@ _MATCHES = 16  # number of occurrences used, the newest first
 
 
 class _Occurrence(NamedTuple):
-    """Occurrence of a match. The token that followed it is tokens[at]. If `at` is the end of the growing list, there is
-    none yet."""
+    """Occurrence of the matched context in `tokens`. The token that followed is `tokens[at]`. If `at` is the end of the
+    list, which may still grow, there is none yet."""
 
     tokens: list[int]
     at: int
@@ -40,7 +40,7 @@ class _Match(NamedTuple):
 
 class _History:
     """All sequences (prompt + response) of one prompt in one epoch, indexed by their n-grams. New tokens are indexed
-    when the index is read, so that rounds of other strategies do not pay for it."""
+    when the index is next read, so that rounds of other strategies do not pay for it."""
 
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
@@ -55,7 +55,7 @@ class _History:
 
     @property
     def index(self) -> dict[tuple[int, ...], list[_Occurrence]]:
-        """Places after each n-gram, the newest last."""
+        """Occurrences of each n-gram, the newest last."""
         for sequence, known in self._waiting.values():
             for end in range(known + 1, len(sequence) + 1):
                 for order in _ORDERS:
@@ -161,8 +161,8 @@ class SuffixDrafter(NodeDrafter):
 
 
 def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
-    """Return a mapping from each token that followed the match to the places after that token, where the match
-    continues."""
+    """Return the tokens that followed the match, each with its occurrences. In these, `at` is the index after the
+    token."""
     followers: dict[int, list[_Occurrence]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):

@@ -1,11 +1,11 @@
-"""Shared-noise draft trees: grow level by level, keep the nodes that are likely to be reached, and stack a batch for
-one target pass.
+"""Draft trees with shared noise: grow them by levels, keep likely nodes, and stack a batch of trees for one target
+pass.
 
 The children of a node are the drafter's best tokens after the noise of that position is added (the same noise that the
-target adds). A chain is a tree with one branch. Nodes are numbered so that a parent comes before its children; node 0
-is the root.
+target adds). A chain is a tree with one branch. Node 0 is the root, and a parent has a smaller number than its child.
 
-Shapes: B rows, W nodes of a level a row, k children of each, N nodes a row (the largest tree; the others are padded).
+Shapes: B rows, W nodes per row in a level, k children per node, N nodes per row (smaller trees are padded to the
+largest).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tlt.sampling import SamplingTensors, gumbel_topk
 
 @dataclass
 class DraftTree:
-    """Tree of one row; lists are indexed by node. `chance` is the estimated probability that the node is accepted, and
-    `cells` its cell of the calibration (-1: the root)."""
+    """Draft tree of one row. Its lists are indexed by node. `chance` is the estimated probability that a node is
+    accepted, and `cells` is its cell of the calibration (-1 for the root)."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [0])
@@ -41,30 +41,30 @@ class DraftTree:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
-        """Return the chain of a look-ahead draft, whose tokens are all known in advance."""
+        """Return a look-ahead draft as a tree. It is a chain of tokens that are all known in advance."""
         count = len(tokens) + 1
         order = list(range(count))
         return cls([root, *tokens], [0, *order[:-1]], order, [1.0] * count, [-1] * count, ahead=True)
 
 
 class Roots(NamedTuple):
-    """Roots of the trees of B rows."""
+    """Roots of the draft trees of B rows, and the data of the rows that limits the trees."""
 
     tokens: np.ndarray
-    """[B] last committed tokens"""
+    """[B] last committed token of each row"""
     room: np.ndarray
-    """[B] maximum number of tokens still to be generated"""
+    """[B] maximum number of tokens that each response may still get"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     sampling: SamplingTensors
     """sampling parameters of the B requests, for the drafter"""
     device: torch.device
-    """device of the noise"""
+    """device on which the noise is"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]
-"""(depth, ids [B, W, K] or None) -> each row's noise at its next position + depth: [B, W, K] for the listed ids, or
-[B, 1, V]"""
+"""Function (depth, token ids [B, W, K] or None) -> noise at each row's next position + depth: [B, W, K] for these ids,
+or [B, 1, V] for all tokens."""
 
 
 class _Inputs(NamedTuple):
@@ -79,8 +79,8 @@ class _Inputs(NamedTuple):
 
 
 class _Grown(NamedTuple):
-    """Nodes of one level, [B, M] each. An entry with a chance of 0 is not a node. Parents are numbered over all
-    levels."""
+    """Nodes of one level of all trees, [B, M] each. An entry with a chance of 0 is no node. `parents` are numbers in
+    the whole tree."""
 
     tokens: np.ndarray
     parents: np.ndarray
@@ -92,15 +92,15 @@ class _Grown(NamedTuple):
 def grow(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
-    """Draft a tree for each row. Candidates are ranked on the device; all else is small, in NumPy on the host."""
+    """Draft a tree for each row. Candidates are ranked on the device. The rest runs in NumPy, because it is small."""
     with np.errstate(invalid="ignore"):  # -inf marks tokens that may not be drafted
         inputs = _Inputs(drafter, roots, strategy, noise_of, vocab_size, calibration)
         return _grow_chains(inputs) if strategy.branching == 1 else _grow_trees(inputs)
 
 
 def _grow_chains(inputs: _Inputs) -> list[DraftTree]:
-    """Return the result of `_grow_trees` with one child per node, without the operations that choose among children. On
-    a CPU, starting those takes as long as the drafter does."""
+    """Draft a chain for each row, as `_grow_trees` does with one child per node. The operations that choose among
+    children are left out, because on a CPU starting them takes as long as the drafter itself."""
     drafter, roots, strategy, noise_of, _, calibration = inputs
     most = min(strategy.depth, strategy.verify_tokens - 1)
     whole = None
@@ -166,8 +166,8 @@ def _grow_trees(inputs: _Inputs) -> list[DraftTree]:
 def _children(
     inputs: _Inputs, candidates: Candidates, nodes: tuple[int, ...], depth: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the best candidates under the noise of each of the `nodes` (B, W): tokens, the calibration's cells, and
-    whether they may be children, [B, W, k] each. Only here does a level wait for the device."""
+    """Return the best candidates under the noise for each of the `nodes` (B, W): tokens, calibration cells, and whether
+    they may be children, [B, W, k] each. This is the only place in a level where the host waits for the device."""
     _, roots, strategy, noise_of, vocab_size, calibration = inputs
     _check_shapes(candidates, nodes, vocab_size)
     ids = None if candidates.ids is None else candidates.ids.to(roots.device)
@@ -183,7 +183,7 @@ def _children(
 
 
 def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: int) -> None:
-    """Raise ValueError for a wrong shape or type, which NumPy would broadcast into nodes at wrong places."""
+    """Raise ValueError for candidates of a wrong shape or type, because NumPy would broadcast them to wrong nodes."""
     ids, log_q, classes = candidates
     width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
     if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
@@ -195,8 +195,8 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
 
 
 def _is_continued(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:
-    """Return the nodes that are continued, [B, W]. Nothing follows a stop token. The last token of a response needs no
-    draft, because it is the bonus token of the pass."""
+    """Return which nodes may get children, [B, W]. A stop token gets none. The last token of a response needs no draft,
+    because it is the bonus token of the pass."""
     return (chance > 0) & (roots.room[:, None] > depth + 1) & (tokens[..., None] != roots.stops[:, None, :]).all(-1)
 
 
@@ -207,7 +207,7 @@ def _least(grown: Sequence[_Grown], most: int) -> np.ndarray:
 
 
 def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
-    """Return the `most` likeliest nodes of each row. A parent is likelier than its child, so the result is a tree."""
+    """Return a tree of each row's `most` likeliest nodes. It is a tree, because a parent is likelier than its child."""
     tokens, parents, chance, cells = (np.concatenate(columns, axis=1) for columns in list(zip(*grown, strict=True))[:4])
     depths = [level.depth for level in grown for _ in range(level.tokens.shape[1])]
     best = np.argsort(-chance, axis=1, kind="stable")[:, :most]
@@ -229,8 +229,8 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
 
 
 def stack(trees: Sequence[DraftTree], device: torch.device, nodes: int = 1) -> TreeBatch:
-    """Stack trees, padded to the size of the largest tree and to at least `nodes` nodes. Each padding node is the child
-    of the node before it, and is never accepted. On a CPU it is not computed."""
+    """Stack the trees of all rows, padded to the size of the largest tree and to at least `nodes` nodes. A padding node
+    is a child of the node before it, and is never accepted. On a CPU, padding is not computed."""
     B, N = len(trees), max(nodes, *(len(tree.tokens) for tree in trees))
     if N == 1:
         alone = torch.tensor([tree.tokens for tree in trees], device=device)

@@ -1,4 +1,4 @@
-"""Engine for concurrent callers. Each awaits its own response, and all responses are decoded in one batch."""
+"""Engine for concurrent callers. Each caller awaits its own response, and all requests are decoded in one batch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ABORTED = "aborted"
 
 
 class AsyncEngine:
-    """Engine in a separate thread. Only this thread uses the engine.
+    """Engine in a thread of its own. Only this thread uses the engine.
 
     If nothing is left to decode, the thread calls `when_idle`, for example to train the drafter. Its arguments are the
-    engine and a function that returns True when it must end. After `close`, waiting callers get an exception, and new
-    calls raise RuntimeError.
+    engine and a function that returns True when the call must return. After `close`, waiting callers get an exception,
+    and new calls raise RuntimeError.
     """
 
     def __init__(self, engine: RolloutEngine, when_idle: WhenIdle | None = None) -> None:
         self._engine, self._when_idle = engine, when_idle
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waited_for: dict[int, Future[Response]] = {}
-        """response of each active request, by seed"""
+        """future response of each active request, by the request's seed"""
         self._failed = False
         """whether a round has failed since the engine was last started"""
         self._closed, self._lock = False, Lock()  # nothing may be queued after `close`
@@ -42,9 +42,9 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, request: Request) -> Response:
-        """Return the response, or its tokens so far if it was interrupted. If the caller is cancelled, the request is
-        withdrawn. Raises ValueError for a request that cannot be decoded, or that has the seed of another active
-        request."""
+        """Decode a request. Return the response, which has the tokens so far if it was interrupted. If the caller is
+        cancelled, the request is dropped. Raises ValueError for a request that cannot be decoded, or if another active
+        request has its seed."""
         response: Future[Response] = Future()
         response.set_running_or_notify_cancel()  # a cancelled caller must not affect the others
         try:
@@ -56,8 +56,8 @@ class AsyncEngine:
             raise
 
     async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Call `act` with the engine after the current round. Requests that the engine drops in this call, for example
-        by a restart, raise RuntimeError."""
+        """Call `act` with the engine after the current round, and return its result. If this call makes the engine drop
+        requests, for example by a restart, their callers get a RuntimeError."""
 
         def acted(engine: RolloutEngine) -> T:
             try:
@@ -87,7 +87,7 @@ class AsyncEngine:
         return result
 
     async def interrupt(self) -> list[int]:
-        """End all requests. Their callers get the tokens so far. Return the seeds."""
+        """End all active requests and return their seeds. Their callers get the tokens so far."""
         return await self.between_rounds(self._interrupt)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class AsyncEngine:
         self._waited_for[request.seed] = response
 
     def _withdraw(self, engine: RolloutEngine, seed: int, response: Future[Response]) -> None:
-        """Withdraw a request, unless it has ended or its seed belongs to another caller."""
+        """Remove a cancelled request, unless it has ended or its seed now belongs to another caller."""
         if self._waited_for.get(seed) is response:
             del self._waited_for[seed]
             engine.release_requests([seed])

@@ -1,4 +1,4 @@
-"""`engine.backend = "tlt"`: our own engine, with the drafters and the tuner of a recipe."""
+"""tlt's own engine as a backend (`engine.backend = "tlt"`), with the drafters and the tuner of a recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tlt.trace import Tracer
 
 
 class OwnBackend:
-    """Our own engine as a backend."""
+    """Backend for tlt's own engine."""
 
     start_note = ""
 
@@ -86,8 +86,8 @@ def make_engine(
     tracer: Tracer | None = None,
     store: AheadStore | None = None,
 ) -> Engine:
-    """Return our own engine for a recipe. The target must hold weights. `layer` replaces the learned drafter that the
-    recipe names. If the drafter is `adaptive`, the first rollout profiles the machine."""
+    """Return tlt's own engine for a recipe. The target must have weights. `layer` replaces the learned drafter that the
+    recipe names. If the recipe's drafter is `adaptive`, the first rollout begins with a start-up profile."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
     return Engine(

@@ -1,10 +1,10 @@
-"""The tuner that measures strategies and uses the fastest, which may be plain decoding.
+"""Tuner that measures strategies and uses the fastest, which may be plain decoding. A strategy is called an arm.
 
-Speed is tokens over seconds. The tokens are learned from all rounds of a drafter (`AcceptanceModel`). The seconds
-depend on the bucket (active rows and context). They come from the start-up profile, then from the medians of the
-rounds. An arm that could be faster than the fastest one is tried, if its round can be afforded: all drafts together may
-lose 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an epsilon-greedy bandit
-here, which tries strategies at any cost.)
+Speed is tokens per second. Tokens are predicted from all rounds of a drafter (`AcceptanceModel`). Seconds depend on the
+bucket (active rows and context length). They come from the start-up profile, then from the medians of timed rounds. An
+arm that could be faster than the fastest one is tried, if a round of it is affordable: all drafts together may lose 1 %
+of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an epsilon-greedy bandit here,
+which tries strategies at any cost.)
 
 This module does not import torch. `bench/tuner.py` runs it with recorded tables.
 """
@@ -27,32 +27,32 @@ _ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
 _LOST = 0.01  # share of the seconds that drafts may lose against plain decoding
-_FIRST_ROUNDS = 128  # plain rounds whose share may be lost at the beginning
-_FREE = 1.03  # factor by which further rows may slow down the others of a round
+_FIRST_ROUNDS = 128  # at the beginning, drafts may lose 1 % of the seconds of this many plain rounds
+_FREE = 1.03  # factor by which additional rows may lengthen a round
 _MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
-_HOPED_ACCEPTANCE = 0.8  # of a drafter without evaluation, to decide whether it could be the fastest
+_HOPED_ACCEPTANCE = 0.8  # assumed for a drafter without evaluation, to decide whether it could be the fastest
 _ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
 _AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longest chain sets the width of the pass
 _LOOK_AHEAD: Source = ("ahead", 1)  # the source of look-ahead chains
 
 
 def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
-    """Return plain decoding and the strategies of these drafters."""
+    """Return plain decoding and these drafters' strategies in the registry: chains, and trees if `trees` is true."""
     shapes = {name: DRAFTERS[name].chains + DRAFTERS[name].trees * trees for name in drafters}
     return [PLAIN, *(Strategy(name, *shape) for name, some in shapes.items() for shape in some)]
 
 
 def with_ahead(arms: Iterable[Strategy]) -> list[Strategy]:
-    """Return each arm alone, and combined with look-ahead chains of each limit."""
+    """Return each arm without look-ahead, and combined with each limit on look-ahead chains."""
     return [arm._replace(ahead=ahead) for arm in arms for ahead in (0, *_AHEAD)]
 
 
 class Bandit:
     """Tuner that measures strategies and uses the fastest.
 
-    `measure()` returns the start-up profile, rows -> strategy -> seconds of a round, and is called before the first
-    rollout. Other numbers of rows are interpolated. `chances[drafter]`: acceptance rate, if it is known at the start;
-    a drafter with 0 is not used.
+    `measure()` is called before the first rollout and returns the start-up profile: rows -> strategy -> seconds of a
+    round. Other numbers of rows are interpolated. `chances[drafter]` is the drafter's acceptance rate, if it is known
+    at the start. A drafter with rate 0 is not used.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Bandit:
         return arm
 
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
-        """Set `current` to the fastest arm, counting only draft tokens that were accepted before. Return the arm that
-        could be the fastest, of those whose round can be afforded even if it is not."""
+        """Set `current` to the fastest arm, by the acceptance rates so far. Return an arm that could be even faster
+        with a good drafter, if a round of it is affordable even if it is slower. Else return `current`."""
         seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
@@ -112,14 +112,14 @@ class Bandit:
         return min(better, key=lambda arm: (self.times.rounds(arm, bucket), -hoped[arm]), default=self.current)
 
     def _fastest(self, speeds: Mapping[Strategy, float]) -> Strategy:
-        """Return the fastest arm, unless plain decoding or the current arm is hardly slower."""
+        """Return the fastest arm. But return plain decoding, or else the current arm, if it is less than 2 % slower."""
         best = max(speeds, key=lambda arm: speeds[arm])
         kept = (arm for arm in (PLAIN, self.current) if arm in speeds and speeds[best] < (1 + _MARGIN) * speeds[arm])
         return next(kept, best)
 
     def _with_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
-        """Return the strategy with a limit of look-ahead tokens per row, and with or without the arm for the other
-        rows. This is decided every round, because other rows have look-ahead drafts each time."""
+        """Return the fastest strategy: with which limit on look-ahead tokens per row, and with or without `arm` for the
+        rows that have no look-ahead draft. This is decided every round, because those rows change."""
         known, longest = np.array(offers), max(offers)
         others = len(known) - np.count_nonzero(known)
         widths = [w for w in self._widths if w <= longest] + [w for w in self._widths if w > longest][:1]
@@ -138,8 +138,8 @@ class Bandit:
         return best
 
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
-        """Return the seconds of a round with this width, interpolated to the next lower one if the longest chain is
-        shorter."""
+        """Return the expected seconds of a round with at most `width` look-ahead tokens per row. If the longest chain
+        is shorter, interpolate between this limit and the next lower one."""
         below = max((w for w in self._widths if w < width), default=0)
         points = {w: self._seconds_now(base._replace(ahead=w), bucket) for w in (below, width)}
         return interpolate(points, min(longest, width))
@@ -147,47 +147,47 @@ class Bandit:
     # -- estimates -----------------------------------------------------------------------------------------------------
 
     def tokens(self, arm: Strategy) -> float:
-        """Return the tokens per row in a round, by the draft tokens that were accepted before."""
+        """Return the expected tokens per row in a round, from the acceptance rates so far."""
         return self._tokens(arm, 0.0)
 
     def _hoped_tokens(self, arm: Strategy) -> float:
-        """Return the tokens per row in a round, if its drafter is good as far as the rounds so far allow."""
+        """Return the tokens per row in a round, if the arm's drafter is as good as the rounds so far allow."""
         return self._tokens(arm, self.chances.get(arm.drafter, _HOPED_ACCEPTANCE))
 
     def _tokens(self, arm: Strategy, prior: float) -> float:
-        """Return the expected tokens per row in a round. `prior`: acceptance rate before any was seen."""
+        """Return the expected tokens per row in a round. `prior` is the acceptance rate assumed before any round."""
         rates = self.seen.chances((arm.drafter, 1), arm.depth, [prior])
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])
         return float(np.cumprod([1.0, *rates]).sum())
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:
-        """Return the mean seconds of this many rounds of the arm, with its drafter's catch-up if the last round did not
-        use it."""
+        """Return the mean seconds of the arm's next `rounds` rounds. They include the catch-up of the arm's drafter if
+        the last round used another drafter."""
         extra = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
         return self.times.seconds(arm, bucket) + extra / rounds
 
     def plain_seconds(self, rows: int, context: float) -> float:
-        """Return the expected seconds of a round with plain decoding, from the start-up profile and the timed
-        rounds."""
+        """Return the expected seconds of a round with plain decoding, for this number of rows and this mean context in
+        tokens."""
         return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
         """Return the largest number of rows whose plain round takes at most 3 % longer than one of `rows` rows, by the
-        profile. Return `rows` if the fastest drafts then slow a row down by more than that. On a GPU they hardly do. On
-        a CPU drafts pay with few rows only."""
+        start-up profile. But return `rows` if drafting at its fastest would slow down by more than 3 % per row. On a
+        GPU it hardly does. On a CPU, drafting pays off with few rows only."""
         most = self.times.most_rows(rows, _FREE)
         free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
         return most if free else rows
 
     def _hoped_speed(self, rows: int) -> float:
-        """Return tokens per row and second of the fastest arm, if all drafters are good as far as is known."""
+        """Return the tokens per row and second of the fastest arm, with the tokens of `_hoped_tokens`."""
         arms = (arm for arm in self._arms if self.chances.get(arm.drafter) != 0.0)
         return max(self._hoped_tokens(arm) / self.times.profiled(arm, rows) for arm in arms)
 
     def brief_rows(self) -> int:
-        """Return the largest number of rows whose round takes at most 1.8 times as long as one of a single row, by the
-        profile. On a GPU this is a full batch."""
+        """Return the largest number of rows whose plain round takes at most 1.8 times as long as one of a single row,
+        by the start-up profile. On a GPU this is a full batch."""
         return self.times.most_rows(1, 1.8)
 
     # -- learning from rounds ------------------------------------------------------------------------------------------
@@ -215,8 +215,9 @@ class Bandit:
             self.seen_ahead.add(_LOOK_AHEAD, levels, right)
 
     def _learn_seconds(self, arm: Strategy, seconds: float, width: int) -> None:
-        """Learn from a round whose longest look-ahead draft had `width` tokens; one narrower than the arm's limit does
-        not count. The catch-up of a drafter is charged to the switch."""
+        """Learn the seconds of a round, whose longest look-ahead draft had `width` tokens. The round does not count if
+        this is below the arm's limit. In the first round after a change of drafters, only the new drafter's catch-up is
+        learned."""
         if self._switched and arm.drafter != PLAIN.drafter:
             excess = max(0.0, seconds - self.times.seconds(arm, self._now))
             known = self.catch_up.get(arm.drafter, excess)
@@ -225,7 +226,7 @@ class Bandit:
             self.times.add_rounds(self._now, arm, [seconds])
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Forget the counts of the old drafter. The acceptance rate of the new one counts like a few rows."""
+        """Forget the counts of the replaced drafter. The acceptance rate of the new one, if known, counts as 8 rows."""
         self.seen.forget(drafter)
         self.chances.pop(drafter, None)
         if chance is not None:

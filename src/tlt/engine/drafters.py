@@ -1,4 +1,4 @@
-"""The engine's drafters, isolated: a drafter that fails reduces speed but changes no token."""
+"""Isolation of the engine's drafters: a drafter that fails reduces speed but changes no token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _WATCHED = 1000  # number of drafts in the running acceptance rate
 
 
 class AcceptanceRate:
-    """Acceptance rates of a drafter's first draft token: over its last 1,000 drafts, and at its publication.
+    """Acceptance rates of a drafter's first draft token: `now`, over its last 1,000 drafts, and `published`.
 
-    The second rate was measured in training. If it was not, it is the rate over the first 1,000 drafts in the
-    engine."""
+    `published` was measured in training. If it was not, it is the rate over the first 1,000 drafts in the engine."""
 
     def __init__(self, published: float | None) -> None:
         self.published = published
@@ -46,12 +45,12 @@ class AcceptanceRate:
 
     @property
     def alarming(self) -> bool:
-        """Whether the rate has halved since publication. A bad drafter changes no token, so only this rate shows it."""
+        """Whether `now` is below half of `published`. Nothing else shows a bad drafter, because it changes no token."""
         return self.published is not None and len(self.last) == _WATCHED and self.now < 0.5 * self.published
 
 
 class Drafters:
-    """Per-row store of all drafters. All of them follow all rows, because any may draft in the next round."""
+    """Per-row store of all drafters. Each drafter follows all rows, because any may be used in the next round."""
 
     def __init__(self, drafters: Iterable[Drafter], cache: KVCache) -> None:
         self.cache = cache
@@ -80,7 +79,7 @@ class Drafters:
         self._call_all(lambda drafter: drafter.close(place, last), "close")
 
     def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
-        """Replace the drafter of the same name, between two rounds."""
+        """Replace the drafter of the same name, between two rounds. The new one starts with the active `rows`."""
         self.usable[drafter.name] = drafter
         self.acceptance_rates[drafter.name] = AcceptanceRate(drafter.acceptance_rate)
         self.calibrations.setdefault(drafter.name, Calibration()).renew()
@@ -102,15 +101,16 @@ class Drafters:
         self.acceptance_rates[name].add(1 in path)
 
     def propose(self, name: str, call: Callable[[], T]) -> T | None:
-        """Return the result of `call`, in which the drafter drafts. If the call raises, drop the drafter and return
-        None."""
+        """Return the result of `call`, in which the drafter drafts. If it raises, drop the drafter, set its draft
+        tokens' keys and values to zero, and return None."""
         drafted = self.guard(name, call, "propose")
         if drafted is None:
-            self.cache.wipe_drafts()  # what it left there may not be finite
+            self.cache.wipe_drafts()  # values that it wrote to the cache may not be finite
         return drafted
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
-        """Return the result of the call. If it raises, drop the drafter and return None."""
+        """Return the result of `call`, which uses the drafter `name` to do `what` (for the log). If it raises, drop the
+        drafter and return None."""
         if name not in self.usable:
             return None
         try:
@@ -127,7 +127,7 @@ class Drafters:
 
 
 def _copied(row: Row) -> tuple[Request, tuple[int, ...]]:
-    """Return copies for drafters: the request without the data for rewards, and the tokens so far."""
+    """Return copies of a row's request and tokens for drafters. The request is copied without the data for rewards."""
     asked = row.request
     request = replace(asked, prompt=replace(asked.prompt, data={}), sampling=replace(asked.sampling))
     return request, tuple(row.tokens)

@@ -1,6 +1,6 @@
 """The rollout engine. A round has four phases: admit, draft, verify, commit.
 
-A response is a function of (target version, prompt, seed). Drafts, batches and preemptions do not change it.
+A response is a function of (target version, prompt, seed). It does not depend on drafts, batches or preemptions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tlt.types import Request, Response, RolloutStats, Row
 
 
 class Engine(Generates):
-    """The engine of a worker. `tuner` picks a strategy for each round: plain decoding if no drafter works.
+    """Rollout engine of a worker. `tuner` picks the strategy of each round (default: plain decoding).
 
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
     row. `on_harvest` is called with them when a window is full and when a response ends. `store` has look-ahead drafts,
@@ -112,7 +112,7 @@ class Engine(Generates):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def start(self, requests: Iterable[Request]) -> None:
-        """Start a new rollout and drop all rows. Raises ValueError for a request that cannot be decoded."""
+        """Start a new rollout and drop all earlier rows. Raises ValueError for a request that cannot be decoded."""
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._in_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
@@ -122,29 +122,29 @@ class Engine(Generates):
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """Add requests to the current rollout. Rows in `resumed` were begun by another engine. Raises ValueError for
-        a request that cannot be decoded."""
+        """Add requests to the current rollout. `resumed` are unfinished rows of another engine, which continue here.
+        Raises ValueError for a request that cannot be decoded."""
         self.rollout.scheduler.submit(requests, resumed)
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
-        """Remove these requests, active or waiting, between two rounds. Return their rows. Another engine that resumes
-        them gives the same tokens. Finished requests are not returned."""
+        """Remove the requests with these seeds, active or waiting, between two rounds. Return their unfinished rows.
+        Another engine that resumes these gives the same tokens."""
         return self.rollout.scheduler.withdraw(seeds)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the requests for look-ahead. They use free slots while no request waits, in the given order, and
-        their tokens are saved in the store. Raises ValueError for a request that cannot be decoded."""
+        """Replace the look-ahead requests. They are decoded in free slots while no other request waits, in the given
+        order. Their tokens are saved in `store`. Raises ValueError for a request that cannot be decoded."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
         self.rollout.scheduler.look_ahead(wanted, self._most_with_ahead())
 
     def keep_ahead(self) -> None:
-        """Store the tokens so far of look-ahead rows as drafts."""
+        """Store the tokens so far of all look-ahead rows as drafts."""
         rollout = self.rollout
         for place, row in enumerate(rollout.rows):
             if row.ahead:
                 self.store.put([Ahead.of(row, rollout.version, rest=rollout.ahead.rest(place))])
-        for row in rollout.scheduler.ahead:  # some were preempted
+        for row in rollout.scheduler.ahead:  # preempted rows have tokens too
             if len(row.tokens) > self.store.length(row.request.seed):
                 self.store.put([Ahead.of(row, rollout.version)])
 
@@ -154,11 +154,11 @@ class Engine(Generates):
         self.tuner.renew(drafter.name, drafter.acceptance_rate)
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Replace the learned drafter in use."""
+        """Replace the learned drafter in use by one with the weights of `layer`."""
         self.swap(EagleDrafter(layer, self.target))
 
     def _preempt_ahead(self) -> None:
-        """Store the tokens of look-ahead rows and preempt these rows, because rows of this rollout come first."""
+        """Preempt all look-ahead rows, because rows of this rollout come first. Store their tokens so far as drafts."""
         self.keep_ahead()
         self.rollout.scheduler.preempt_ahead()
 
@@ -167,7 +167,7 @@ class Engine(Generates):
         return Engine(self.target, self.config, detokenize=self.detokenize)
 
     def release(self) -> None:
-        """Free the memory of the cache until the next rollout. Call this between two rollouts."""
+        """Free the memory of the key-value cache until the next rollout. Call this between two rollouts."""
         self.look_ahead(())
         self.cache.release()
 
@@ -183,7 +183,7 @@ class Engine(Generates):
 
     @property
     def rows(self) -> RowTable:
-        """Active rows."""
+        """Requests that are being decoded, with their tokens so far."""
         return self.rollout.rows
 
     @property
@@ -198,7 +198,7 @@ class Engine(Generates):
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def round(self) -> list[Response]:
-        """Run one round. Return the finished responses."""
+        """Run one round: admit, draft, verify and commit. Return the finished responses."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
         assert not self._in_round, "a round that failed leaves half-filled rows behind: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
@@ -236,7 +236,7 @@ class Engine(Generates):
         return responses
 
     def _admit(self) -> bool:
-        """Admit new rows. Return whether there were any."""
+        """Admit waiting rows and prefill them. Return whether any were admitted."""
         if self.waiting:
             self._preempt_ahead()
         admitted = self.rollout.scheduler.admit(self._most_with_ahead())
@@ -245,13 +245,13 @@ class Engine(Generates):
         return bool(admitted)
 
     def _most_with_ahead(self) -> int:
-        """Return the largest number of active rows, look-ahead rows included, that does not delay the rows of this
-        rollout."""
+        """Return the largest number of active rows, look-ahead rows included, at which look-ahead does not delay the
+        rows of this rollout."""
         own = sum(not row.ahead for row in self.rows)
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
     def make_room(self, strategy: Strategy) -> bool:
-        """Make room in the cache for this round's trees, by preempting the youngest rows if needed. Return whether any
+        """Make room in the cache for the trees of a round. If needed, preempt the youngest rows. Return whether any
         were preempted."""
         scheduler = self.rollout.scheduler
         if self.busy and not scheduler.has_room(strategy.nodes):
@@ -269,7 +269,7 @@ class Engine(Generates):
         return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.sampling.batch)
 
     def draft(self, now: Round) -> list[DraftTree]:
-        """Draft a tree for each row. Rows with a look-ahead draft use it; the strategy's drafter drafts the others."""
+        """Draft a tree for each row, from its look-ahead draft if it has one, else with the strategy's drafter."""
         offers = self._offers() if now.strategy.ahead else [0] * len(now.rows)
         chains = self.rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
         drafted = self._drafted(now, chains) if not all(chains) else now.roots()
@@ -279,7 +279,8 @@ class Engine(Generates):
         ]
 
     def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return the drafter's trees for finite rows without a look-ahead chain, and roots for the others."""
+        """Return the drafter's trees for finite rows without a look-ahead chain, and trees without drafts for
+        others."""
         strategy, trees = now.strategy, None
         drafter = self.drafters.usable.get(strategy.drafter)
         if drafter is not None:
@@ -296,7 +297,7 @@ class Engine(Generates):
         return trees or now.roots()
 
     def _offers(self) -> list[int]:
-        """Return the number of look-ahead tokens that each row can propose in one pass."""
+        """Return for each row the number of look-ahead tokens that it can propose in this round."""
         widest = min(self.rollout.noise.width, most_nodes(len(self.rows), self.target.options.vocab_size)) - 1
         offers = zip(self.rows, self.rollout.ahead.offers(), strict=True)
         return [min(offer, widest, row.room - 1) if row.finite else 0 for row, offer in offers]
@@ -306,8 +307,8 @@ class Engine(Generates):
 
     def verify(self, now: Round, trees: Sequence[DraftTree]) -> tuple[Sequence[DraftTree], Sampled]:
         """Verify all trees in one target pass. Return the trees and the target's tokens. If a draft leads to a value
-        that is not finite, the pass is repeated with the roots alone, because behind a mask 0 * NaN is NaN and would
-        change tokens."""
+        that is not finite, repeat the pass without drafts. A mask does not hide such a value from other nodes, because
+        0 * NaN is NaN, so it would change tokens."""
         sampled = self._pass(now, trees)
         spoiled = _spoiled(now, sampled)
         if spoiled and any(len(tree.tokens) > 1 for tree in trees):
@@ -321,7 +322,7 @@ class Engine(Generates):
 
     def _pass(self, now: Round, trees: Sequence[DraftTree]) -> Sampled:
         runner, drafted = self.rollout.runner, any(len(tree.tokens) > 1 for tree in trees)
-        # if all drafts of a strategy have one size, few passes are captured
+        # pad a strategy's drafts to one size, so that few CUDA graphs are captured
         stacked = stack(trees, self.target.device, now.strategy.nodes if runner.graphs and drafted else 1)
         return runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.sampling)
 
@@ -364,7 +365,7 @@ class Engine(Generates):
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, **known)
 
     def _was_ahead(self, row: Row) -> bool:
-        """If this finished row is a look-ahead row, store its tokens as a draft. Return whether it is one."""
+        """Return whether this finished row is a look-ahead row. If so, store its tokens as a draft."""
         if row.ahead:
             self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
         return row.ahead
@@ -390,6 +391,6 @@ class Engine(Generates):
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:
-    """Return the rows that were finite until this pass."""
+    """Return the places of rows whose values were all finite before this pass and no longer are."""
     finite = sampled.finite or [True] * len(now.rows)
     return [place for place, row in enumerate(now.rows) if row.finite and not finite[place]]

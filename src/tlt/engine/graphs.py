@@ -1,10 +1,11 @@
-"""Target passes with padded shapes, which a CUDA device replays.
+"""Target passes with padded shapes, which a CUDA device replays as CUDA graphs.
 
 A pass over few tokens takes as long as the host needs to start its kernels. For SmolLM2-135M on an H100 that is 13 ms,
-of which the device computes 3; replayed it takes 4 ms. A CUDA graph has fixed shapes and addresses. So the rows of a
-pass and the positions that they attend to are padded to a few sizes (bucketed graphs: arXiv 2511.16665, section 5).
+of which the device computes for 3 ms. Replayed, the pass takes 4 ms. A CUDA graph has fixed shapes and addresses. So
+the number of rows, and of positions that they attend to, is padded to a few sizes (bucketed graphs: arXiv 2511.16665,
+section 5).
 
-Shapes: B rows, N nodes a row, D hidden, F features.
+Shapes: B rows, N nodes per row, D hidden size, F size of a token's features.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, SlotPlan
 from tlt.cuda_graph import Replayed, rounded_up
 
-_LEAST_TOKENS = 512  # positions of the smallest graph: reading masked keys takes less time than more captures
+_LEAST_TOKENS = 512  # positions of the smallest graph; reading masked keys costs less than capturing more graphs
 
 Forward = Callable[[Tensor, Tensor, SlotPlan], tuple[Tensor, ...]]
-"""(tokens [B, N], positions [B, N], plan of the attention) -> hidden states [B, N, D], and features [B, N, F] if they
-are kept"""
+"""Function (tokens [B, N], positions [B, N], attention plan) -> hidden states [B, N, D], and also features [B, N, F] if
+they are kept"""
 
 
 class Shape(NamedTuple):
     rows: int
     nodes: int
     tokens: int
-    """positions that a row attends to"""
+    """number of positions that each row attends to"""
     branches: bool
 
 
 class GraphedPasses:
-    """Passes over slots 0.., by padded shape. A pass overwrites the hidden states of the last one of its shape."""
+    """CUDA graphs of target passes over slots 0.., by padded shape. A pass overwrites the last output of its shape."""
 
     def __init__(self, slots: SlotAttention, device: torch.device) -> None:
         self.slots, self.device = slots, device
@@ -63,7 +64,7 @@ class GraphedPasses:
 
 
 class PaddedPass:
-    """Passes of one shape."""
+    """CUDA graph of target passes of one padded shape."""
 
     def __init__(self, shape: Shape, slots: SlotAttention, device: torch.device) -> None:
         self.shape, self.slots = shape, slots

@@ -1,4 +1,4 @@
-"""Training data of the drafter: hidden states that the rollout computed."""
+"""Collection of training data for the drafter: hidden states that the rollout computed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _GROWN = 16  # tokens of a row between two checks for full windows; the ring has
 
 
 class Harvester:
-    """Writer of a round's hidden states.
+    """Writer of each round's hidden states to the feature window.
 
-    It calls `give` with full windows, and with the last window of a finished row. Without `give`, hidden states are
+    It calls `give` with full windows, and with the last window of a finished row. If `give` is None, hidden states are
     kept for drafters only. `version` is the target version.
     """
 
@@ -26,8 +26,8 @@ class Harvester:
         self._grown = 0
 
     def write(self, features: Tensor, entries: Sequence[tuple[int, int, int, int]], grown: int) -> None:
-        """Write `features` [B, N, F] of a pass. `entries` are (place, node, position, following token) of the committed
-        tokens, at most `grown` per row."""
+        """Write the hidden states `features` [B, N, F] of a pass. `entries` are (row's place, node, position, following
+        token) of each committed token. `grown` is the largest number of tokens that a row committed."""
         places, nodes, positions, following = zip(*entries, strict=True)
         if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
@@ -38,7 +38,7 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Call `give` with complete windows. `finished` are the places of rows that end with this round."""
+        """Call `give` with complete windows. `finished` are the places of rows that end in this round."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0

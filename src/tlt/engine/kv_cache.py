@@ -1,7 +1,8 @@
-"""The target's key-value cache: number and capacity of its slots, within a limit, and their contents.
+"""Key-value cache of the target: contents, number and capacity of its slots, within a memory limit.
 
-The slot of an active row is its place. Positions [0, length) of a slot are committed, and later ones are free. All
-slots have one capacity, which grows with the longest row. If the limit forbids that, the scheduler preempts.
+An active row uses the slot whose number is the row's place. Positions [0, length) of a slot are committed, and later
+ones are free. All slots have the same capacity, which grows with the longest row. If the limit forbids that, the
+scheduler preempts rows.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ AUDIT = "TLT_AUDIT"
 
 
 class Saved(NamedTuple):
-    """A copy of a slot in host memory."""
+    """Copy of a slot's keys and values in host memory."""
 
     values: Tensor
     booked: Tensor | None
-    """checksums of the ledger; None if none is kept"""
+    """checksums of the copied positions (`Ledger.booked`); None if there is no ledger"""
 
 
 class KVCache:
-    """Per-row store. All changes of the backend's slots are made here."""
+    """Per-row store of keys and values. Only this class changes the slots of the attention backend."""
 
     def __init__(self, store: AttentionBackend, bound_tokens: int) -> None:
         self.store, self.bound_tokens = store, bound_tokens
@@ -67,19 +68,19 @@ class KVCache:
         self._rows.pop()
 
     def held(self, slot: int) -> tuple[int, ...]:
-        """Return the prompt whose keys and values, except those of its last token, are at the beginning of a slot,
-        active or free; () if there is none."""
+        """Return the prompt whose keys and values are at the beginning of a slot, active or free; () if there is none.
+        Those of the prompt's last token are not included."""
         return self._held[slot] if slot < len(self._held) else ()
 
     # -- capacity ------------------------------------------------------------------------------------------------------
 
     def fits(self, slots: int, tokens: int) -> bool:
-        """Return whether `slots` rows, the longest of `tokens` tokens, are within the limit."""
+        """Return whether `slots` slots of `tokens` tokens each are within the memory limit."""
         return slots * tokens <= self.bound_tokens
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Make room for `slots` rows of `tokens` tokens. The caller has checked `fits`. More is reserved if the
-        limit allows."""
+        """Make room for `slots` rows of `tokens` tokens each. The caller must have checked `fits`. If the limit allows,
+        more is reserved."""
         assert self.fits(slots, tokens), "call fits first"
         assert slots >= len(self._rows), "active rows keep their slots"
         have = self.store.tokens
@@ -90,7 +91,7 @@ class KVCache:
         self._resize(slots, min(want, self.bound_tokens // slots))
 
     def release(self) -> None:
-        """Free the memory, between a rollout and an update on the same device."""
+        """Free the memory of the cache, between a rollout and an update on the same device."""
         assert not self._rows, "active rows keep their slots"
         self._resize(0, 0)
 
@@ -104,13 +105,13 @@ class KVCache:
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def note_pass(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
-        """Record a target pass over B slots from `first` on in the ledger."""
+        """Record a target pass over slots [first, first + B) in the ledger, if there is one."""
         if self.ledger:
             self.ledger.wrote(first, lengths, trees, version)
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of a draft token of each active row, and attention that stores its keys and
-        values behind the committed ones: see `DraftCache`."""
+        """Return the positions [B, 1] of one draft token per active row, and attention that stores its keys and values
+        behind the committed ones: see `DraftCache`."""
         assert depth >= 0, "committed positions are the target's"
         lengths = [row.kv_length + depth for row in self._rows]
         if self.ledger:
@@ -120,7 +121,7 @@ class KVCache:
         return positions, partial(self.store.attend, self.store.plan(0, lengths, 1, None))
 
     def wipe_drafts(self) -> None:
-        """Zero the positions behind the committed ones of the active rows."""
+        """Set keys and values to zero behind the committed positions of all active rows."""
         for slot, row in enumerate(self._rows):
             self.wipe(slot, row.kv_length)
 
@@ -130,12 +131,12 @@ class KVCache:
             self.ledger.copied(source, target, length)
 
     def save(self, slot: int, length: int) -> Saved:
-        """Return a copy for `restore`."""
+        """Return a copy of a slot's first `length` positions in host memory. `restore` accepts it."""
         booked = self.ledger.booked[slot, :length].clone() if self.ledger else None
         return Saved(self.store.read(slot, length), booked)
 
     def restore(self, slot: int, saved: Saved) -> None:
-        """Write the copy that `save` returned. The target must be the same."""
+        """Write a copy that `save` returned to a slot. The target's version must be the same."""
         self.store.write(slot, saved.values)
         if self.ledger and saved.booked is not None:
             self.ledger.booked[slot, : len(saved.booked)] = saved.booked
@@ -153,8 +154,8 @@ class KVCache:
             self.ledger.wiped(slot, start)
 
     def check(self, version: int) -> None:
-        """Raise AssertionError if a ledger is kept and a slot does not have the keys and values of its row, or of
-        `held`."""
+        """Raise AssertionError if there is a ledger and a slot lacks the keys and values of its row, or in a free slot
+        of the prompt in `held`."""
         if self.ledger:
             contexts = [row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

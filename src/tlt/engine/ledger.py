@@ -1,7 +1,8 @@
 """Debug check of the key-value cache: a record of the inputs from which each position was computed.
 
-The key of a token depends on the target's weights and on all tokens before it. So each position has a checksum of
-(target version, tokens and positions up to its own). The checksum is copied and moved with the keys and values.
+The keys and values of a token depend on the target's weights and on all tokens up to it. So each position has a
+checksum of the target version, and of all tokens and positions up to its own. It is copied and moved with the keys and
+values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd; sums and produ
 
 
 class Ledger:
-    """Checksums of all positions of all slots."""
+    """Checksums of all positions of all slots of the key-value cache."""
 
     def __init__(self) -> None:
         self.booked = torch.zeros(0, 0, dtype=torch.int64)  # [slots, tokens] checksums, 0: empty
@@ -28,8 +29,8 @@ class Ledger:
         self.booked[:r, :t] = old[:r, :t]
 
     def wrote(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
-        """Record the nodes of a pass. The checksum of a node is that of the committed token before the row's root plus
-        the nodes that it attends to."""
+        """Record the nodes of a pass. A node's checksum is that of the last committed position before the root, plus
+        hashes of all nodes that the node attends to."""
         B, N = trees.tokens.shape
         committed, row = torch.tensor(lengths), torch.arange(first, first + B)
         before = torch.where(committed > 0, self.booked[row, (committed - 1).clamp(min=0)], _begin(version))
@@ -49,7 +50,7 @@ class Ledger:
         self.booked[slot, start:] = 0
 
     def check(self, contexts: Sequence[Sequence[int]], version: int) -> None:
-        """Raise AssertionError unless slot s begins with the keys and values of contexts[s]."""
+        """Raise AssertionError unless each slot s begins with the keys and values of the tokens `contexts[s]`."""
         for slot, context in enumerate(contexts):
             tokens = torch.tensor(context, dtype=torch.int64)
             want = _begin(version) + _mixed(tokens, torch.arange(len(tokens))).cumsum(0)
@@ -58,11 +59,11 @@ class Ledger:
 
 
 def _begin(version: int) -> Tensor:
-    """Return the checksum before the first token."""
+    """Return the checksum of no tokens, for this target version."""
     return torch.tensor(version) * _VERSION
 
 
 def _mixed(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return a hash of each token at its position. Sums of these wrap modulo 2^64."""
+    """Return a hash of each token and its position. Sums of these hashes wrap modulo 2^64."""
     x = (tokens * 1_000_003 + positions + 1) * _PRIME
     return (x ^ (x >> 29)) * _PRIME

@@ -1,5 +1,4 @@
-"""Memory of a process: the size of the key-value cache, the free memory, and the return of freed memory to the
-system."""
+"""Memory of a process: size of the key-value cache, free memory, and return of freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ _GROUPS = {  # limit, use, and statistics with the reclaimable part of the use, 
 
 
 def cache_tokens(mib: int | Literal["auto"], shape: HeadShape) -> int:
-    """Return the number of tokens whose keys and values fit in this many MiB, or in a share of the free memory. The
-    cache must be empty."""
+    """Return the number of tokens whose keys and values fit in `mib` MiB. 'auto' means 80 % of a CUDA device's free
+    memory, or 25 % of the host's. The cache must be empty."""
     size = mib * 2**20 if mib != "auto" else _SHARES[shape.device.type] * free_bytes(shape.device)
     return max(1, int(size) // shape.bytes_per_token)
 
 
 def free_bytes(device: torch.device, groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free memory of a CUDA device, or of the host within the limit of this process's container."""
+    """Return the free bytes of a CUDA device, or of the host within the limit of this process's container."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own reserve
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -52,10 +51,10 @@ class _MallocStatistics(ctypes.Structure):
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory of this process to the system, if it is more than the cache's share of the free memory.
+    """Return the freed memory of this process to the operating system, if it is more than 25 % of the free memory.
 
-    The C library of Linux keeps gigabytes of it after each update. To return them each time made steps of a small model
-    1.1 times as long, because the system clears every page again."""
+    The C library of Linux keeps gigabytes of freed memory after each update. But returning it each time made steps of a
+    small model 1.1 times as long, because the system clears every page again."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):  # absent from other C libraries
         return

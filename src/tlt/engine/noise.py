@@ -1,4 +1,4 @@
-"""Noise of each active row, computed for a window of positions at a time and kept until the position is committed."""
+"""Sampling noise of each active row, computed for several positions at a time and kept until they are committed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LEAST_CALL = 2**17  # minimum number of values in a call, because on a CPU a ca
 
 
 class NoiseWindow:
-    """Per-row store: a ring of W positions for each of R rows, [R, W, V]. Position t lies at t mod W. The noise of a
-    greedy row is zero, for drafts and for tokens."""
+    """Per-row store of noise, [R, W, V]: a ring buffer of W positions for each of R rows. Position t is at index t mod
+    W. A greedy row has zero noise, for draft tokens and for the target's tokens."""
 
     def __init__(self, max_rows: int, vocab_size: int, max_depth: int, device: torch.device) -> None:
         affordable = _WINDOW_BYTES // (max_rows * vocab_size * 4)
@@ -47,8 +47,8 @@ class NoiseWindow:
 
     @torch.inference_mode()
     def prepare(self, positions: Sequence[int], depth: int) -> None:
-        """Compute the noise of positions[b] .. positions[b] + depth of every row. If one row lacks some, all rows are
-        filled in the same call. A small vocabulary is filled further ahead, so that calls are few."""
+        """Compute the noise of positions[b] .. positions[b] + depth of every row b. If one row lacks some, all rows are
+        filled in the same call. With a small vocabulary, further positions are filled, so that calls are few."""
         if len(self.seeds) > len(self.ring):  # grown here, once for all new rows, because a copy may take two rounds
             grown = torch.zeros(2 ** (len(self.seeds) - 1).bit_length(), *self.ring.shape[1:], device=self.device)
             grown[: len(self.ring)] = self.ring
@@ -65,18 +65,18 @@ class NoiseWindow:
         self.ring[row, time % self.width] = gumbel_noise(seeds[row], time, self.vocab_size)
 
     def at(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return noise [..., V] for (row, position) index tensors that broadcast together."""
+        """Return noise [..., V] for tensors of row and position indices that broadcast together."""
         return self.ring[rows, positions % self.width]
 
     def at_ids(self, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        """Return noise for (row, position, token id) index tensors that broadcast together. An id out of range gets the
-        noise of some other id."""
+        """Return noise for tensors of row indices, positions and token ids that broadcast together. An id outside the
+        vocabulary gets the noise of another id."""
         return self.ring[rows, positions % self.width, ids.clamp(0, self.vocab_size - 1)]
 
 
 class DraftNoise:
-    """Noise of one round's drafts. `positions` [B] are the positions of the rows' next tokens, and `depth` is the
-    number of levels."""
+    """Noise for the drafts of one round. `positions` [B] are the positions of the rows' next tokens, and `depth` is the
+    number of levels of a draft."""
 
     def __init__(self, window: NoiseWindow, positions: Tensor, depth: int) -> None:
         self.window, self.positions, self.depth = window, positions, depth
@@ -84,8 +84,8 @@ class DraftNoise:
         self._whole: Tensor | None = None
 
     def __call__(self, depth: int, ids: Tensor | None) -> Tensor:
-        """Return the noise at each row's next position + depth: of the tokens `ids` [B, W, K] -> [B, W, K], or of all
-        tokens [B, 1, V]."""
+        """Return the noise at each row's next position + `depth`: [B, W, K] for token ids `ids` [B, W, K], or [B, 1, V]
+        for the whole vocabulary if `ids` is None."""
         if ids is not None:
             return self.window.at_ids(self.rows[:, None, None], (self.positions + depth)[:, None, None], ids)
         if self._whole is None:  # for all levels at once, because that costs as much as for one

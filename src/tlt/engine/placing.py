@@ -1,4 +1,4 @@
-"""Placement of new rows in free slots, with their keys and values."""
+"""Placement of new rows in free slots of the cache, with their keys and values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from tlt.types import Row
 
 
 class Placing(NamedTuple):
-    """New rows, in the order in which they take the free places."""
+    """New rows, grouped by how they get their keys and values, in the order in which they take the free places."""
 
     kept: list[Row]
-    """rows whose place still has the keys and values of the prompt, from a sibling that left"""
+    """rows whose place still has the keys and values of their prompt, from a row of the same group that left"""
     fresh: list[Row]
     """rows that need a prefill"""
     copies: list[Row]
-    """rows that copy the keys and values of their prompt from another row: an active one, or one of `kept` or
-    `fresh`"""
+    """rows that copy the keys and values of their prompt from another row, which is active or in `kept` or `fresh`"""
 
 
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
-    """Place the admitted rows. Prefill each context once, then copy it to the siblings. Return the number of prefilled
-    tokens, without those of look-ahead rows."""
+    """Place the admitted rows. Prefill each prompt once, then copy its keys and values to the other rows of the group.
+    Return the number of prefilled tokens, without those of look-ahead rows."""
     rows, window = rollout.rows, rollout.window
     kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
@@ -47,8 +46,8 @@ def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVC
 
 
 def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutState, cache: KVCache) -> int:
-    """Place rows and prefill them. For a row's first `known[id(row)]` tokens, restore the keys and values of its last
-    turn instead. Return the number of prefilled tokens, without those of look-ahead rows."""
+    """Place rows and prefill them. The keys and values of a row's first `known[id(row)]` tokens are restored from its
+    last turn instead. Return the number of prefilled tokens, without those of look-ahead rows."""
     first = len(rollout.rows)
     for place, row in enumerate(fresh, start=first):
         rollout.rows.append(row)
@@ -63,7 +62,7 @@ def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutSta
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:
-    """Sort the new rows by how each gets its keys and values."""
+    """Group the new rows by how they get their keys and values: see `Placing`."""
     live, rest = list(live), list(new)
     kept: list[Row] = []
     while (at := _holder(rest, cache.held(len(live) + len(kept)))) is not None:
@@ -79,5 +78,5 @@ def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> P
 
 
 def _holder(rows: Sequence[Row], held: tuple[int, ...]) -> int | None:
-    """Return the index of the first row whose context is exactly this prompt."""
+    """Return the index of the first row whose context is exactly the prompt `held`; None if there is none."""
     return next((i for i, row in enumerate(rows) if not row.tokens and row.request.prompt.token_ids == held), None)

@@ -1,4 +1,4 @@
-"""Start-up profile: seconds of a round by active rows and strategy, from a few timed passes."""
+"""Start-up profile: seconds of a round by number of active rows and strategy, computed from a few timed passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tlt.types import Prompt, Request, SamplingParams
 _SECONDS = 1.0  # time limit of all timed calls; the rounds of the rollout refine the result
 _REPEATS = 5
 _ROWS = 16
-_NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the timed passes
+_NODES = (1, 2, 3, 5, 9, 17, 33)  # numbers of tokens per row in the timed passes
 _LEVELS = (1, 3)  # levels of the timed drafts; the first level costs more than the others
 _TOKENS = 8  # maximum number of tokens of the prompt, and of the response
 
@@ -38,8 +38,8 @@ def profile(
 ) -> dict[int, dict[Strategy, float]]:
     """Return rows -> strategy -> seconds of a round. The drafters cannot be used afterwards, so pass new ones.
 
-    The duration of a pass over B rows of N tokens depends on B x N alone. So passes over one row and over a few rows
-    are timed, and all others are computed from these.
+    The duration of a pass over B rows of N tokens depends only on B x N. So passes over one row and over up to 16 rows
+    are timed, and the times of all others are computed from these.
     """
     shapes = sorted({(s.drafter, s.branching) for s in strategies if s.drafter != PLAIN.drafter})
     length = max(1, min(_TOKENS, target.options.max_positions // 2))  # tokens of the prompt, and of the response
@@ -82,7 +82,7 @@ def _seconds_of(
 
 
 def _extrapolate(points: Mapping[int, float], x: int) -> float:
-    """Interpolate between the points, and continue the line of the last two beyond them."""
+    """Return the value at `x`: interpolated between the points, or beyond them on the line through the last two."""
     *_, before, last = min(points), *sorted(points)
     beyond = max(0, x - last) / max(1, last - before)
     return interpolate(points, x) + beyond * max(0.0, points[last] - points[before])
@@ -123,8 +123,8 @@ def _draft(engine: Engine, shape: tuple[str, int], levels: int) -> None:
 def _least_seconds(
     calls: Mapping[Hashable, tuple[int, Callable[[], object]]], most: float, device: torch.device
 ) -> dict[Hashable, float]:
-    """Return the least seconds of each call (tokens of its pass, function), made in turns. The calls are sorted by
-    their tokens. A call is left out if the total would then exceed `most` seconds."""
+    """Return the shortest seconds of each call over several turns. `calls` maps names to (tokens of the pass,
+    function), sorted by tokens. A call is left out if the total would then exceed `most` seconds."""
     least: dict[Hashable, float] = {}
     began, rate = time.perf_counter(), 0.0
     for _ in range(_REPEATS):

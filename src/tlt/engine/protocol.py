@@ -1,4 +1,4 @@
-"""Protocol of an engine: tlt's own, or another one that samples with the same noise."""
+"""Protocols of an engine and its backend: tlt's own engine, or another one that samples with the same noise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Target(Protocol):
     version: int
 
     def load(self, weights: Mapping[str, Tensor], version: int, /) -> None:
-        """Load all weights by their Hugging Face names. On ModelError the old ones are kept."""
+        """Load all weights, given by their Hugging Face names. If this raises ModelError, the old weights are kept."""
         ...
 
 
@@ -38,8 +38,8 @@ class Rows(Sized, Iterable[Row], Protocol):
 
 
 class RolloutEngine(Protocol):
-    """An engine that takes requests and returns responses, a round at a time. Requests may be added and removed between
-    two rounds. A response is a function of (target version, prompt, seed). `store` holds look-ahead drafts."""
+    """Engine that decodes requests to responses, one round at a time. Requests may be added and removed between two
+    rounds. A response is a function of (target version, prompt, seed). `store` has look-ahead drafts."""
 
     config: EngineConfig
     detokenize: Detokenizer | None
@@ -57,7 +57,7 @@ class RolloutEngine(Protocol):
 
     @property
     def rows(self) -> Rows:
-        """Active rows."""
+        """Requests that are being decoded, with their tokens so far."""
         ...
 
     @property
@@ -76,22 +76,22 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]: ...
 
     def start(self, requests: Iterable[Request]) -> None:
-        """Start a new rollout. Active and waiting rows are dropped. This method and the next two raise ValueError for a
-        request that cannot be decoded."""
+        """Start a new rollout. All rows of the last one are dropped. This method, `submit` and `look_ahead` raise
+        ValueError for a request that cannot be decoded."""
         ...
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None: ...
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the look-ahead requests, which are requests of coming steps."""
+        """Replace the look-ahead requests: requests of coming steps, decoded in advance."""
         ...
 
     def keep_ahead(self) -> None:
-        """Store the tokens so far of look-ahead rows as drafts."""
+        """Store the tokens so far of all look-ahead rows as drafts."""
         ...
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
-        """Remove these requests. Return their rows. Another engine that resumes them gives the same tokens."""
+        """Remove the requests with these seeds. Return their unfinished rows, which another engine can resume."""
         ...
 
     def round(self) -> list[Response]:
@@ -99,11 +99,11 @@ class RolloutEngine(Protocol):
         ...
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Replace the learned drafter in use, between two rounds."""
+        """Replace the learned drafter in use by one with the weights of `layer`, between two rounds."""
         ...
 
     def release(self) -> None:
-        """Free the memory of the cache until the next rollout. Call this between two rollouts."""
+        """Free the memory of the key-value cache until the next rollout. Call this between two rollouts."""
         ...
 
     def plain_engine(self) -> RolloutEngine:
@@ -112,22 +112,22 @@ class RolloutEngine(Protocol):
 
 
 class Backend(Protocol):
-    """A kind of engine that `engine.backend` names: see BACKENDS in `tlt.config.registry`."""
+    """Factory of an engine. A recipe chooses it by `engine.backend`: see BACKENDS in `tlt.config.registry`."""
 
     start_note: str
-    """note for users if engines take long to start, or an empty text"""
+    """note for users if engines of this backend take long to start, else an empty text"""
 
     def settled(self, config: Config) -> SpeculationConfig:
-        """Return the speculation that this backend uses for a recipe."""
+        """Return the speculation settings that this backend uses for a recipe."""
         ...
 
     def trains_drafter(self, config: Config) -> bool:
-        """Return whether the learned drafter can be trained during a run."""
+        """Return whether this backend can train the learned drafter during a run."""
         ...
 
     def open_target(self, config: Config, folder: str | Path | None) -> Target:
-        """Return a target with the weights in `folder`. If it is None, return a target for training, whose weights are
-        loaded later. Raises ModelError."""
+        """Return a target with the weights in `folder`. If `folder` is None, return a target for training, whose
+        weights are loaded later. Raises ModelError."""
         ...
 
     def open_engine(
@@ -139,8 +139,8 @@ class Backend(Protocol):
         on_harvest: Callable[[Harvest | Transcript], None] | None,
         tracer: Tracer,
     ) -> RolloutEngine:
-        """Return an engine on a target of this backend. `layer` is the learned drafter to start with. `on_harvest`
-        receives its training data."""
+        """Return an engine for a training run, with a target of this backend. `layer` is the learned drafter to start
+        with. `on_harvest` receives training data for the drafter."""
         ...
 
     def load_engine(
@@ -151,16 +151,17 @@ class Backend(Protocol):
         detokenize: Detokenizer,
         longest: int | None,
     ) -> RolloutEngine:
-        """Return an engine without training, with the weights in the model's folder. `longest` is the largest number of
-        tokens of a prompt and its response together (default: the model's limit). Raises ModelError or DrafterError."""
+        """Return an engine for use without training, with the weights in the model's folder. `longest` is the maximum
+        length in tokens of a prompt and its response (default: the model's limit). Raises ModelError or
+        DrafterError."""
         ...
 
     def about_cache(self, config: Config) -> str:
-        """Return a note on the size of the key-value cache, or an empty text."""
+        """Return a note for users on the size of the key-value cache, or an empty text."""
         ...
 
     def about_speculation(self, config: Config) -> str:
-        """Return a note on the drafter in use."""
+        """Return a note for users on the drafter in use."""
         ...
 
 
@@ -177,7 +178,7 @@ class Generates:
 
 def refuse_impossible(request: Request, most_tokens: int, what: str, remedy: str) -> None:
     """Raise ValueError for a request that cannot be decoded. A prompt and its response may have `most_tokens` tokens.
-    `what` begins the clause that states this limit, such as "the model supports"."""
+    In the message, `what` begins the clause on this limit, such as "the model supports", and `remedy` ends it."""
     prompt, new = request.prompt, request.sampling.max_new_tokens
     if not prompt.token_ids:
         raise ValueError(f"prompt {prompt.prompt_id} is empty: give it at least one token")

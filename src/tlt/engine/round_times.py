@@ -1,4 +1,4 @@
-"""Seconds of rounds, by strategy and bucket. The tuner predicts them from the start-up profile and from timed rounds.
+"""Seconds of a round, by strategy and bucket, from the start-up profile and from timed rounds. The tuner uses them.
 
 This module does not import torch.
 """
@@ -21,7 +21,7 @@ X = TypeVar("X", bound=float)
 
 
 class Bucket(NamedTuple):
-    """Exponents: active rows as a power of two, context as a power of four."""
+    """Class of similar rounds: up to 2 ** `rows` active rows, and up to 256 * 4 ** `context` tokens of mean context."""
 
     rows: int
     context: int
@@ -32,7 +32,7 @@ def bucket_of(rows: int, context: float) -> Bucket:
 
 
 def interpolate(points: Mapping[X, float], x: float) -> float:
-    """Interpolate linearly between the points; return the nearest value beyond them."""
+    """Return the value at `x`, by linear interpolation between the points, or that of the nearest point beyond them."""
     below = max((k for k in points if k <= x), default=min(points))
     above = min((k for k in points if k >= x), default=max(points))
     low, high = points[below], points[above]
@@ -40,8 +40,8 @@ def interpolate(points: Mapping[X, float], x: float) -> float:
 
 
 class RoundTimes:
-    """Start-up profile and medians of timed rounds. `measure()` returns the profile, rows -> strategy -> seconds of a
-    round; other numbers of rows are interpolated. It is called when the profile is first needed."""
+    """Start-up profile and medians of timed rounds. `measure()` returns the profile: rows -> strategy -> seconds of a
+    round. It is called when the profile is first needed. Other numbers of rows are interpolated."""
 
     def __init__(self, measure: Callable[[], Mapping[int, Mapping[Strategy, float]]]) -> None:
         self._measure = measure
@@ -55,18 +55,18 @@ class RoundTimes:
         return {rows: dict(profile[rows]) for rows in sorted(profile)}
 
     def profiled(self, arm: Strategy, rows: int) -> float:
-        """Return the seconds of a round by the profile alone."""
+        """Return the seconds of a round with this strategy (arm) and number of rows, by the start-up profile alone."""
         if (arm, rows) not in self._interpolated:
             costs = {profiled: seconds[arm] for profiled, seconds in self.profile.items()}
             self._interpolated[arm, rows] = interpolate(costs, rows)
         return self._interpolated[arm, rows]
 
     def rounds(self, arm: Strategy, bucket: Bucket) -> int:
-        """Return the number of timed rounds that are kept."""
+        """Return the number of timed rounds that are kept for this arm and bucket."""
         return len(self._took.get(bucket, {}).get(arm, ()))
 
     def seconds(self, arm: Strategy, bucket: Bucket) -> float:
-        """Return the expected seconds of a round with the largest number of rows in the bucket."""
+        """Return the expected seconds of a round with this arm, for the largest number of rows in the bucket."""
         plain = self._medians.get((bucket, PLAIN))
         scale = plain / self.profiled(PLAIN, 2**bucket.rows) if plain else 1.0
         expected, rounds = self.profiled(arm, 2**bucket.rows) * scale, self.rounds(arm, bucket)
@@ -75,18 +75,18 @@ class RoundTimes:
         return (rounds * self._medians[bucket, arm] + expected) / (rounds + 1)  # the profile counts as one round
 
     def share(self, arm: Strategy, rows: int) -> float:
-        """Return the seconds of a round of this many rows, relative to the largest number of rows in the bucket."""
+        """Return the seconds of a round with this many rows, relative to the largest number of rows in their bucket."""
         return self.profiled(arm, rows) / self.profiled(arm, 2 ** bucket_of(rows, 0).rows)
 
     def most_rows(self, rows: int, longer: float) -> int:
-        """Return the largest number of rows whose plain round takes at most `longer` times as long as one of `rows`,
-        by the profile."""
+        """Return the largest number of rows whose plain round takes at most `longer` times as long as one of `rows`
+        rows, by the start-up profile."""
         more = range(rows, max(rows, *self.profile) + 1)
         most = longer * min(self.profiled(PLAIN, n) for n in more)  # the first timing may be too slow
         return max([rows, *(n for n in more if self.profiled(PLAIN, n) <= most)])
 
     def add_rounds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
-        """Add the seconds of rounds with the largest number of rows in the bucket."""
+        """Add the seconds of timed rounds, scaled to the largest number of rows in the bucket."""
         took = self._took.setdefault(bucket, {}).setdefault(arm, deque(maxlen=_WINDOW_ROUNDS))
         took.extend(seconds)
         self._medians[bucket, arm] = statistics.median(took)
@@ -98,7 +98,7 @@ class RoundTimes:
         return [[list(b), list(arm), list(s)] for b, arms in self._took.items() for arm, s in arms.items()]
 
     def load_state(self, state: Iterable[Any], arms: Iterable[Strategy]) -> None:
-        """Load the timed rounds of these strategies."""
+        """Load the timed rounds that `state` returned, for these strategies only."""
         known = frozenset(arms)
         for bucket, arm, seconds in state:
             if seconds and (key := Strategy(*arm)) in known:

@@ -1,4 +1,4 @@
-"""Table of the active rows. All per-row state has the same order."""
+"""Table of the active rows. It defines the order of all per-row state."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from tlt.types import Row
 
 
 class RowStore(Protocol):
-    """State of each active row, at the row's place: keys and values, noise, hidden states, sampling parameters, or a
-    drafter's state. Only the row table calls these two methods."""
+    """Store with a state for each active row, at the row's place. The state is keys and values, noise, hidden states,
+    sampling parameters, or a drafter's state. Only the row table calls these two methods."""
 
     def append(self, row: Row, kept: int) -> None:
-        """Add `row` at the place after the last one. State of its first `kept` positions at that place is still valid;
-        with 0 none is."""
+        """Add `row` at the place after the last one. The state that is already at this place is valid for the row's
+        first `kept` positions (0: for none)."""
         ...
 
     def remove(self, place: int, last: int) -> None:
-        """Remove the row at `place`. The row at `last`, the last place, moves there (or is itself removed)."""
+        """Remove the row at `place`. The row at the last place, `last`, moves there, unless it is the removed one."""
         ...
 
 
 class RowTable:
-    """The order of the active rows, which only this class changes. A new row comes last, and the last row takes the
-    place of one that leaves. So active rows are places 0 .. B - 1 of every store."""
+    """Order of the active rows, which only this class changes. A new row comes last. If a row leaves, the last row
+    takes its place. So the active rows have places 0 .. B - 1 in every store."""
 
     def __init__(self, stores: Sequence[RowStore]) -> None:
         self._stores = tuple(stores)

@@ -1,4 +1,4 @@
-"""Target passes: prefill, and verification with a sample of the target at every node."""
+"""Target passes: prefill, and verification, which samples the target's token at every node."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from tlt.models.decoder import Attend, Decoder
 from tlt.sampling import SamplingTensors, gumbel_topk, sampling_log_probs
 
 _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
-_CACHE_BYTES = 1 << 21  # size of the log-probs of a part, so that it stays in the cache of a CPU core
+_CACHE_BYTES = 1 << 21  # log-probs are computed in parts of this size, which fit the cache of a CPU core
 
 
 def most_nodes(rows: int, vocab_size: int) -> int:
-    """Return the largest number of nodes per row in a pass over this many rows. It is limited by the memory of the
-    logits."""
+    """Return the largest number of nodes per row in a pass over this many rows. The limit is 512 MiB for the logits."""
     return max(2, _LOGITS_BYTES // (rows * vocab_size * 4))
 
 
 class Sampled(NamedTuple):
-    """Tokens of the target at each node [B][N] and their two log-probs; see `Response`."""
+    """The target's sampled tokens at each node [B][N], and their two log-probs: see `Response`."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
     finite: list[bool] | None
-    """[B] whether all nodes of a row are finite; None if all nodes of all rows are"""
+    """[B] whether a row's values are finite at all nodes; None if those of all rows are"""
     features: Tensor | None = None
-    """[B, N, F] hidden states, if a feature window is in use"""
+    """[B, N, F] hidden states for the feature window; None if there is no window"""
 
 
 class Runner:
-    """Target passes. Hidden states of the rows' last tokens are kept in `window`."""
+    """Target passes over the key-value cache. Hidden states of the rows' last tokens are written to `window`."""
 
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
@@ -53,9 +52,9 @@ class Runner:
             self.graphs = GraphedPasses(slots, target.device)
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
-        """Fill slots first.. with the keys and values of each context without its last token, which is the root of the
-        first round. The slots have the first `known` ones already (default: none). Return for each row
-        whether its hidden states are finite."""
+        """Compute the keys and values of each context, in the slots from `first` on. The last token of a context is
+        left out, because it is the root of the row's first round. `known` are the numbers of tokens whose keys and
+        values the slots already have (default: 0). Return for each row whether its hidden states are finite."""
         known = known or [0] * len(contexts)
         new = [len(context) - have for context, have in zip(contexts, known, strict=True)]
         start, finite = 0, []
@@ -93,8 +92,8 @@ class Runner:
         lows: Sequence[int],
         contexts: Sequence[Sequence[int]],
     ) -> None:
-        """Keep the hidden states of a prefilled chunk [rows, width, F] that are among each row's last `window`
-        entries."""
+        """Write the hidden states of a prefilled chunk [rows, width, F] to the feature window, if they are among their
+        row's last `window` entries."""
         places = [
             (row, p)
             for row, context in enumerate(contexts)
@@ -113,8 +112,8 @@ class Runner:
     def verify(
         self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
     ) -> Sampled:
-        """Run one pass over all trees in slots 0.. and sample the target's token at each node, under the noise of the
-        node's position. In plain decoding this is the only time in a round that the host waits for the device."""
+        """Run one pass over the trees of all rows. Sample the target's token at each node, under the noise of the
+        node's position. In plain decoding, this is the only time in a round that the host waits for the device."""
         if self.graphs:
             trees = trees._replace(nodes=None)  # passes of a few shapes are replayed, padding included
         hidden, *features = self._pass(0, trees, lengths, self.graphs)
@@ -134,8 +133,8 @@ class Runner:
     def _pass(
         self, first: int, trees: TreeBatch, lengths: Sequence[int], graphs: GraphedPasses | None = None
     ) -> tuple[Tensor, ...]:
-        """Return hidden states [B, N, D], and features [B, N, F] if there is a window for them. With `trees.nodes` they
-        are [1, M, D] and [1, M, F]."""
+        """Return hidden states [B, N, D], and also features [B, N, F] if there is a feature window. With `trees.nodes`
+        the shapes are [1, M, D] and [1, M, F]."""
         self.cache.note_pass(first, lengths, trees, self.target.version)
         if graphs is not None:
             return graphs(trees, lengths, self._forward)
@@ -149,7 +148,7 @@ class Runner:
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Any, packed: TreeBatch | None = None
     ) -> tuple[Tensor, ...]:
-        """Return what `_pass` returns. If `packed` is given, tokens and positions [1, M] are those of its nodes."""
+        """Return what `_pass` returns. With `packed`, tokens and positions [1, M] leave out its padding nodes."""
         attend: Attend = partial(self.cache.store.attend, plan)
         if packed:
             attend = _with_padding(attend, packed)
@@ -165,19 +164,19 @@ class Runner:
 
 
 def _nodes(x: Tensor, trees: TreeBatch) -> Tensor:
-    """Return the nodes [M, ...] that are not padding, of [B * N, ...]."""
+    """Return the M nodes of `x` [B * N, ...] that are not padding."""
     return x if trees.nodes is None else x.index_select(0, trees.nodes)
 
 
 def _padded(x: Tensor, trees: TreeBatch) -> Tensor:
-    """Return [B, N, ...], with zeros for padding, for the nodes [M, ...]."""
+    """Return `x` [M, ...], the values of the nodes that are not padding, as [B, N, ...] with zeros for padding."""
     if trees.nodes is not None:
         x = x.new_zeros(trees.tokens.numel(), *x.shape[1:]).index_copy_(0, trees.nodes, x)
     return x.view(*trees.tokens.shape, *x.shape[1:])
 
 
 def _with_padding(attend: Attend, trees: TreeBatch) -> Attend:
-    """Return an attention that takes and returns the M nodes that are not padding. `attend` works on all B * N."""
+    """Return an attention for the M nodes that are not padding. It calls `attend` with all B * N nodes."""
 
     def packed(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         query, key, value = (_padded(x, trees).flatten(0, 1) for x in (query, key, value))
@@ -187,14 +186,14 @@ def _with_padding(attend: Attend, trees: TreeBatch) -> Attend:
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """Cut the nodes of `logits` [M, V] into parts that fit the cache of a CPU core. Other devices get one part."""
+    """Cut the M nodes of `logits` [M, V] into parts that fit a CPU core's cache. Other devices get one part."""
     nodes, vocab_size = logits.shape
     size = max(1, _CACHE_BYTES // (4 * vocab_size)) if logits.device.type == "cpu" else nodes
     return [slice(low, low + size) for low in range(0, nodes, size)]
 
 
 def _sample(logits: Tensor, noise: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token at each node of [M, V] and its two log-probs, [M, 1] each."""
+    """Return the sampled token at each node and its two log-probs, [M, 1] each. `logits` and `noise` are [M, V]."""
     log_p, log_full = sampling_log_probs(logits, sampling)
     token = gumbel_topk(log_p, noise).picks
     logprob = log_p.gather(-1, token)

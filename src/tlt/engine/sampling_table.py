@@ -24,11 +24,11 @@ def sampling_tensors(params: Sequence[SamplingParams], device: torch.device) -> 
 
 
 class BatchSampling(NamedTuple):
-    """Sampling parameters of all active rows."""
+    """Sampling parameters and stop tokens of all active rows."""
 
     sampling: SamplingTensors
     for_drafters: SamplingTensors
-    """copy for drafters, so that no token depends on changes that they make"""
+    """copy for drafters, so that a drafter that changes it changes no token"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
 

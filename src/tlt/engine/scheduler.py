@@ -16,8 +16,8 @@ _HEADROOM = 32  # tokens that each row must have room for before another row is 
 
 
 class Scheduler:
-    """Admission and preemption. `max_positions`: longest sequence that the target supports. `verify_tokens`: nodes of
-    the largest tree."""
+    """Queue, admission and preemption of rows. `max_positions` is the longest sequence in tokens that the target
+    supports. `verify_tokens` is the number of nodes of the largest tree."""
 
     def __init__(
         self,
@@ -34,16 +34,17 @@ class Scheduler:
         self.ahead: deque[Row] = deque()  # look-ahead rows, admitted if no row waits
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """Queue requests. Rows in `resumed` were begun by another engine. Raises ValueError for a request that cannot
-        be decoded, before any is queued."""
+        """Queue requests, and `resumed`, which are unfinished rows of another engine. Raises ValueError for a request
+        that cannot be decoded; then none is queued."""
         rows = [*resumed, *(Row(request) for request in requests)]
         for row in rows:
             self._check(row.request)
         self.waiting.extend(rows)
 
     def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
-        """Replace the look-ahead requests, by seed, the most urgent first. Active rows among the first that fit into
-        `most` active rows continue; the others leave. Raises ValueError, like `submit`."""
+        """Replace the look-ahead requests (seed -> request, the most urgent first). An active look-ahead row continues
+        if its request is among the first ones, which fit into `most` active rows; the others leave. Raises ValueError,
+        like `submit`."""
         for request in requests.values():
             self._check(request)
         live, left = set[int](), {row.request.seed: row for row in self.ahead}
@@ -58,7 +59,7 @@ class Scheduler:
         )
 
     def preempt_ahead(self) -> None:
-        """Remove the look-ahead rows. They are admitted first when slots are free again."""
+        """Preempt all look-ahead rows. They are the first look-ahead rows to be admitted again."""
         for place in reversed(range(len(self.rows))):
             if self.rows[place].ahead:
                 self.ahead.appendleft(self.rows.remove(place))
@@ -73,12 +74,12 @@ class Scheduler:
             )
 
     def admit(self, most_ahead: int) -> list[Row]:
-        """Take rows that fit from the queue, in order. Reserve cache for them and the active rows, with room to grow
-        until the next admission.
+        """Take the rows to admit from the queue, in order, and return them. Reserve cache for them and the active rows,
+        with room to grow until the next admission.
 
-        An admission costs a prefill and a call for noise, for any number of rows. So a full batch waits until an eighth
-        of its slots is free. If no row waits, look-ahead rows are admitted, up to `most_ahead` active rows and a few
-        per round, because the worker may soon be needed for other work.
+        An admission costs one prefill and one call for noise, for any number of rows. So a full batch waits until an
+        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. There may be `most_ahead`
+        active rows then, and 4 are admitted per round, because the worker may soon be needed for other work.
         """
         live = len(self.rows)
         admitted: list[Row] = []
@@ -102,8 +103,8 @@ class Scheduler:
         return admitted
 
     def make_room(self, new: int) -> int:
-        """Reserve cache for `new` more tokens of every row. If the cache's limit forbids that, preempt the youngest
-        rows and put them first in the queue. Return the number of preempted rows."""
+        """Reserve cache for `new` more tokens of every active row. If the cache's limit forbids that, preempt the
+        youngest rows and put them first in the queue. Return the number of preempted rows."""
         left = 0
         while not self.has_room(new):
             row = self.rows.remove(len(self.rows) - 1)
@@ -113,14 +114,14 @@ class Scheduler:
         return left
 
     def has_room(self, new: int) -> bool:
-        """Return whether `new` more tokens of every row fit."""
+        """Return whether the cache has room for `new` more tokens of every active row."""
         return self.cache.fits(len(self.rows), self._longest() + new)
 
     def _longest(self) -> int:
         return max((row.kv_length for row in self.rows), default=0)
 
     def withdraw(self, seeds: Collection[int]) -> list[Row]:
-        """Remove these requests from the queue and from the active rows. Return their rows."""
+        """Remove the requests with these seeds from the queue and from the active rows. Return their rows."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         for place in reversed(range(len(self.rows))):

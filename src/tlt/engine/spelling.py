@@ -1,4 +1,4 @@
-"""Text of tokens: of a sequence as a string, and of a single token as bytes, for stop strings."""
+"""Text of tokens: of a sequence as a string, and of a single token as bytes. Stop strings are found in the bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text of a tokenizer's tokens. Special tokens are left out of a text, but each spells its own name."""
+    """Converter of token ids to text. A sequence's text omits special tokens, but `spell` returns their names."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -26,7 +26,7 @@ class Detokenizer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def spell(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text, at least one. The token may hold a part of a character."""
+        """Return the bytes of a token inside a text, at least one. The bytes may be only a part of a character."""
         if token_id not in self._spelled:
             self._spelled[token_id] = self._bytes_of(self.tokenizer.convert_ids_to_tokens(token_id)) or _NO_TEXT
         return self._spelled[token_id]
@@ -45,6 +45,6 @@ class Detokenizer:
 
     @cached_property
     def _before(self) -> tuple[list[str], str]:
-        """A short token sequence and its text, which `_bytes_of` puts before a token."""
+        """A short token sequence and its text. `_bytes_of` puts it before a token."""
         tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         return tokens, self.tokenizer.convert_tokens_to_string(tokens)

@@ -1,4 +1,4 @@
-"""State of the engine during a rollout and a round, and its counters."""
+"""State of the engine during a rollout and during a round, and counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tlt.types import RolloutStats, Row
 
 @dataclass(frozen=True)
 class RolloutState:
-    """State that lives as long as a rollout."""
+    """State of the engine during one rollout."""
 
     rows: RowTable
     scheduler: Scheduler
@@ -39,28 +39,28 @@ class RolloutState:
     runner: Runner
     stats: RolloutStats
     version: int
-    """Target version, the same for all tokens of a rollout"""
+    """target version, the same for all tokens of a rollout"""
 
 
 @dataclass(frozen=True)
 class Round:
-    """State that lives as long as a round: the batch before its draft."""
+    """State of the engine during one round: the batch before its draft."""
 
     strategy: Strategy
     rows: tuple[Row, ...]
     lengths: list[int]
-    """[B] number of committed tokens in the cache"""
+    """[B] number of committed tokens of each row in the key-value cache"""
     positions: Tensor
-    """[B] position of the next token in each response"""
+    """[B] position of each row's next token in its response"""
     batch: BatchSampling
 
     def roots(self) -> list[DraftTree]:
-        """Return trees without draft tokens."""
+        """Return a tree without draft tokens for each row."""
         return [DraftTree([row.root]) for row in self.rows]
 
 
 class Clock:
-    """Seconds of the phases of a round."""
+    """Timer of the phases of a round, in seconds."""
 
     def __init__(self, for_coming_steps: bool) -> None:
         self.for_coming_steps = for_coming_steps
@@ -75,16 +75,17 @@ class Clock:
 
 
 TARGET, LOOK_AHEAD = ".", "a"
-"""Letters of a token that was in no draft, and of an accepted look-ahead token"""
+"""letters in `Row.proposed` for a token that was in no draft, and for an accepted look-ahead token"""
 
 
 def source_of(tree: DraftTree, drafter: str) -> str:
-    """Return the letter of a draft's source: that of look-ahead, or the first letter of the drafter's name."""
+    """Return the letter for tokens of this draft: that of look-ahead, or the first letter of the drafter's name."""
     return LOOK_AHEAD if tree.ahead else drafter[:1]
 
 
 def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
-    """Count a row's part of a round. For a look-ahead row, only its tokens count."""
+    """Count a row's part of a round: `taken` committed tokens, the first `right` of them from the draft. For a
+    look-ahead row, `stats` counts only the tokens."""
     row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
@@ -95,7 +96,7 @@ def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right:
 
 
 def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequence[int]) -> None:
-    """Count how deep a draft was accepted, and how deep it was verified along the accepted path."""
+    """Count to which depth a draft was accepted, and to which depth it was verified along the accepted path."""
     accepted = len(path) - 1
     for counts, depth in ((stats.accepted_to, accepted), (stats.verified_to, accepted + (path[-1] in tree.parents))):
         key = f"{drafter} {depth}"
@@ -103,8 +104,9 @@ def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequen
 
 
 def draft_counts(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
-    """Return the numbers of committed tokens and of look-ahead draft tokens, for the tuner. A draft token that ends the
-    response counts as accepted, although no token of the target follows. The draft tokens after it do not count."""
+    """Return a row's numbers of committed tokens and of look-ahead draft tokens in a round, for the tuner. A draft
+    token that ends the response counts as accepted, although no bonus token follows. Draft tokens after it do not
+    count."""
     proposed = tree.ahead * (len(tree.tokens) - 1)
     if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
         return taken + 1, taken
@@ -120,10 +122,11 @@ def compare_with_plain(
     context: float,
     trees: Sequence[DraftTree],
 ) -> None:
-    """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens.
+    """Add the seconds of a round to `stats`, and the estimated seconds in which plain decoding gives this rollout's
+    tokens.
 
-    A plain round is its own estimate, so that other work on the machine does not count as a gain. A round whose drafter
-    proposed nothing is never slower by plain decoding. If look-ahead rows take part, their share is subtracted.
+    For a plain round, the estimate is the round's own time, so that other work on the machine does not count as a gain.
+    For a round without draft tokens, the estimate is at most its own time. The share of look-ahead rows is subtracted.
     """
     own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
     if not own:

@@ -1,4 +1,4 @@
-"""End of a response. Stops are checked token by token, even if a round commits several tokens."""
+"""End of a response. It is checked token by token, even if a round commits several tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from tlt.types import Row
 
 
 def text_of(row: Row, detokenize: Detokenizer | None) -> str:
-    """Return the text of a finished response: the prompt's prefill and the decoded text."""
+    """Return the text of a finished response: the beginning that its prompt prefills, then the decoded text."""
     return row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
 
 
 class Stops:
-    """Check of finish reasons. `detokenize` is needed for stop strings."""
+    """Conditions that end a response. `detokenize` is needed for stop strings."""
 
     def __init__(self, detokenize: Detokenizer | None) -> None:
         self.detokenize = detokenize
 
     def append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
-        """Commit the sampled token of each node on the path, up to a stop. Return the finish reason, or None."""
+        """Append the sampled token of each node on the accepted path to the row, up to a stop. Return the finish
+        reason, or None. `place` is the row's index in `sampled`."""
         for node in path:
             row.tokens.append(sampled.tokens[place][node])
             row.logprobs.append(sampled.logprobs[place][node])
@@ -40,7 +41,7 @@ class Stops:
 
     def _ends_in_stop_string(self, row: Row) -> bool:
         """Return whether the last token completes a stop string. Special tokens count as their names, so `<|im_end|>`
-        can be a stop string. A stop string does not extend over a special token that it does not name, or over the
+        can be a stop string. A stop string is not found across a special token that it does not name, or across the
         beginning of a turn."""
         assert self.detokenize is not None, "stop strings need a tokenizer"
         stops, longest = _as_bytes(row.request.sampling.stop_strings)
@@ -51,6 +52,6 @@ class Stops:
 
 @cache
 def _as_bytes(stop_strings: tuple[str, ...]) -> tuple[tuple[bytes, ...], int]:
-    """Return the stop strings in UTF-8, and the length of the longest."""
+    """Return the stop strings in UTF-8, and the length in bytes of the longest."""
     stops = tuple(stop.encode() for stop in stop_strings)
     return stops, max(map(len, stops))

@@ -11,16 +11,16 @@ from tlt.draft.strategy import PLAIN, Strategy
 
 
 class RoundResult(NamedTuple):
-    """Result of a round. `tokens` and `ahead` have one value per row."""
+    """Result of a round, from which a tuner learns. `tokens` and `ahead` have one value per row."""
 
     strategy: Strategy
     seconds: float
     tokens: Sequence[int]
-    """number of committed tokens"""
+    """number of committed tokens of each row"""
     scored: bool
-    """Whether the seconds count. A round with a prefill does not count."""
+    """whether the seconds count; those of a round with a prefill, for example, do not"""
     ahead: Sequence[int] = ()
-    """number of look-ahead draft tokens; empty if no row had any"""
+    """number of look-ahead draft tokens of each row; empty if no row had any"""
 
 
 class Tuner(Protocol):
@@ -35,19 +35,19 @@ class Tuner(Protocol):
         ...
 
     def rollout_begins(self) -> None:
-        """Note that a rollout begins. This is the time for measurements."""
+        """Note that a rollout begins. The tuner may measure now, because no round runs."""
         ...
 
     def record(self, result: RoundResult) -> None:
-        """Learn from the round that was chosen last."""
+        """Learn from the result of the round for which `choose` was called last."""
         ...
 
     def free_rows(self, rows: int) -> int:
-        """Return the largest number of rows of a round that takes hardly longer than one of `rows` rows."""
+        """Return the largest number of rows with which a round takes hardly longer than with `rows` rows."""
         ...
 
     def brief_rows(self) -> int:
-        """Return the largest number of rows of a short round, used if the worker may soon be needed for other work."""
+        """Return the largest number of rows of a short round, for a worker that may soon be needed for other work."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
@@ -55,20 +55,20 @@ class Tuner(Protocol):
         ...
 
     def plain_seconds(self, rows: int, context: float) -> float | None:
-        """Return the seconds of a round with plain decoding; None if they are not measured."""
+        """Return the seconds of a plain-decoding round with `context` tokens per row on average; None if not known."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return plain data for a checkpoint."""
+        """Return the state of the tuner as plain data for a checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of an earlier run. Entries that do not fit this run are ignored."""
+        """Load what `state` returned in an earlier run. Entries that do not fit this run are ignored."""
         ...
 
 
 class Fixed:
-    """One strategy for every round."""
+    """Tuner that uses one strategy for every round."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategies: tuple[Strategy, ...] = (strategy,)

@@ -1,4 +1,4 @@
-"""Store of the keys and values of finished turns, for the next turn of their episode."""
+"""Store of the keys and values of finished turns, for the next turn of their (multi-turn) episode."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_BYTES = 1 << 30  # of host memory for keys, values and hidden states
 
 class _Kept(NamedTuple):
     context: tuple[int, ...]
-    """tokens whose keys and values are kept"""
+    """tokens of the prompt and the response whose keys and values are kept"""
     saved: Saved
     entries: SavedEntries | None
-    """entries of the row's feature window"""
+    """entries of the row in the feature window; None if there is no window"""
 
     @property
     def bytes(self) -> int:
@@ -25,11 +25,11 @@ class _Kept(NamedTuple):
 
 
 class TurnStore:
-    """Per-row store. If the episode of a row that leaves may continue, its keys and values are copied to host memory,
-    and so are the hidden states that the drafter reads.
+    """Per-row store. If a row leaves and its episode may continue, its keys and values are copied to host memory, and
+    so are the hidden states that the drafter reads.
 
-    The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so the target's version does
-    not change.
+    The limit is 1 GiB. Beyond it, the oldest copies are dropped. The store exists for one rollout, so the target's
+    version does not change.
     """
 
     def __init__(self, cache: KVCache, window: FeatureWindow | None) -> None:
@@ -41,7 +41,8 @@ class TurnStore:
         self._rows.append(row)
 
     def remove(self, place: int, last: int) -> None:
-        """Copy the row's keys and values if needed. The table calls this store first, so they are still at `place`."""
+        """Copy the row's keys and values if its episode may continue. The table calls this store first, so they still
+        exist."""
         row = self._rows[place]
         if row.request.sampling.continues and row.finite and row.tokens and not row.ahead:
             self._keep(place, row)
@@ -57,12 +58,12 @@ class TurnStore:
             self._drop(next(iter(self._kept)))
 
     def known(self, row: Row) -> int:
-        """Return the number of the row's first tokens whose keys and values are kept."""
+        """Return the number of the row's first tokens whose keys and values are stored."""
         kept = self._kept.get(row.request.seed)
         return len(kept.context) if kept and row.context[: len(kept.context)] == kept.context else 0
 
     def restore(self, place: int, row: Row) -> None:
-        """Copy the kept keys and values to the row's new place."""
+        """Copy the row's stored keys and values to its new place, and drop the stored copy."""
         kept = self._drop(row.request.seed)
         self.cache.restore(place, kept.saved)
         if self.window and kept.entries:

@@ -9,10 +9,10 @@ from tlt.draft.tree import DraftTree
 
 def walk(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
     """Return the nodes on the accepted path, the root first. `sampled[n]` is the target's token at node n. The caller
-    commits `sampled` of each node.
+    commits the sampled token of each node on the path.
 
-    The token of the last node was not in the draft: it is the bonus token. Siblings are distinct and parents come
-    before children, so one pass over the nodes suffices.
+    The token sampled at the last node was not in the draft: it is the bonus token. Siblings have distinct tokens and
+    parents come before children, so one pass over the nodes suffices.
     """
     path = [0]
     for node in range(1, len(tree.tokens)):

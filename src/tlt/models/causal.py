@@ -11,8 +11,7 @@ from tlt.models.decoder import Decoder
 
 
 def causal_hidden(target: Decoder, tokens: Tensor) -> Tensor:
-    """Return hidden states [R, W, D] after the final norm, for R rows of W tokens [R, W]. Rows may be padded on the
-    right."""
+    """Return hidden states [R, W, D] after the final norm, for tokens [R, W]: R rows, which may be right-padded."""
     options, (rows, width) = target.options, tokens.shape
     share = options.num_heads // options.num_kv_heads
 

@@ -20,8 +20,7 @@ from tlt.progress import working
 
 
 def decoder_for(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return the fused or the generic decoder for a Hugging Face config, without weights. Its method `load` sets them.
-    Raises ModelError."""
+    """Return a fused or generic decoder for a Hugging Face config, without weights. Raises ModelError."""
     options = decoder_options(config)
     return Decoder(options, dtype, device) if is_fused(config) else GenericDecoder(options, dtype, device, config)
 

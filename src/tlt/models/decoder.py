@@ -186,8 +186,7 @@ class _Loader:
         self.taken: set[str] = set()
 
     def own(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy of a weight, so that the policy's next update does not change the engine before the next
-        `load`."""
+        """Return a copy of a weight, which stays unchanged when the policy's weights are updated."""
         return self.take(name, shape).clone(memory_format=torch.contiguous_format)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:

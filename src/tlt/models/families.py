@@ -229,8 +229,7 @@ def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
 
 
 def _refuse_unknown(c: Any) -> None:
-    """Raise ModelError for options that transformers supports, and so the policy, but that the fused decoder does not
-    support."""
+    """Raise ModelError for options that transformers (and so the policy) supports, but not the fused decoder."""
     if c.hidden_act != "silu":
         raise ModelError(
             f"config.json has hidden_act = {c.hidden_act!r}, but tlt supports only silu: use another model"
@@ -260,8 +259,7 @@ def _refuse_untrainable(c: Any) -> None:
 
 
 def _rotary_embedding(config: Any, head_dim: int) -> Any:
-    """Return transformers' rotary embedding module for the family. It is used because it implements every kind of rope
-    scaling."""
+    """Return transformers' rotary module for the family, because it implements every kind of rope scaling."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in ROPES:
         raise ModelError(

@@ -11,8 +11,7 @@ from typing import Any
 
 
 def for_both_generations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a version 5 config with the fields of version 4 added: rope_theta, rope_scaling and
-    torch_dtype."""
+    """Return a version 5 config with version 4's fields added: rope_theta, rope_scaling and torch_dtype."""
     rope = dict(config.get("rope_parameters") or {})
     found = dict(config)
     if "rope_theta" in rope:

@@ -78,8 +78,7 @@ AttentionMaskInterface.register(_NAME, lambda *arguments, **settings: None)
 
 
 class GenericDecoder(Decoder):
-    """Target model of the engine for a family that the fused decoder does not support. It runs transformers' own
-    model."""
+    """Target model of the engine, for families that the fused decoder lacks. It runs transformers' own model."""
 
     can_be_captured = False  # experts are chosen on the host
 
@@ -171,8 +170,7 @@ class _PackedLinear(nn.Module):
 
 
 def _pack(model: nn.Module) -> None:
-    """Replace all linear layers of a model by `Product`, which is fast for weights that change only at a weight
-    sync."""
+    """Replace a model's linear layers by `Product`, which is fast for weights that change only at a weight sync."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

@@ -1,5 +1,4 @@
-"""Head of a transformers causal language model: its own code from hidden states to logits, with scalings and soft
-caps."""
+"""Head of a transformers causal language model: its own path from hidden states to logits, with scalings and caps."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ _OF_A_MODEL = {".safetensors", ".json", ".jinja", ".txt", ".model"}
 
 
 def folder_sha256(folder: str | Path) -> str:
-    """Return the sha256 of a model folder, from the names and contents of its weights, configurations and tokenizer
-    files."""
+    """Return the sha256 of a model folder, from names and contents of its weights, configs and tokenizer files."""
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _OF_A_MODEL and path.is_file()):
         with path.open("rb") as file:
