@@ -20,8 +20,8 @@ def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
     page = "report.html, summary.json; a checkpoint"
     assert said(save_every=5) == f"{files}, completions.jsonl, {page} every 5 steps and {kept}"
     assert said(save_every=1, completions_format="parquet") == f"{files}, completions/, {page} every 1 step and {kept}"
-    fewer = said(save_every=0, report=False, completions_mb=0, mirror="s3://b", trackers=["tensorboard"])
-    assert fewer == f"{files}, summary.json; a checkpoint {kept}, copied to s3://b; metrics go to tensorboard"
+    fewer = said(save_every=0, completions_mb=0, mirror="s3://b", trackers=["tensorboard"])
+    assert fewer == f"{files}, {page} {kept}, copied to s3://b; metrics go to tensorboard"
 
 
 @pytest.mark.parametrize(("size", "limit"), [("auto", "a quarter of that"), (2048, "2,048 MiB")])

@@ -121,10 +121,11 @@ PHASES = ("rollout", "reward", "update", "sync", "save", "eval")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of two steps, resumed for a third."""
     home = tmp_path_factory.mktemp("home")
-    for steps in (2, 3):
-        run_section = {"folder": str(home / "run"), "save_every": 1, "report": False}  # a page takes time between steps
-        config = tiny_config(home, train={"steps": steps}, run=run_section)
-        train(config, steps == 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tlt.run.record.Page.write", lambda page: None)  # a page takes time between steps
+        for steps in (2, 3):
+            config = tiny_config(home, train={"steps": steps}, run={"folder": str(home / "run"), "save_every": 1})
+            train(config, steps == 3)
     return home / "run"
 
 
