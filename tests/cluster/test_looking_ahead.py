@@ -208,8 +208,6 @@ class Puppet:
         self.trace.append((self.index, "update", step))
         return {"loss": 0.0}
 
-    def sync(self, version: int) -> None: ...
-
 
 class Watched(TestPool):
     """Crew that records which calls are running when a call is made."""
@@ -253,20 +251,6 @@ def test_idle_workers_decode_the_next_step_while_rewards_are_computed(tmp_path: 
         (0, [20, 30, 40, 21], False),
         (1, [31, 41], False),
     ]
-
-
-def test_look_ahead_drafts_are_sent_with_their_requests(tmp_path: Path) -> None:
-    coordinator, _, trace = crewed(tmp_path)
-    rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31))
-    coordinator.update(TrainBatch([], [], [], []), 1)
-    coordinator.sync(1)
-    trace.clear()
-    assert rolled_out(coordinator, requests(20, 21, 30, 31)).ahead_tokens == 5 * 4
-    decoded = [work for _, method, work in trace if method == "decode"]
-    assert sum(len(work.requests) for work in decoded) == 4
-    for work in decoded:
-        prompts = {request.prompt.prompt_id for request in work.requests}
-        assert {a.seed for a in work.drafts} == {10 * prompt + i for prompt in prompts for i in (0, 1)}
 
 
 def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:

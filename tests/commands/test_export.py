@@ -19,7 +19,7 @@ from tlt.cli import main
 from tlt.commands import export_check
 from tlt.commands.export import export
 from tlt.commands.export_check import check_drafter, check_in_new_process
-from tlt.config import DrafterTrainConfig
+from tlt.config import Config, DrafterTrainConfig
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
 from tlt.models.choose import make_target
 from tlt.models.families import ModelError, decoder_options, read_config
@@ -83,20 +83,20 @@ def test_the_dtype_in_a_config_is_that_of_its_tensors(model: Path, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "config.json").read_text())[name] == "bfloat16"
 
 
-def began_with(run: Path, drafter: Path) -> None:
-    """Change a run so that its recipe names this drafter."""
+def run_with(config: Config, drafter: Path) -> Path:
+    """Train, and return the run's folder. Its recipe then names this drafter."""
+    train(config)
+    run = Path(config.run.folder)
     recipe = json.loads((run / "config.json").read_text())
     recipe["speculation"]["path"] = str(drafter)
     (run / "config.json").write_text(json.dumps(recipe))
+    return run
 
 
 def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     layer = a_drafter(Path(config.model.path), tmp_path / "drafter")
-    train(config)
-    run = Path(config.run.folder)
-    began_with(run, tmp_path / "drafter")
-    out = tmp_path / "out"
+    run, out = run_with(config, tmp_path / "drafter"), tmp_path / "out"
     said = export(run, out, "vllm", "float32")
     assert said == [f"the model is in {out}", f"the drafter is in {out / 'drafter'}"]
     policy = read_safetensors(policy_in(run))
@@ -188,10 +188,7 @@ def test_the_serving_command_is_quoted_for_a_shell(model: Path, tmp_path: Path, 
 
 
 def test_a_missing_drafter_is_an_error(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    train(config)
-    run = Path(config.run.folder)
-    began_with(run, tmp_path / "moved")
+    run = run_with(tiny_config(tmp_path), tmp_path / "moved")
     with pytest.raises(DrafterError, match=r"moved, which is missing: restore it, or .* --to hf"):
         export(run, tmp_path / "out", "vllm", "float32")
     assert not (tmp_path / "out").exists()
@@ -201,9 +198,7 @@ def test_a_missing_drafter_is_an_error(tmp_path: Path) -> None:
 def test_a_published_drafter_is_preferred_to_that_of_the_recipe(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     old = a_drafter(Path(config.model.path), tmp_path / "drafter")
-    train(config)
-    run = Path(config.run.folder)
-    began_with(run, tmp_path / "drafter")
+    run = run_with(config, tmp_path / "drafter")
     layer = EagleLayer(old.options)
     target = make_target(config.model)
     target.load(read_safetensors(config.model.path), 0)

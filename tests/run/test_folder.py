@@ -96,14 +96,6 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: P
     train(afresh(home))
 
 
-def test_a_run_that_failed_to_start_leaves_the_folder_free(home: Path) -> None:
-    with pytest.raises(ConfigError):
-        train(short(home))
-    with pytest.raises(RewardError):
-        train(afresh(home, reward={"name": "tiny_rewards:none"}))
-    train(afresh(home))
-
-
 def test_a_folder_made_for_a_run_that_never_began_is_removed(home: Path, tmp_path: Path) -> None:
     for was_there in (False, True):
         with pytest.raises(ModelError):
@@ -125,6 +117,8 @@ def test_a_recipe_that_does_not_start_changes_nothing_of_the_previous_run(home: 
     with pytest.raises((RewardError, DataError, ModelError)):
         train(afresh(home, **broken))
     assert files(home / "run") == before
+    with RunFolder(afresh(home).run, resume=False):
+        assert files(home / "run") == before, "the folder is free"
 
 
 def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path) -> None:

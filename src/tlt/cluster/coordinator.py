@@ -198,12 +198,11 @@ class Coordinator:
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Give idle work to a worker that has nothing left to decode. In this order, the worker helps another worker,
-        updates early, trains the drafter for its share of the time, looks ahead, or trains the drafter further. A
-        helper looks ahead until it gets rows, because look-ahead ends within a round."""
+        """Give a worker without rows the first kind of idle work that is possible: help another worker, early update,
+        train the drafter within its share of the time, look-ahead, train the drafter further."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
         if self.allocation.ask_for_rows(index):
-            self._decode_ahead(index)
+            self._decode_ahead(index)  # until it gets rows, because look-ahead can be stopped within a round
         elif not (self._update_early(index) or self._train(index) or self._decode_ahead(index)):
             self._train(index, is_idle=True)
 

@@ -30,8 +30,8 @@ class DataConfig(Section):
     `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
     a branch, a tag or a commit. Give one of `tasks`, `path` and `environment`."""
     hub: str | None = None
-    """Name and commit of the data set, if `path` is a name on the Hugging Face hub. A run records them here, so that
-    --resume loads the same commit."""
+    """Name and commit of the data set, if `path` is a name on the Hugging Face hub. The run sets this, so that --resume
+    loads the same commit."""
     environment: str | None = Field(default=None, min_length=1)
     """Name of an installed environment of the package `verifiers`. It provides prompts, replies to the model and
     rewards (docs/environments.md). Give one of `tasks`, `path` and `environment`."""

@@ -83,7 +83,7 @@ class EngineConfig(Section):
     CPUs, that is free when a rollout begins. With vLLM `auto` is 1024, because vLLM never frees its cache. A request
     that does not fit waits. If the cache is full during decoding, requests are preempted and resumed later."""
     prefill_tokens: int = Field(default=2048, gt=0)
-    """Number of tokens in one prefill pass, including padding. A longer prompt gets a pass of its own."""
+    """Maximum number of tokens in one prefill pass, including padding. A longer prompt gets a pass of its own."""
     vllm: dict[str, JsonValue] = {}
     """Further engine arguments of vLLM, with vLLM's names, such as `tensor_parallel_size` or `enforce_eager`."""
 
