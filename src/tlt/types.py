@@ -242,7 +242,7 @@ class RolloutStats(PassCounts):
     """Number of drafts by drafter and depth, with keys such as `eagle 2`. The depth is that of the first rejected draft
     token, or of the last draft token if none was rejected."""
     accepted_to: dict[str, int] = field(default_factory=dict)
-    """number of verified drafts, with keys as in `verified_to`; the depth is that of the deepest accepted token, or 0"""
+    """number of verified drafts, keyed as `verified_to` is; the depth is that of the deepest accepted token, or 0"""
     alarms: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of each drafter whose rate has fallen below half of its rate when it was published"""
     seconds: dict[str, float] = field(default_factory=dict)
