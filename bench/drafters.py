@@ -1,4 +1,4 @@
-"""Compares learned drafters: shapes, losses and unroll lengths, each trained for the same time on the same harvest. It
+"""Compares learned drafters: shapes and unroll lengths, each trained for the same time on the same harvest. It
 also compares trees of the same shape, drafted with shared noise and without.
 
 Time is CPU time of one thread, so that it does not depend on what else the machine does.
@@ -35,15 +35,12 @@ CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 PACK = 512  # tokens of a micro-batch; a recipe may have smaller ones, so that workers come back sooner
 Variant = tuple[Kind, dict[str, Any]]
 VARIANTS: dict[str, Variant] = {
-    "eagle1, cross entropy, unroll 7": ("eagle1", {}),
-    "eagle1, cross entropy, unroll 3": ("eagle1", {"unroll": 3}),
-    "eagle1, cross entropy, unroll 1": ("eagle1", {"unroll": 1}),
-    "eagle1, total variation, unroll 7": ("eagle1", {"loss": "total_variation"}),
-    "eagle1, hybrid, unroll 7": ("eagle1", {"loss": "hybrid"}),
-    "eagle1, agreement, unroll 7": ("eagle1", {"loss": "acceptance_rate"}),
-    "eagle3, cross entropy, unroll 7": ("eagle3", {}),
-    "eagle3, cross entropy, unroll 3": ("eagle3", {"unroll": 3}),
-    "eagle3, cross entropy, unroll 1": ("eagle3", {"unroll": 1}),
+    "eagle1, unroll 7": ("eagle1", {}),
+    "eagle1, unroll 3": ("eagle1", {"unroll": 3}),
+    "eagle1, unroll 1": ("eagle1", {"unroll": 1}),
+    "eagle3, unroll 7": ("eagle3", {}),
+    "eagle3, unroll 3": ("eagle3", {"unroll": 3}),
+    "eagle3, unroll 1": ("eagle3", {"unroll": 1}),
 }
 """name -> kind of drafter, and its training; `unroll` is the largest number of trained draft tokens of a chain"""
 

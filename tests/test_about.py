@@ -24,7 +24,7 @@ def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
     assert fewer == f"{files}, {page} {kept}, copied to s3://b; metrics go to tensorboard"
 
 
-@pytest.mark.parametrize(("size", "limit"), [("auto", "a quarter of that"), (2048, "2,048 MiB")])
+@pytest.mark.parametrize(("size", "limit"), [("auto", "25 % of the free memory"), (2048, "2,048 MiB")])
 def test_memory_and_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str) -> None:
     monkeypatch.setattr("tlt.run.about.free_bytes", lambda device: 5 * 2**29)
     config = tiny_config(tmp_path, engine={"kv_memory_mb": size})

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from tiny import tiny_model
+from tiny import tiny_tree, write_recipe
 
 import tlt
 
@@ -90,20 +90,8 @@ def test_importing_tlt_imports_nothing_else() -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny model and a recipe for it."""
     folder = tmp_path_factory.mktemp("examples")
-    tiny_model(folder / "model")
-    rows = [json.dumps({"question": f"what is {i}?", "answer": "1"}) for i in range(20)]
-    (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    (folder / "recipe.toml").write_text(
-        f"""
-        model = {{ path = "{folder / "model"}", dtype = "float32", device = "cpu" }}
-        data = {{ path = "prompts.jsonl" }}
-        reward = {{ name = "exact" }}
-        rollout = {{ group_size = 2, max_new_tokens = 12 }}
-        speculation = {{ drafter = "suffix" }}
-        train = {{ steps = 3, learning_rate = 1e-3 }}
-        """,
-        encoding="utf-8",
-    )
+    rollout = {"group_size": 2, "max_new_tokens": 12}
+    write_recipe(folder / "recipe.toml", tiny_tree(folder, rollout=rollout, train={"steps": 3}))
     return folder
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_tree, train
+from tiny import tiny_config, tiny_tree, train, write_recipe
 from transformers import MistralConfig, MistralForCausalLM
 
 from tlt.cli import main
@@ -38,6 +38,14 @@ def change_file(path: Path, change: Change) -> None:
 
 def rewrite(change: Callable[[bytes], bytes]) -> Change:
     return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def append(more: bytes) -> Change:
+    return rewrite(lambda content: content + more)
+
+
+def replace(pattern: bytes, new: bytes) -> Change:
+    return rewrite(lambda content: re.sub(pattern, new, content))
 
 
 def change_weights(fault: str) -> Change:
@@ -91,16 +99,19 @@ OPTIONS = {
     "--reward.name=format --reward.pattern=(a": r"'\(a' is not a regular expression",
     "--reward.name=format --reward.pattern=a{99999999999}": r"'a\{99999999999\}' is not a regular expression",
     "--reward.name=format --reward.pattern=DEEP": r"is not a regular expression: .*recursion",
+    "--reward.name=exact --reward.answer_marker=<eos>": r"answer_marker contains the special token <eos>",
     "--reward.name=length": r"reward\.length_to above reward\.length_from",
     "--eval.every=1": r"eval\.every needs eval\.path",
     "--rollout.max_new_tokens=511": r"max_position_embeddings = 512: lower rollout\.max_new_tokens to at most 499$",
     "--data.chat=true": r"no chat template: set data\.chat = false",
     "--model.path=org/tiny": r"no org/tiny on this machine.*HF_HUB_OFFLINE is set.* hf download org/tiny on",
-    "--model.path=HOME/none": r"^tlt: there is no folder .*/none: give the folder of a Hugging Face checkpoint, or a",
+    "--model.path=HOME/none": r"^tlt: model\.path: there is no folder .*/none: give the folder of a Hugging Face ch",
+    "--speculation.drafter=eagle --speculation.path=HOME/none": r"^tlt: speculation\.path: .*/none is not a folder",
+    "--eval.path=HOME/none.jsonl": r"^tlt: there is no file .*/none\.jsonl: give a \.jsonl",
     "--data.path=org/sums": r"no org/sums on this machine.*HF_HUB_OFFLINE is set.* hf download org/sums --repo-type d",
     "--data.path=data/none.jsonl": r"^tlt: there is no file data/none\.jsonl: give a \.jsonl",
     "--reward.name=no_such:f": r"'no_such:f' cannot be imported .*'module:function'",
-    "--reward.name=tiny_rewards:f": r"'tiny_rewards:f' cannot be imported",
+    "--reward.name=tiny_rewards:f": r"^tlt: reward\.name = 'tiny_rewards:f' cannot be imported",
     "--reward.name=tiny_rewards:constant": r"is not a function",
     "--reward.name=own_rewards:of_a_column": r"needs the argument 'solution': available names are prompt, .*question",
     "--reward.name=breaks:f": r"breaks:f.*ZeroDivisionError",
@@ -111,7 +122,7 @@ OPTIONS = {
     },
     "--run.folder=HOME/prompts.jsonl/run": r"jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
     "--force train.steps": r"--force needs --resume",
-    "--resume": r"no complete checkpoint in .*--run\.overwrite true",
+    "--resume": r"no checkpoint in .*/run/checkpoints: give the folder of a run that has one, or start .* --resume$",
 }
 NO_TOML, NO_TOKENIZER = r"recipe\.toml is not valid TOML", r"has no tokenizer that can be loaded"
 half = rewrite(lambda content: content[: len(content) // 2])
@@ -120,19 +131,20 @@ marked = rewrite(lambda content: b"\xef\xbb\xbf" + content)
 FILES: list[tuple[dict[str, Change], str]] = [
     *(({"recipe.toml": text}, NO_TOML) for text in ("[model\n", "x = " + "[" * 100_000, "x = " + "1" * 5000)),
     ({"recipe.toml": as_utf16}, rf"{NO_TOML} \(it is UTF-16 or UTF-32: save the file as UTF-8\)$"),
-    ({"recipe.toml": rewrite(lambda text: text + b"# \xe9")}, rf"{NO_TOML} \(byte \d+ is not UTF-8: save the file"),
-    ({"recipe.toml": rewrite(lambda text: text + b"\nseed = 2\n")}, rf"{NO_TOML} \(Cannot overwrite a .*line \d+"),
+    ({"recipe.toml": append(b"# \xe9")}, rf"{NO_TOML} \(byte \d+ is not UTF-8: save the file"),
+    ({"recipe.toml": append(b"\nseed = 2\n")}, rf"{NO_TOML} \(Cannot overwrite a .*line \d+"),
     (
-        {"recipe.toml": rewrite(lambda text: text.replace(b"/model", rb"\new model"))},
+        {"recipe.toml": replace(b"/model", rb"\\new model")},
         r"the path '.*\\new model' has a control character: write paths with '\\' in single quotes$",
     ),
+    ({"recipe.toml": append(b'\n[[reward.terms]]\nname = "exact"\n')}, r"either reward\.name or \[\[reward\.terms\]\]"),
     (
-        {"recipe.toml": rewrite(lambda text: text + b'\n[[reward.terms]]\nname = "exact"\n')},
-        r"either reward\.name or \[\[reward\.terms\]\]",
+        {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="math", wieght=1}]')},
+        r"reward\.terms\.0\.wieght: did you mean weight\?",
     ),
     (
-        {"recipe.toml": rewrite(lambda text: re.sub(b'name = "tiny.*"', b'terms = [{name="math", wieght=1}]', text))},
-        r"reward\.terms\.0\.wieght: did you mean weight\?",
+        {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="tiny_rewards:f"}]')},
+        r"reward\.terms = 'tiny_rewards:f' cannot be imported .*: correct the file or the name",
     ),
     ({"model/config.json": None}, r"config\.json"),
     ({"model/config.json": half}, r"config\.json"),
@@ -155,10 +167,7 @@ FILES: list[tuple[dict[str, Change], str]] = [
     ({"model/model.safetensors": change_weights("shape")}, r"model\.norm\.weight"),
     ({"model/model.safetensors": change_weights("NaN")}, r"embed_tokens\.weight of the policy is not finite in"),
     *(({"model/tokenizer.json": change}, NO_TOKENIZER) for change in (None, half, "{}")),
-    (
-        {"model/tokenizer.json": rewrite(lambda text: text.replace(b'"a": 64', b'"a": 9999'))},
-        r"token 9999.*vocabulary of 257",
-    ),
+    ({"model/tokenizer.json": replace(b'"a": 64', b'"a": 9999')}, r"token 9999.*vocabulary of 257"),
     (
         {
             "model/config.json": {"eos_token_id": None},
@@ -206,7 +215,7 @@ def in_both(name: str, change: Change) -> dict[str, Change]:
 
 LINES = ("{}", "[]", "3", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
 RESUMED: list[tuple[dict[str, Change], str]] = [
-    ({"run/checkpoints": shutil.rmtree}, r"there is no complete checkpoint"),
+    ({"run/checkpoints": shutil.rmtree}, r"there is no checkpoint"),
     (in_both("optimizer.safetensors", half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
     (in_both("manifest.json", "{}"), r"damaged: step_00000002 \(manifest\.json does not list"),
     (in_both("manifest.json", "[]"), r"damaged: step_00000002 \(manifest\.json must hold a JSON object, not a list"),
@@ -226,11 +235,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def write_recipe(home: Path) -> Path:
-    lines = []
-    for name, section in tiny_tree(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}).items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
-    (home / "recipe.toml").write_text("\n".join(lines), encoding="utf-8")
+def with_recipe(home: Path) -> Path:
+    write_recipe(home / "recipe.toml", tiny_tree(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}))
     for name, source in MODULES.items():
         (home / f"{name}.py").write_text(source, encoding="utf-8")
     return home
@@ -239,7 +245,7 @@ def write_recipe(home: Path) -> Path:
 def fresh(sound: Path, home: Path) -> Path:
     shutil.copytree(sound / "model", home / "model")
     shutil.copy(sound / "prompts.jsonl", home)
-    return write_recipe(home)
+    return with_recipe(home)
 
 
 def sentence(home: Path, words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -277,7 +283,7 @@ def test_a_bad_input_gets_one_sentence(
 def test_a_run_that_cannot_be_resumed_is_an_error_with_the_reason(
     case: Any, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(write_recipe(shutil.copytree(sound, tmp_path / "resumed")), *case, "--resume", capsys)
+    check(with_recipe(shutil.copytree(sound, tmp_path / "resumed")), *case, "--resume", capsys)
 
 
 @pytest.mark.parametrize("owner", ["tlt.rl.trained_model.save_file", "tlt.store.checkpoint.flush", "pathlib.Path.open"])

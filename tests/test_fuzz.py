@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tree, train
+from tiny import tiny_tree, train, write_recipe
 
 from tlt.cli import main
 from tlt.config import Config, ConfigError, load_config
@@ -80,10 +80,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("sound")
     tree = tiny_tree(home, **SECTIONS)
     tree["model"]["path"], tree["data"]["path"], tree["run"]["folder"] = "model", "prompts.jsonl", "run"
-    lines = []
-    for name, section in tree.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
-    (home / "recipe.toml").write_text("\n".join(lines), encoding="utf-8")
+    write_recipe(home / "recipe.toml", tree)
     with contextlib.chdir(home):
         train(load_config("recipe.toml"))
     return home

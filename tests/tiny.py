@@ -26,22 +26,10 @@ EOS = 256
 def decoder_options(**changes: Any) -> DecoderOptions:
     """Return options of a decoder small enough to compute by hand. `changes` are those that a test needs."""
     plain: dict[str, Any] = {
-        "vocab_size": 7,
-        "hidden_size": 8,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "intermediate_size": 8,
-        "rms_norm_eps": 1e-6,
-        "qk_norm": False,
-        "qkv_bias": False,
-        "out_bias": False,
-        "mlp_bias": False,
-        "tied": True,
-        "max_positions": 4096,
-        "inv_freq": torch.ones(2),
-        "attention_scaling": 1.0,
+        **{"vocab_size": 7, "hidden_size": 8, "intermediate_size": 8, "num_layers": 2, "max_positions": 4096},
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "tied": True},
+        **dict.fromkeys(("qk_norm", "qkv_bias", "out_bias", "mlp_bias"), False),
+        **{"inv_freq": torch.ones(2), "attention_scaling": 1.0},
     }
     return DecoderOptions(**plain | changes)
 
@@ -53,14 +41,8 @@ def qwen3(seed: int = 0, **changes: Any) -> Any:
     """Return transformers' own random model in float64, with these changes of its configuration."""
     torch.manual_seed(seed)
     plain = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
     }
     return Qwen3ForCausalLM(Qwen3Config(**plain | changes)).double().eval()
 
@@ -109,6 +91,15 @@ def tiny_tree(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 def tiny_config(folder: Path, **sections: dict[str, Any]) -> Config:
     return parse_config(tiny_tree(folder, **sections))
+
+
+def write_recipe(path: Path, tree: dict[str, Any]) -> Path:
+    """Write a tree of sections as a recipe in TOML."""
+    lines = []
+    for name, section in tree.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
 
 
 def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:

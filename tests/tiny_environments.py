@@ -64,7 +64,7 @@ class Slow(Echo):
 
 
 class Trouble:
-    """Environment whose turn names the fault. `again` counts the turns."""
+    """Environment whose turn names the fault."""
 
     def reset(self, prompt: Any) -> None:
         self.turns = 0
@@ -76,8 +76,6 @@ class Trouble:
         match text:
             case "raise":
                 raise KeyError("bonus")
-            case "hang":
-                time.sleep(3600)
             case "die":
                 os._exit(1)
             case "nothing":
@@ -92,12 +90,6 @@ class Trouble:
                 return "", False, float("nan")
             case "odd scores":
                 self.scores = {"calls": "many"}
-            case "huge":
-                return "", True, 3e38
-            case "megabyte":
-                return "x" * 2**20, False, 0.5
-            case "special":
-                return "<eos>", False, 0.5
             case "allocate":
                 return "x" * 2**33, False, 0.0
         return f"turn {self.turns}", False, 0.5

@@ -84,10 +84,6 @@ def all_there_is(
     return 1.0
 
 
-def wants_more(prompt: Any, answer: str, mood: str) -> float:
-    return 0.0
-
-
 def prints(prompt: Any, answer: str) -> float:
     print("seen:", answer)
     subprocess.run(["echo", "and from a program:", answer], check=True)

@@ -14,13 +14,13 @@ from tlt.data.limits import refuse_foreign_tokens
 from tlt.data.prompts import encoder, load_prompts
 from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
-from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.eagle import DrafterError, EagleLayer, eagle_options, load_drafter
 from tlt.engine.protocol import Backend, RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.models.choose import load_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores, torch_dtype
-from tlt.models.families import DecoderOptions, decoder_options, read_config
+from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.rewards.tools import with_tools
 from tlt.spot.buffer import Harvest, Transcript
 from tlt.store.checkpoint import policy_in
@@ -88,6 +88,19 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
         layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
     layer.acceptance_rate = 0.0  # so the tuner need not measure that the drafts of a random drafter are rejected
     return layer
+
+
+def refuse_wrong_folders(config: Config) -> None:
+    """Raise ModelError or DrafterError, with the name of the field, if model.path or speculation.path cannot be used.
+    This check takes less than a second and is made before workers start."""
+    field = "model.path"
+    try:
+        options = decoder_options(read_config(config.model.path))
+        if config.speculation.path and may_be_learned(config.speculation.drafter):
+            field = "speculation.path"
+            load_drafter(config.speculation.path, options)
+    except (ModelError, DrafterError) as error:
+        raise type(error)(f"{field}: {error}") from None
 
 
 def steps_ahead(config: SpeculationConfig) -> int:

@@ -24,6 +24,8 @@ from tlt.files import parse_json
 from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
+_LEAST_SECONDS = 10.0  # duration of the measured rounds, from which plain decoding is estimated
+
 
 class MetricsError(ValueError):
     """A file of metrics cannot be read or written. The message names the file and the remedy."""
@@ -153,10 +155,11 @@ def summarize(
 
 def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return {"times": t}, where t is the estimated time of plain decoding for all measured rounds, divided by the
-    measured time of these rounds. Return {} if no step has such times."""
+    measured time of these rounds. Return {} if these rounds took less than 10 s, because the estimate varies too much
+    then."""
     found = [step for step in steps if step.get("seconds")]
     seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
-    return {"times": plain / seconds} if found else {}
+    return {"times": plain / seconds} if seconds >= _LEAST_SECONDS else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:

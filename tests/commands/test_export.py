@@ -264,11 +264,11 @@ def test_another_distribution_is_another_model(model: Path, tmp_path: Path, monk
         compare_here(out, facts)
 
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
-    with pytest.raises(ModelError, match=r"its next-token distributions are 0\.001 apart"):
+    with pytest.raises(ModelError, match=r"the total variation distance of next-token distributions is 0\.001"):
         export(model, tmp_path / "out", "hf", "float32")
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
     monkeypatch.setattr(export_check, "_distributions", lambda *_: torch.full((3, 257), torch.nan))
-    with pytest.raises(ModelError, match="distributions are nan apart"):
+    with pytest.raises(ModelError, match="distributions is nan"):
         export(model, tmp_path / "out", "hf", "float32")
 
 

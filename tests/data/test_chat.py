@@ -204,6 +204,13 @@ def test_allowed_changes_of_a_template_are_accepted(shown: Any, template: str, m
     assert shown(template, messages) == text
 
 
+def test_messages_and_a_system_message_need_the_chat_template(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
+        encoder(tokenizer, DataConfig(path="-"))([USER])
+    with pytest.raises(ValueError, match=r"need data\.chat = true"):
+        DataConfig(path="-", system="be brief")
+
+
 def test_unused_tools_of_rows_are_logged(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,11 +19,9 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_model
 
 from tlt.config import DataConfig, EvalConfig
 from tlt.data.prompts import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
-from tlt.data.tokenizer import load_tokenizer
 from tlt.types import Prompt
 
 
@@ -397,48 +395,6 @@ def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
         texts(path)
-
-
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-TEMPLATE = TURNS + "{% if add_generation_prompt %}<bot>{% endif %}"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
-
-
-def chat(**more: Any) -> DataConfig:
-    return DataConfig(path="-", chat=True, **more)
-
-
-MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-
-
-@pytest.mark.parametrize(
-    ("question", "options", "text"),
-    [
-        (MESSAGES, {}, "<user>a<assistant>b<user>c<bot>"),
-        (MESSAGES, {"system": "be brief"}, "<system>be brief<user>a<assistant>b<user>c<bot>"),
-        ([{"role": "system", "content": "s"}, *MESSAGES[:1]], {"system": "be brief"}, "<system>s<user>a<bot>"),
-        ("a", {"prefill": "Let me"}, "<user>a<bot>Let me"),
-        ("a", {"chat_arguments": {"enable_thinking": False}}, "<user>a<bot><no thoughts>"),
-        (MESSAGES[:2], {}, "<user>a<assistant>b"),  # the model goes on with its own turn
-    ],
-)
-def test_messages_system_arguments_and_prefill(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, question: Any, options: dict[str, Any], text: str
-) -> None:
-    thinking = "{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + thinking)
-    assert tokenizer.decode(encoder(tokenizer, chat(**options))(question)) == text
-
-
-def test_messages_and_a_system_message_need_the_chat_template(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
-        encoder(tokenizer, DataConfig(path="-"))(MESSAGES)
-    with pytest.raises(ValueError, match=r"need data\.chat = true"):
-        DataConfig(path="-", system="be brief")
 
 
 class BeginsWithOne:

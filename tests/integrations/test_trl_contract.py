@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,30 +165,16 @@ def test_messages_are_rendered_with_the_trainers_template(folder: Path) -> None:
         off()(picture, trainer)
 
 
-def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
-    counter = trl._GenerationCounter()
-    return [
-        counter.of(SimpleNamespace(model=SimpleNamespace(training=training), state=SimpleNamespace(global_step=step)))
-        for training, step in calls
-    ]
-
-
-def test_generations_of_one_global_step_have_different_seeds() -> None:
-    train = places((True, 0), (True, 0), (False, 0), (True, 0), (True, 1))
-    own = [place for place in train if place[0] == "trl"]
-    assert own == [("trl", 0, 0), ("trl", 0, 1), ("trl", 0, 2), ("trl", 1, 0)]
-
-
-def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
-    first, second = places((False, 3), (False, 3)), places((True, 0), (False, 5), (False, 5))[1:]
-    assert first == second == [("trl eval", None, 0), ("trl eval", None, 1)]
-
-
-def test_two_evaluations_in_one_step_are_equal_and_those_of_two_data_sets_share_no_noise(folder: Path) -> None:
+def test_generations_of_a_step_differ_and_evaluations_are_equal_whenever_they_come(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
+    train = [mine(PROMPTS, trainer)["completion_ids"]]
     first = trainer.evaluate(mine, PROMPTS, PROMPTS)
     assert first[0] != first[1], "two batches"
-    assert trainer.evaluate(mine, PROMPTS, PROMPTS) == first
+    for step in (0, 1):
+        trainer.state.global_step = step
+        train.append(mine(PROMPTS, trainer)["completion_ids"])
+        assert trainer.evaluate(mine, PROMPTS, PROMPTS) == first
+    assert all(one != other for one, other in combinations([*train, *first], 2)), "each has noise of its own"
     with_others = trainer.evaluate(mine, [PROMPTS[0], PROMPTS[-1]])[0]
     assert with_others[0] == first[0][0]
     trainer.model.eval()

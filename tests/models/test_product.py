@@ -106,3 +106,15 @@ def test_a_product_keeps_its_weight_when_the_caller_changes_it(monkeypatch: pyte
         weight.add_(1)
         for rows in (1, 3):
             check(torch.randn(rows, 40), made, before, None)
+
+
+@has_onednn
+@pytest.mark.parametrize(("saved", "packed_from"), [(10e-6, product.NEVER), (30e-6, 1)])
+def test_packing_must_save_more_than_the_overhead_of_a_call(
+    monkeypatch: pytest.MonkeyPatch, saved: float, packed_from: int
+) -> None:
+    """The clock says that a packed product takes `saved` seconds less than an unpacked one."""
+    monkeypatch.setattr(product, "_COPIES", 1)
+    times = itertools.cycle([0.0, 50e-6, 100e-6 - saved])
+    monkeypatch.setattr(product.time, "perf_counter", lambda: next(times))
+    assert product.packed_from.__wrapped__(8, 8, torch.float32, False, 1) == packed_from

@@ -79,17 +79,11 @@ def test_ground_truth_is_the_column_of_that_name_or_the_answer_column() -> None:
 
 REFUSED = {
     "other names": (lambda p, a: 0.0, r"needs the argument 'p': available names are prompt, answer, response"),
-    "lists": (
-        lambda prompts, answers: 0.0,
-        r"needs the argument 'prompts': a function of lists needs reward\.batched = true",
-    ),
+    "lists": (lambda prompts, answers: 0.0, r"argument 'prompts': a function of lists needs reward\.batched = true"),
     "written in C": (max, r"has no readable signature: wrap it"),
     "positional": (eval("lambda prompt, answer, /: 0.0"), r"needs the argument 'prompt': a parameter before `/`"),
     "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that can be filled"),
-    "TRL's answer": (
-        lambda completion, answer: 0.0,
-        r"\(completion, answer\): the first two must be \(prompt, answer\)",
-    ),
+    "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): the first two must be \(prompt, ans"),
     "verl's prompt": (lambda prompt, solution_str: 0.0, r"\(prompt, solution_str\): the first two must be"),
     "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): the first two must be"),
     "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): the first two must be"),

@@ -287,16 +287,20 @@ def saying(*verdicts: Verdict) -> AtOnce:
     return pool
 
 
+def said(row: Row, *tokens: int) -> Response:
+    """Return the response in which these tokens and the end token follow those of the row."""
+    all_tokens = [*row.tokens, *tokens, STOP]
+    logprobs = [-1.0] * len(all_tokens)
+    return Response(row.request, all_tokens, logprobs, logprobs, "stop", replies=row.replies)
+
+
 def ended(*verdicts: Verdict, turns: int | None = TURNS) -> Response:
     """Return the finished episode, in which each turn of the model is one token and an end token."""
     found = episodes(saying(Verdict(0.0, reply=""), *verdicts), turns=turns)
     (row,) = found.begin(REQUESTS[:1])
     finished: list[Response] = []
     while not finished:
-        tokens = [*row.tokens, 1, STOP]
-        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
-        response.replies = row.replies
-        finished, rows = found.take([response])
+        finished, rows = found.take([said(row, 1)])
         row = rows[0] if rows else row
     assert not found.awaits
     return finished[0]
@@ -350,7 +354,7 @@ def test_an_environment_that_failed_to_begin_is_not_called_again() -> None:
     pool = saying(Verdict(None, "timeout", "slow"), Verdict(1.0))
     found = episodes(pool)
     (row,) = found.begin(REQUESTS[:1])
-    ((response,), _) = found.take([Response(row.request, [1, STOP], [-1.0] * 2, [-1.0] * 2, "stop")])
+    ((response,), _) = found.take([said(row, 1)])
     assert (response.outcome, response.reward, pool.asked) == ("timeout", None, 1)
 
 
@@ -361,10 +365,7 @@ def test_the_first_turn_begins_with_the_prefill() -> None:
     found = episodes(pool)
     (row,) = found.begin([replace(REQUESTS[0], prompt=replace(REQUESTS[0].prompt, prefill="so "))])
     for _ in range(2):
-        tokens = [*row.tokens, 1, 2, STOP]
-        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
-        response.replies = row.replies
-        _, (row,) = found.take([response])
+        _, (row,) = found.take([said(row, 1, 2)])
     assert told[-1].texts == ("so bce", "bce")
 
 
@@ -374,17 +375,21 @@ def kept(path: Path, resume: bool = False) -> ReplyRecord:
     return record
 
 
-def test_the_record_is_read_without_an_incomplete_last_line(tmp_path: Path) -> None:
+def test_replies_are_recorded_once_and_read_without_a_torn_line(tmp_path: Path) -> None:
     verdicts = [Verdict(0.0, reply="é\n"), Verdict(0.5, reply=""), Verdict(None, "crash", "why")]
     turns = [(), ("a",), ("a", "b")]
     path = tmp_path / "replies.jsonl"
     record = kept(path)
     for said, verdict in zip(turns, verdicts, strict=True):
-        record.add(3, 2**64 - 1, said, verdict)
+        for _ in range(2):
+            record.add(3, 2**64 - 1, said, verdict)
+    assert len(path.read_bytes().splitlines()) == 3, "each is recorded once"
     with path.open("ab") as file:
         file.write(b'{"step": 3, "se')
+    kept(path, resume=True).add(3, 7, (), verdicts[0])  # behind the torn line
     again = kept(path, resume=True)
     assert [again.find(3, 2**64 - 1, said) for said in turns] == verdicts
+    assert again.find(3, 7, ()) == verdicts[0]
     assert again.find(3, 2**64 - 1, ("another",)) is None, "the model said something else"
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
     again.forget_before(4)
@@ -416,16 +421,3 @@ def test_replies_that_were_not_read_are_removed(tmp_path: Path) -> None:
         kept(tmp_path / "replies.jsonl").add(3, seed, (), Verdict(0.0, reply="a"))
     again = kept(tmp_path / "replies.jsonl", resume=True)
     assert [again.find(3, seed, ()) for seed in (1, 2)] == [None, Verdict(0.0, reply="a")]
-
-
-def test_a_reply_is_recorded_once_and_lines_after_a_torn_end_are_whole(tmp_path: Path) -> None:
-    path = tmp_path / "replies.jsonl"
-    record = kept(path)
-    for _ in range(2):
-        record.add(0, 1, (), Verdict(0.0, reply="a"))
-    assert len(path.read_bytes().splitlines()) == 1
-    with path.open("ab") as file:
-        file.write(b'{"step": 3, "se')
-    kept(path, resume=True).add(0, 2, (), Verdict(0.0, reply="b"))
-    again = kept(path, resume=True)
-    assert [again.find(0, seed, ()) for seed in (1, 2)] == [Verdict(0.0, reply="a"), Verdict(0.0, reply="b")]

@@ -32,6 +32,13 @@ def config(name: str, **reward: Any) -> Config:
     return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
 
 
+def of_the_user(folder: Path, source: str) -> Config:
+    """Return a configuration whose reward is the function f of this source."""
+    (folder / "own.py").write_text(source, encoding="utf-8")
+    reward = {"name": "own:f", "folder": str(folder)}
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
+
+
 def responses(*texts: str) -> list[Response]:
     request = Request(PROMPT, 0, 0, 0, SamplingParams())
     return [Response(request, [1] * max(1, len(text)), [], [], "stop", text) for text in texts]
@@ -331,33 +338,27 @@ def test_an_error_names_the_users_line_and_its_traceback_is_in_the_log(
     source = (
         "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
     )
-    (tmp_path / "strict.py").write_text(source, encoding="utf-8")
-    reward = {"name": "strict:f", "folder": str(tmp_path)}
     log = tmp_path / "reward.log"
-    made = make_reward(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), [PROMPT], log)
+    made = make_reward(of_the_user(tmp_path, source), [PROMPT], log)
     try:
         with caplog.at_level(logging.WARNING):
             made(responses("{", "7", "{"))
     finally:
         made.close()
-    assert f"(error: {tmp_path / 'strict.py'}:4: JSONDecodeError: Expecting" in caplog.text
+    assert f"(error: {tmp_path / 'own.py'}:4: JSONDecodeError: Expecting" in caplog.text
     said = log.read_text(encoding="utf-8")
     assert said.count("Traceback") == 1
-    assert f'File "{tmp_path / "strict.py"}", line 6, in f' in said
+    assert f'File "{tmp_path / "own.py"}", line 6, in f' in said
 
 
 def noisy(folder: Path, then: str = "") -> Config:
-    (folder / "noisy.py").write_text(f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
-    reward = {"name": "noisy:f", "folder": str(folder)}
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
+    return of_the_user(folder, f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
 
 
 def test_the_log_file_is_bounded(tmp_path: Path) -> None:
     source = "def f(prompt, answer):\n    print(answer, 'x' * 9 * 2**20)\n    return 1.0\n"
-    (tmp_path / "endless.py").write_text(source, encoding="utf-8")
-    reward = {"name": "endless:f", "folder": str(tmp_path)}
     log = tmp_path / "reward.log"
-    scorer = IsolatedScore(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), log)
+    scorer = IsolatedScore(of_the_user(tmp_path, source), log)
     for text in "abc":
         assert scorer.score_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
     scorer.close()

@@ -183,12 +183,9 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     sys.modules.pop("my_rewards", None)
 
 
-@pytest.mark.parametrize("of_the_recipe", [True, False])
-def test_a_users_function_is_in_the_folder_of_the_recipe_or_the_working_directory(
-    user_folder: Path, monkeypatch: pytest.MonkeyPatch, of_the_recipe: bool
+def test_a_users_function_is_also_found_in_the_working_directory(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not of_the_recipe:
-        monkeypatch.chdir(user_folder)
-    folder = {"folder": str(user_folder)} if of_the_recipe else {}
-    score = make_score(config(name="my_rewards:length", **folder))
+    monkeypatch.chdir(user_folder)
+    score = make_score(config(name="my_rewards:length"))
     assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_config, tiny_model
+from tiny import tiny_model
 from transformers import AutoTokenizer
 
 from tlt.config import parse_config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.rewards import RewardError, refuse_special_tokens
-from tlt.run.train import train
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +43,3 @@ def test_a_pattern_with_a_special_token_is_a_warning(tokenizer: Any, caplog: pyt
     assert not caplog.text
     checked(tokenizer, name="format", pattern=r"<\|ans\|>")
     assert "contains the special token <|ans|>, which is removed from texts before scoring" in caplog.text
-
-
-def test_this_check_is_made_at_the_start_of_a_run(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="answer_marker contains the special token <eos>"):
-        train(tiny_config(tmp_path, reward={"name": "exact", "answer_marker": "<eos>"}))

@@ -48,8 +48,8 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
     three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
     peaks = [closing(SUMMARY | {"peak_memory": peak}, "")[1].plain for peak in (alone, three)]
-    assert peaks[0] == "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
-    assert peaks[1] == "peak memory: driver 9 MiB, largest worker 8 MiB"
+    assert peaks[0] == "peak memory: 2,048 MiB and 100 MiB on CUDA"
+    assert peaks[1] == "peak memory: main process 9 MiB, largest worker process 8 MiB"
     failures = {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}, "times_plain": None}
     failed = closing(SUMMARY | failures, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see the errors above"

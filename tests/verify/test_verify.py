@@ -144,7 +144,7 @@ def test_with_importance_weights_rewards_are_compared_and_this_is_printed(verifi
     assert all(r["steps_equal"] for r in result["runs"])
     said = " ".join(capsys.readouterr().out.split())
     assert "sha256 cannot be compared" in said
-    assert "runs that differ in no token end with the same rewards: yes" in said
+    assert "runs with equal tokens end with the same rewards: yes" in said
 
 
 def test_with_importance_weights_a_different_reward_is_found(verified: Verified, monkeypatch: Patch) -> None:

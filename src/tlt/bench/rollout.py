@@ -360,7 +360,7 @@ def _print(console: Console, rows: Sequence[dict[str, Any]], of_peers: Sequence[
     console.print(table)
     if of_peers:
         title = f"plain decoding, {_PEER_PROMPT} + {_PEER_TOKENS} tokens"
-        table = Table("batch", "engine", "tokens/s", "tlt plain tokens/s", "times it", title=title)
+        table = Table("batch", "engine", "tokens/s", "tlt plain tokens/s", "tlt / engine", title=title)
         for row in of_peers:
             numbers = (f"{row[key]:,.0f}" for key in ("tokens_per_second", "tlt_tokens_per_second"))
             table.add_row(str(row["batch"]), row["name"], *numbers, f"{row['tlt_ratio']:.2f}")

@@ -74,7 +74,10 @@ def difference(export: Path, facts: Path) -> str:
     apart = _distributions(model, continued) - load_file(facts / "facts.safetensors")["probs"]
     worst = 0.5 * apart.abs().sum(-1).max().item()
     if not worst <= _ALLOWED[model.dtype]:  # true for NaN too
-        return f"the export differs from the trained model: its next-token distributions are {worst:.2g} apart"
+        return (
+            "the export differs from the trained model: the total variation distance of next-token distributions is "
+            f"{worst:.2g}"
+        )
     return ""
 
 

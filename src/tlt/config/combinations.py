@@ -38,7 +38,7 @@ def _rollout(config: Config) -> None:
 
 def _engine(config: Config) -> None:
     if config.model.dtype == "float64" and config.model.device.startswith("cuda"):
-        raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
+        raise ValueError("model.dtype = 'float64' is only supported on the CPU: set model.device = 'cpu'")
     if config.engine.backend == "vllm":
         _for_vllm(config)
     elif config.engine.vllm:

@@ -1,5 +1,5 @@
-"""Configuration fields that were moved or removed, and values that were renamed. In a recipe they are an error that
-names the replacement. Recipes in old checkpoints are converted."""
+"""Configuration fields that were moved or removed. In a recipe they are an error that names the replacement. Recipes in
+old checkpoints are converted."""
 
 from __future__ import annotations
 
@@ -18,26 +18,21 @@ _REMOVED = {
     "speculation.training.decay": "is always 0.4: remove it",
     "speculation.training.warmup_steps": "is always 20: remove it",
     "speculation.training.max_grad_norm": "is always 0.5: remove it",
+    "speculation.training.loss": "is always cross_entropy: remove it",
     "run.report": "is always on: remove it",
     "eval.keep_best": "is always on: remove it",
 }
 """removed configuration field -> note on what to use instead. These fields do not affect the result of a run."""
-_VALUES = {"speculation.training.loss": {"agreement": "acceptance_rate"}}
-"""configuration field -> old name of a value -> its new name"""
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the first moved, removed or renamed entry of a recipe; None if it has none."""
+    """Return a sentence about the first moved or removed entry of a recipe; None if it has none."""
     if "drafter" in tree:
         return _fault_of_drafter(tree["drafter"])
     for key, note in _REMOVED.items():
         table, name = _table_of(tree, key)
         if name in table:
             return f"{key} {note}"
-    for key, new in _VALUES.items():
-        table, name = _table_of(tree, key)
-        if isinstance(value := table.get(name), str) and value in new:
-            return f"{key} = {value!r} is now {new[value]!r}: rename it"
     return None
 
 
@@ -59,10 +54,6 @@ def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key in _REMOVED:
         table, name = _table_of(now, key)
         table.pop(name, None)
-    for key, new in _VALUES.items():
-        table, name = _table_of(now, key)
-        if name in table:
-            table[name] = new.get(table[name], table[name])
     return now
 
 

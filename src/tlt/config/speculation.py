@@ -17,10 +17,6 @@ class DrafterTrainConfig(Section):
     unroll: int = Field(default=7, gt=0, le=16)
     """Largest number of consecutive draft tokens that the drafter is trained on. It predicts each token from its own
     output for the previous token. In use is the mean number of accepted draft tokens plus one, up to this."""
-    loss: Literal["cross_entropy", "total_variation", "hybrid", "acceptance_rate"] = "cross_entropy"
-    """Training loss of the drafter. `hybrid` is a mean of KL divergence and total variation. `acceptance_rate`
-    minimizes the probability that a draft token is rejected. From random weights `cross_entropy` and `hybrid` learn
-    equally well, and the other two hardly learn."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of the drafter. It falls as the drafter improves, or over the time of `tlt draft train`."""
     micro_batch_tokens: int = Field(default=1024, gt=0)

@@ -97,7 +97,7 @@ def shown_to_model(question: Question, config: DataConfig) -> Question:
 
 def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
     """Raise DataError if a data file does not exist. This fast check is made before the model is loaded."""
-    for path in (config.path, held_out.path if held_out.every else None):
+    for path in (config.path, held_out.path):
         if path:
             files_of(path)
 
@@ -110,7 +110,11 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
     tasks = [] if held_out.path else config.tasks
     changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
     seen = {prompt.text for prompt in training}
-    new = [prompt for prompt in load_prompts(config.model_copy(update=changes), encode) if prompt.text not in seen]
+    found = load_prompts(config.model_copy(update=changes), encode)
+    new = [prompt for prompt in found if prompt.text not in seen]
+    if held_out.path and len(new) < len(found):
+        message = "%d of %d prompts of %s are left out of evaluations, because they are training prompts too"
+        log.warning(message, len(found) - len(new), len(found), held_out.path)
     if not new:
         source = held_out.path or "the tasks"
         raise DataError(f"there are no held-out prompts: all prompts of {source} are training prompts too")
@@ -265,7 +269,7 @@ def _file_rows(config: DataConfig) -> list[Row]:
         if messages is None and not isinstance(question, str):
             problem = f"{where} has neither text nor messages under {config.prompt_column!r}"
             if not isinstance(row, dict):
-                raise DataError(f"{problem}, because the row is not a JSON object: convert the file")
+                raise DataError(f"{problem}, because the row is not a JSON object: write one JSON object per line")
             raise DataError(f"{problem}: set data.prompt_column to one of its columns, {', '.join(row)}")
         rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):

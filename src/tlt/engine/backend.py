@@ -63,9 +63,10 @@ class OwnBackend:
         return make_engine(engine, speculation, load_target(model, model.path), detokenize)
 
     def about_cache(self, config: Config) -> str:
-        share = "80 % of the device's free memory" if torch_device(config.model).type == "cuda" else "a quarter of that"
+        share = "80 %" if torch_device(config.model).type == "cuda" else "25 %"
         size = config.engine.kv_memory_mb
-        return f"key-value cache: at most {share if size == 'auto' else f'{size:,} MiB'} (engine.kv_memory_mb)"
+        limit = f"{share} of the free memory" if size == "auto" else f"{size:,} MiB"
+        return f"key-value cache: at most {limit} (engine.kv_memory_mb)"
 
     def about_speculation(self, config: Config) -> str:
         speculation = config.speculation

@@ -52,7 +52,7 @@ class Bandit:
 
     `measure()` is called before the first rollout and returns the start-up profile: rows -> strategy -> seconds of a
     round. Other numbers of rows are interpolated. `chances[drafter]` is the drafter's acceptance rate, if it is known
-    at the start. A drafter with rate 0 is not used.
+    at the start. A drafter with rate 0 is never the fastest, so it is not used.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Bandit:
         self._rounds += 1
         # losses are measured against plain decoding
         is_plain_known = self.times.rounds(PLAIN, bucket) >= _ENOUGH_ROUNDS
-        arms = [a for a in self._arms if a == PLAIN or (a.drafter in usable and self.chances.get(a.drafter) != 0.0)]
+        arms = [arm for arm in self._arms if arm == PLAIN or arm.drafter in usable]
         arm = self.current
         if not is_plain_known:
             arm = self.current = PLAIN
@@ -182,8 +182,7 @@ class Bandit:
 
     def _hoped_speed(self, rows: int) -> float:
         """Return the tokens per row and second of the fastest arm, with the tokens of `_hoped_tokens`."""
-        arms = (arm for arm in self._arms if self.chances.get(arm.drafter) != 0.0)
-        return max(self._hoped_tokens(arm) / self.times.profiled(arm, rows) for arm in arms)
+        return max(self._hoped_tokens(arm) / self.times.profiled(arm, rows) for arm in self._arms)
 
     def brief_rows(self) -> int:
         """Return the largest number of rows whose plain round takes at most 1.8 times as long as one of a single row,

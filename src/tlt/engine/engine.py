@@ -200,7 +200,7 @@ class Engine(Generates):
     def round(self) -> list[Response]:
         """Run one round: admit, draft, verify and commit. Return the finished responses."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
-        assert not self._in_round, "a round that failed leaves half-filled rows behind: call start"
+        assert not self._in_round, "the last round failed, so the key-value cache is incomplete: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._in_round = True
         own = self.busy

@@ -220,7 +220,7 @@ class _Loader:
         rest = sorted(k for k in self.state if k not in self.taken and not k.endswith("rotary_emb.inv_freq"))
         if rest:
             raise ModelError(
-                f"the weights hold {rest[0]}, which the rollout decoder does not know (and {len(rest) - 1} more): "
+                f"the weights hold {rest[0]}, a tensor that tlt's decoder does not use (and {len(rest) - 1} more): "
                 "the checkpoint does not fit its config.json"
             )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 _ROWS = 4  # number of rows in the timed products, as for a short draft
 _REPEATS = 5  # number of timings; the shortest counts, so that other processes matter little
+_CALL_SECONDS = 20e-6  # overhead of a call of oneDNN between other operations, which the timed products do not have
 _TIMED_BYTES, _COPIES = 1 << 25, 16  # more than a CPU cache holds, as in a real pass
 NEVER = 1 << 62
 
@@ -56,8 +57,8 @@ def packed_from(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, thr
     """Return the smallest number of rows for which a packed weight is faster than an unpacked one: 1, 2 or NEVER. Both
     are timed with 1 and 4 rows.
 
-    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster unpacked, because a call of oneDNN has an
-    overhead of 20 us."""
+    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster unpacked, because a call of oneDNN in a
+    pass has an overhead of about 20 us."""
     if not _can_pack(dtype):
         return NEVER
     outputs = min(outputs, max(1, _TIMED_BYTES // (inputs * dtype.itemsize)))  # part of a large head is enough
@@ -80,7 +81,7 @@ def _packed_is_faster(x: Tensor, plain: list[Tensor], packed: list[Tensor]) -> b
         for weight in packed:
             torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         seconds[0].append(between - began)
-        seconds[1].append(time.perf_counter() - between)
+        seconds[1].append(time.perf_counter() - between + _CALL_SECONDS * len(packed))
     return min(seconds[1]) < min(seconds[0])
 
 

@@ -176,7 +176,8 @@ def _users(
 
     If reward.batched, the user's function takes and returns lists. `columns` are the names of the data's columns.
     """
-    function = imported(term.name, config.folder, "reward.name", "module:function")
+    field = "reward.terms" if config.terms else "reward.name"
+    function = imported(term.name, config.folder, field, "module:function")
     filled = fills(function, term.name, columns, term.batched)
     late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if late and not term.batched:
@@ -248,7 +249,7 @@ def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any
         found = getattr(importlib.import_module(module), name)
     except Exception as error:
         problem = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
-        raise RewardError(f"{problem}: write {form!r}") from error
+        raise RewardError(f"{problem}: correct the file or the name, whose form is {form!r}") from error
     if not callable(found):
         raise RewardError(f"{field} = {path!r} is not a {form.partition(':')[2].lower()}: write {form!r}")
     return found

@@ -1,1 +1,1 @@
-"""The update: advantages, losses, packed micro-batches, and the policy they train."""
+"""Update of the policy: advantages, losses, packed micro-batches, and the policy that they train."""

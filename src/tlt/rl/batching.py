@@ -1,7 +1,7 @@
-"""Packed micro-batches: sequences laid end to end in rows, with exact attention boundaries, under a token budget.
+"""Packing of sequences into micro-batches: rows of concatenated sequences, within a token budget.
 
-Responses to one prompt may share one copy of it (`shared_prefix`). The packing depends only on the sequences and their
-order, never on when they arrived.
+A sequence is a prompt and its response. The attention mask keeps sequences of one row apart. Responses to one prompt
+may share one copy of it (`shared_prefix`). The packing depends only on the sequences and their order.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from torch import Tensor
 
 from tlt.rl.shared_prefix import SharedRow, no_mask
 
-_BEGINNING = 256  # fixed cost of one pass, as the number of tokens that take the same time
-_ATTENTION = 2  # cost of one more attention call in each layer, as a number of tokens too
+_BEGINNING = 256  # fixed cost of one micro-batch, in tokens whose computation takes the same time
+_ATTENTION = 2  # cost of one more attention call in every layer, in tokens whose computation takes the same time
 
 
 class Layout(NamedTuple):
-    """Plan of one micro-batch: rows of sequence numbers."""
+    """Plan of one micro-batch. Each row has the indices of its sequences."""
 
     rows: list[list[int]]
     shared: bool = False
-    """Whether each row is a group of responses to one prompt. All groups are then laid end to end in one tensor row."""
+    """Whether each row is a group of responses that share one copy of their prompt. Then all groups form one tensor
+    row."""
 
 
 class MicroBatch(NamedTuple):
-    """Tensors of R rows of L tokens. `sequences` are the numbers of the packed sequences, in packing order."""
+    """Input of one pass: tensors with R rows of L tokens. `sequences` has the sequence indices, in packing order."""
 
     sequences: list[int]
     input_ids: Tensor  # [R, L]
-    position_ids: Tensor  # [R, L], from 0 in each sequence
+    position_ids: Tensor  # [R, L], from 0 in each sequence; a response continues the positions of its prompt
     mask: Tensor | None  # [R, 1, L, L] bool: causal in each sequence; None if each row is one sequence
     predicts: Tensor | None  # [R, L] bool: the next token is a response token; None if `shared` is given
     targets: Tensor  # [T] response tokens that the model sampled, in packing order
     shared: SharedRow | None = None  # layout of the single row if responses share a prompt
-    sampled: Tensor | None = None  # bool for each response token: whether the model sampled it; None: all
+    sampled: Tensor | None = None  # [response tokens] bool: whether the model sampled it; None if it sampled all
 
     def predicting(self, hidden: Tensor) -> Tensor:
-        """Select the hidden states that predict the targets: [R, L, D] -> [T, D]."""
+        """Select the hidden states that predict the target tokens: [R, L, D] -> [T, D]."""
         found = self.shared.predicting(hidden) if self.shared else hidden[self.predicts]
         return found if self.sampled is None else found[self.sampled]
 
 
 def by_prompt(members: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Group sequence numbers by equal prompts, in order of first appearance."""
+    """Return the sequence indices `members`, grouped by equal prompts. Groups are in order of first appearance."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i in members:
         groups.setdefault(tuple(prompts[i]), []).append(i)
@@ -53,10 +54,10 @@ def by_prompt(members: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[
 
 
 def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
-    """Return the number of tokens to compute for responses to one prompt.
+    """Return the number of tokens to compute for responses to one prompt. The arguments are numbers of tokens.
 
-    The prompt counts once if sharing it is less work, else once per response. Work is tokens plus the cost of attention
-    calls. Attended pairs are not counted, because sharing never adds any."""
+    The prompt is computed once for all responses if this is less work, else once per response. Work is tokens plus the
+    cost of attention calls. Pairs of attended tokens are not counted, because sharing never adds any."""
     apart, together = sum(prompt + own for own in responses), prompt + sum(responses)
     return together if together + _ATTENTION * (1 + len(responses)) < apart else apart
 
@@ -64,9 +65,10 @@ def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
 def plan_shared(
     groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], most: int
 ) -> list[Layout]:
-    """Return micro-batches of up to `most` tokens. Each has one copy of every prompt whose responses it contains.
+    """Return micro-batches of up to `most` tokens in which responses to one prompt share one copy of it.
 
-    A response that exceeds the budget gets a micro-batch of its own, with its prompt."""
+    A group that is split over several micro-batches has a copy of its prompt in each. A response that exceeds the
+    budget together with its prompt gets a micro-batch of its own."""
     layouts: list[Layout] = []
     room = 0
     for group in groups:
@@ -86,11 +88,11 @@ def plan_shared(
 
 
 def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
-    """Return micro-batches as [micro-batch][row] -> sequence numbers, the longest sequences first.
+    """Return micro-batches as [micro-batch][row] -> sequence indices, the longest sequences first.
 
-    The sequences are sorted by descending length, and split where the total work is least. Rows are as wide as the
-    longest sequence of their micro-batch. Rows hold one sequence each or all that fit, whichever is less work. A
-    sequence that exceeds `max_tokens` gets a micro-batch of its own.
+    The sequences are sorted by descending length. This list is cut into micro-batches such that the total work is
+    least. Rows are as wide as the longest sequence of their micro-batch. Each row has one sequence, or all sequences
+    that fit into it, whichever is less work. A sequence that exceeds `max_tokens` gets a micro-batch of its own.
 
     Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention increases
     the work of a token by the factor 1 + L / (6 hidden_size). It adds half of that if each row is one sequence, because
@@ -98,7 +100,7 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in order]
-    best = [(0.0, 0, False)] * (len(order) + 1)  # for the sequences from each index on: work, and first micro-batch
+    best = [(0.0, 0, False)] * (len(order) + 1)  # sequences from each index on: work, and their first micro-batch
     for start in reversed(range(len(order))):
         best[start] = min(
             (_BEGINNING + work + best[start + count][0], count, alone)
@@ -116,8 +118,8 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
 def _first_micro_batches(
     lengths: Sequence[int], max_tokens: int, hidden_size: int
 ) -> Iterator[tuple[float, int, bool]]:
-    """Yield each possible micro-batch of the first sequences: its work, the number of sequences, and whether each has
-    its own row. `lengths` are in descending order."""
+    """Yield each possible first micro-batch of sequences with these `lengths`, which are in descending order. It is
+    given as (work, number of sequences, whether each sequence has its own row)."""
 
     def work(rows: int, attended: float) -> float:
         return rows * width * (1 + attended * width / (6 * hidden_size))
@@ -140,7 +142,7 @@ def _in_rows(members: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _first_fit(lengths: Sequence[int]) -> Iterator[int]:
-    """Yield the row of each sequence: the first that has room for it. Rows are as wide as the first sequence."""
+    """Yield the row index of each sequence: the first row with room for it. Rows are as wide as the first sequence."""
     room: list[int] = []
     for own in lengths:
         row = next((r for r, free in enumerate(room) if free >= own), len(room))
@@ -156,11 +158,11 @@ def pack(
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Return the tensors of one planned micro-batch. `rows` are sequence numbers; a sequence is prompt and response."""
+    """Return the tensors of one micro-batch. `rows` has sequence indices. A sequence is a prompt and its response."""
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    position_ids = torch.arange(width).repeat(len(rows), 1)  # in padding too, because 0 would begin a sequence
-    # each padding token is its own segment, so that no row of the mask is empty
+    position_ids = torch.arange(width).repeat(len(rows), 1)  # padding is never at 0, which would begin a sequence
+    # each padding token is its own segment, so that every token attends at least to itself
     segment = torch.arange(1, width + 1).neg().repeat(len(rows), 1)
     predicts = torch.zeros_like(input_ids, dtype=torch.bool)
     targets: list[int] = []
@@ -191,7 +193,8 @@ def pack_shared(
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Return the tensors of groups laid end to end in one row: each prompt, followed by its responses."""
+    """Return the tensors of a micro-batch in which responses share prompts. `rows` has the sequence indices of each
+    group. All groups are concatenated in one tensor row: each prompt, followed by its responses."""
     tokens: list[int] = []
     positions: list[int] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Deterministic gradients on a GPU."""
+"""Context manager for deterministic gradients on a GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tlt.files import first_line
 def deterministic(enabled: bool) -> Iterator[None]:
     """Use PyTorch's deterministic algorithms inside the context, if `enabled`.
 
-    Without them, CUDA adds up the gradient of attention in any order. Raises ConfigError if an operation has no
-    deterministic algorithm."""
+    Without these algorithms, CUDA sums the gradient of attention in an order that varies. Raises ConfigError if an
+    operation has no deterministic algorithm."""
     settings: Any = torch.utils.deterministic
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = settings.fill_uninitialized_memory
     if enabled:
         torch.use_deterministic_algorithms(True)
-        settings.fill_uninitialized_memory = False  # filling takes time and only helps to find bugs
+        settings.fill_uninitialized_memory = False  # filling memory takes time and only helps to find bugs
     try:
         yield
     except RuntimeError as error:

@@ -22,18 +22,18 @@ from tlt.rl.policy import Policy
 from tlt.rl.shard_sum import Shard
 from tlt.types import TrainBatch
 
-_SHORT = 32  # tokens of the shorter of two passes that are measured
-_LOGITS = 3  # memory to compute the gradient of a chunk, in multiples of its logits
+_SHORT = 32  # tokens of the shorter of the two passes whose memory is measured
+_LOGITS = 3  # memory to compute the gradient of a chunk of tokens, in multiples of the chunk's logits
 _LEAST_LOGITS = 32  # lowest train.logits_mb that is suggested, in MiB
-_WRONG = 0.8  # if a GPU ran out of memory, suggested settings need at most this share of the estimate
+_WRONG = 0.8  # if a GPU ran out of memory, suggested settings need at most this share of what the tried ones need
 
 
 def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
-    """Raise ConfigError, with the field to change, if an update does not fit the memory. `longest_prompt` is in tokens.
+    """Raise ConfigError, which names the field to change, if an update does not fit the memory.
 
-    On a CUDA device the gradient of the largest micro-batch is computed and dropped. On the CPU short
-    passes measure the memory per token, because the system would kill a process that runs out of memory. No weight and
-    no random state changes."""
+    `longest_prompt` is in tokens. On a CUDA device the gradient of the largest micro-batch is computed and dropped. On
+    a CPU, two short forward passes measure the memory per token, because the system would kill a process that runs out
+    of memory. No weight and no random state changes."""
     asked = _Update.of(config, longest_prompt)
     need = _Need.measured(policy, config)
     free = _free(policy.device, config)
@@ -53,17 +53,17 @@ def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
 
 @dataclass(frozen=True)
 class _Update:
-    """Settings that determine the memory of an update."""
+    """Settings of an update that determine how much memory it needs."""
 
     prompt: int
-    """tokens of the longest prompt"""
+    """number of tokens of the longest prompt"""
     new: int
-    """rollout.max_new_tokens"""
+    """largest number of tokens in a response: `rollout.max_new_tokens`"""
     budget: int
-    """train.micro_batch_tokens, or fewer if a shard has fewer"""
+    """largest number of tokens in a micro-batch: `train.micro_batch_tokens`, or fewer if no shard has that number"""
     logits_mb: int
     checkpoints: bool
-    """train.gradient_checkpointing"""
+    """whether gradient checkpointing is on: `train.gradient_checkpointing`"""
 
     @staticmethod
     def of(config: Config, longest_prompt: int) -> _Update:
@@ -78,11 +78,11 @@ class _Update:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest micro-batch. A sequence that exceeds the budget has its own micro-batch."""
+        """Number of tokens of the largest micro-batch. A sequence that exceeds the budget has its own micro-batch."""
         return max(self.budget, self.longest)
 
     def smaller(self) -> Iterator[_Update]:
-        """Yield settings that need less memory, those that change the run least first."""
+        """Yield settings that need less memory. Settings that change the run least come first."""
         last = self
         for change in ({}, {"checkpoints": True}, {"logits_mb": min(self.logits_mb, _LEAST_LOGITS)}):
             last = replace(last, **change)
@@ -92,7 +92,7 @@ class _Update:
             yield replace(last, budget=min(self.budget, self.prompt + new), new=new)
 
     def changes(self, before: _Update) -> str:
-        """Return the fields that differ, with their values."""
+        """Return the recipe fields that differ from `before`, as text such as `train.logits_mb = 32`."""
         fields = {
             "train.micro_batch_tokens": (self.budget, before.budget),
             "train.gradient_checkpointing": (str(self.checkpoints).lower(), str(before.checkpoints).lower()),
@@ -110,17 +110,17 @@ def _halves(first: int, least: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Need:
-    """Memory that an update needs in addition to the memory in use, in bytes."""
+    """Memory in bytes that an update needs in addition to the memory in use."""
 
     fixed: int
-    """bytes of gradients, moments and copies of the state"""
+    """bytes of gradients, Adam's moments and copies of the state, whatever the number of tokens"""
     saved: float
-    """bytes per token that are saved for the backward pass"""
+    """bytes per token that a forward pass saves for the backward pass, without gradient checkpointing"""
     logits: int
-    """bytes of a token's logits"""
+    """bytes of the logits of one token"""
     layers: int
     hidden: int
-    """bytes of a token's hidden state between two layers"""
+    """bytes of the hidden state of one token between two layers"""
 
     @staticmethod
     def measured(policy: Policy, config: Config) -> _Need:
@@ -143,28 +143,28 @@ class _Need:
 
 
 def _copies(policy: Policy, config: Config) -> int:
-    """Return the memory of gradients and two moments, in multiples of the trained weights.
+    """Return the memory for gradients, Adam's two moments and copies, in multiples of the size of the trained weights.
 
-    With several workers on CPUs, memory also has a copy of the state before the update, in case a worker fails. A
-    worker has one more gradient for each of its early shards."""
+    With several workers on CPUs, each worker also keeps a copy of weights and moments from before the update, in case a
+    worker fails. It keeps one more gradient for each of its early shards."""
     keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
     return 6 + most_early_gradients(config) if keeps else 3
 
 
 def _trained_bytes(policy: Policy) -> int:
-    """Return the size of this member's trained parameters."""
+    """Return the size in bytes of the trained parameters. Of a sharded policy, this member's shards count."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
 
 def _free(device: torch.device, config: Config) -> float:
-    """Return the bytes that are free for one worker."""
+    """Return the number of free bytes of memory for one worker. Workers on the CPUs of one machine share its memory."""
     alone = device.type == "cpu" and config.cluster.address is None
     return free_bytes(device) / (config.cluster.workers if alone else 1)
 
 
 def _saved_bytes(policy: Policy, tokens: int) -> int:
-    """Return the size of all tensors but weights that a forward pass saves for the backward pass."""
+    """Return the bytes, except weights, that a forward pass over `tokens` tokens saves for the backward pass."""
     found = dict[int, int]()
 
     def note(tensor: Tensor) -> Tensor:
@@ -177,12 +177,12 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
         hidden = last_hidden(policy.model, ids, policy.autocast)
     weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
     total = sum(size for place, size in found.items() if place not in weights)
-    del hidden  # until here it kept all saved tensors alive, so that no two had the same address
+    del hidden  # `hidden` kept all saved tensors alive until here, so that no two had the same address
     return total
 
 
 def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
-    """Return whether the gradient of the largest micro-batch and the moments fit the memory."""
+    """Return whether Adam's moments and the gradient of the largest micro-batch fit the memory. Both are allocated."""
     rows = -(-update.budget // update.longest)
     length = max(update.budget // rows, update.longest if rows == 1 else 0)
     new = min(update.new, length - 1)
@@ -208,7 +208,7 @@ def _layers(model: Any) -> list[Any]:
 
 @contextmanager
 def _without_checkpoints(model: Any) -> Iterator[None]:
-    """Turn activation checkpoints off, because tensors that are recomputed in the backward pass are not measured."""
+    """Turn gradient checkpointing off, because tensors that the backward pass recomputes cannot be measured."""
     before = [(layer, layer.training) for layer in _layers(model)]
     for layer, _ in before:
         layer.training = False

@@ -1,10 +1,10 @@
-"""Early update: the choice of groups that are computed while others are still decoded.
+"""Early update: idle workers compute gradients of finished groups while other groups are still decoded.
 
-Workers that have nothing to decode compute early shards before the rollout ends: their gradients, or the old and
-reference log-probs if gradients depend on more than one group. Groups are ordered by their longest response, then by
-prompt order. The longest eighth is never early. The others, in this order, are cut into early shards. So the shards,
-the order in which gradients are summed, and the packing of responses are functions of the responses alone. Whether a
-shard was computed early or in the update changes no bit.
+The groups of a step are ordered by the length of their longest response, then by prompt order. The last eighth in this
+order, the longest groups, is never computed early. The other groups, in this order, are cut into early shards. A worker
+that has nothing to decode computes the gradients of an early shard. If a gradient depends on more than one group, it
+computes the old and reference log-probs instead. The shards, the order of sums, and the packing depend only on the
+responses. So results have the same bits whether a shard was computed early or in the update.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from tlt.types import Group, Request, Response, TrainBatch
 
 T = TypeVar("T")
 Counts = Callable[[TrainBatch, int, TrainConfig], bool]
-"""(batch, response, settings) -> whether the response is computed"""
+"""Function of (batch, response index, settings) that returns whether the response is computed."""
 
 PER_WORKER = 4
-"""Number of early shards per worker, and maximum of early gradients that one worker computes, because each takes
-memory."""
-_LATE = 8  # one group in this many is never early, because a step waits for its longest groups
+"""Number of early shards per worker, and largest number of early gradients that a worker keeps in memory."""
+_LATE = 8  # one group in 8 is never early: the longest groups, because a step waits for them
 
 
 def has_early_shards(train: TrainConfig, workers: int) -> bool:
-    """Return whether a step has early shards. A single worker is never idle before the rollout ends. Members of a
-    sharded policy cannot compute alone."""
+    """Return whether a step has early shards. It has none with a single worker, which is never idle before the rollout
+    ends, or with a sharded policy, whose members cannot compute alone."""
     return workers > 1 and not train.shard and (has_early_gradients(train) or bool(fixed_logprobs(train)))
 
 
 def has_early_gradients(train: TrainConfig) -> bool:
-    """Return whether the gradient of a group is final as soon as its rewards are known."""
+    """Return whether early shards compute gradients. Then a group's gradient is final once its rewards are known."""
     return (
         not (_has_several_steps(train) or _has_kl_in_reward(train) or train.shard) and train.advantage in OF_ONE_GROUP
     )
 
 
 def most_early_gradients(config: Config) -> int:
-    """Return the number of early gradients of a worker, if they are spread evenly over the workers."""
+    """Return the number of early gradients that a worker keeps, if they are spread evenly over the workers."""
     prompts, workers = config.rollout.prompts_per_step, config.cluster.workers
     if not (has_early_shards(config.train, workers) and has_early_gradients(config.train)):
         return 0
@@ -51,7 +50,7 @@ def most_early_gradients(config: Config) -> int:
 
 
 def most_responses(config: Config) -> int:
-    """Return the largest number of responses in a shard of gradients."""
+    """Return the largest number of responses in a shard whose gradient is computed."""
     rollout, train, workers = config.rollout, config.train, config.cluster.workers
     prompts = rollout.prompts_per_step
     if not (has_early_shards(train, workers) and has_early_gradients(train)):
@@ -64,8 +63,8 @@ def most_responses(config: Config) -> int:
 
 
 def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
-    """Return which log-probs are computed before the first gradient, as fields of `FixedLogprobs`. With one
-    optimizer step, the old log-probs are not needed, because the policy is still the old one."""
+    """Return which log-probs are computed before the first gradient and then stay fixed, as fields of `FixedLogprobs`.
+    A loss needs no old log-probs if there is one optimizer step, because the policy is still the old one."""
     if has_early_gradients(train):
         return ()
     old = _has_several_steps(train) or _has_kl_in_reward(train)
@@ -81,14 +80,14 @@ def _has_kl_in_reward(train: TrainConfig) -> bool:
 
 
 def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether the loss depends on this response."""
+    """Return whether the loss depends on response `i`: not masked, and with an advantage other than 0 or a KL term."""
     kl_in_loss = bool(train.kl_weight) and train.kl_in == "loss"
     return (bool(batch.advantages[i]) or kl_in_loss) and i not in batch.masked
 
 
 def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether `fixed_logprobs` of this response are computed. This depends on the response's own group alone.
-    With reinforce_pp all groups determine whether its advantage is 0, so its log-probs are computed in either case."""
+    """Return whether the log-probs that `fixed_logprobs` names are computed for response `i`. This depends on its own
+    group alone. With reinforce_pp, they are computed even if the advantage is 0, because that depends on all groups."""
     if _has_kl_in_reward(train):
         return True
     learns = i not in batch.masked if train.advantage in WITH_BATCH_MEAN else has_gradient(batch, i, train)
@@ -96,20 +95,20 @@ def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
 
 
 def counts_early(train: TrainConfig) -> Counts:
-    """Return the function that selects the responses of an early shard that are computed."""
+    """Return the function that selects which responses of an early shard are computed."""
     return has_gradient if has_early_gradients(train) else needs_logprobs
 
 
 class Cut(NamedTuple):
     early: list[list[int]]
-    """responses of the groups of each early shard, in prompt order"""
+    """indices of all responses in the groups of each early shard, in prompt order"""
     late: list[int]
-    """all other responses that are computed"""
+    """indices of the other responses that are computed"""
 
 
 def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers: int) -> Cut:
-    """Cut a batch into early shards and the rest. `counts` returns whether a response is computed. `prompts` is the
-    number of prompts in a step, and `workers` that of workers in the recipe."""
+    """Cut the responses of a batch into early shards and the rest. `counts` returns whether the response with an index
+    is computed. `prompts` is the number of prompts in a step, `workers` the number of workers in the recipe."""
     groups = [group for group in batch.groups() if any(map(counts, group))]
     order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
     early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
@@ -118,8 +117,9 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
 
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
-    """Cut the first groups of the early order into shards. `count` is the number of groups in the batch, or a lower
-    bound of it. With two prompts in a step no group is early, because the batch may turn out to have a single group."""
+    """Cut groups into early shards. `order` has the groups with the shortest longest response, in ascending order.
+    `count` is the number of groups in the batch, or a lower bound of it. If a step has one or two prompts, no group is
+    early, because the batch may turn out to have a single group."""
     if prompts <= 2:
         return []
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
@@ -132,11 +132,11 @@ def _num_early(groups: int) -> int:
 
 
 def owners_of(work: Sequence[float], held: Sequence[Mapping[int, float]]) -> list[list[int]]:
-    """Return the shards of each member in an update, in ascending order.
+    """Return the indices of the shards that each member computes in an update, in ascending order.
 
     `work` has the work of each shard. `held` has for each member the shards that it has begun, and the fraction of each
-    that is done. A shard stays with the member that has begun it. The others are assigned in descending order of work,
-    each to the member with least work left (LPT: Graham, 1969)."""
+    that is done. A shard stays with the member that has begun it. The other shards are assigned in descending order of
+    work, each to the member with the least work left (LPT: Graham, 1969)."""
     owners: list[list[int]] = [[] for _ in held]
     loads = [0.0] * len(held)
     left = dict(enumerate(work))
@@ -152,30 +152,31 @@ def owners_of(work: Sequence[float], held: Sequence[Mapping[int, float]]) -> lis
 
 
 class _Finished(NamedTuple):
-    """A group whose rewards are known."""
+    """Finished group: all its responses are decoded, and their rewards are known."""
 
     counts: bool
-    """whether the batch takes it, if there is room"""
+    """whether the group is usable, so that the batch includes it if there is room"""
     group: Group | None = None
-    """None if no response of it is computed"""
+    """None if none of its responses has to be computed"""
     longest: int = 0
-    """tokens of its longest response"""
+    """number of tokens of its longest response; 0 if `group` is None"""
 
 
 class _EarlyPlace(NamedTuple):
-    """A group's place in the early order, or the first place that it may get."""
+    """Place of a group in the order by longest response. An unfinished group has the first place that it may get."""
 
     longest: int
     number: int
     group: Group | None
-    """None if the group is not finished, or not certain to be in the batch"""
+    """None if the group is not finished, or if it is not certain that the batch includes it"""
 
 
 class EarlyGroups:
     """Groups of the current step, and the early shards that can be computed by now.
 
-    A group's place in the early order is certain once no unfinished group can come before it. An error here would cost
-    time and change no result, because the update uses an early shard only if it has exactly the same responses."""
+    A group's place in the order by longest response is certain once no unfinished group can come before it. A wrong
+    early shard would only cost time, because the update uses it only if its own shard has exactly the same
+    responses."""
 
     def __init__(
         self,
@@ -185,8 +186,8 @@ class EarlyGroups:
         is_last_wave: bool,
         settle: Callable[[Sequence[Response]], bool],
     ) -> None:
-        """Begin a wave with these requests. `before`: groups of earlier waves with rewards, first in the batch.
-        `settle` sets the rewards of responses if all are known, and returns whether they are."""
+        """Begin a wave of decoding with these requests. `before`: groups of earlier waves, which come first in the
+        batch. `settle`: function that sets the rewards of responses if all are known, and returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
         self._ended: dict[int, Response] = {}
         self._finished = {number: self._as_finished(group) for number, group in enumerate(before)}
@@ -194,15 +195,15 @@ class EarlyGroups:
         groups: dict[tuple[int, int], list[Request]] = {}
         for request in requests:
             groups.setdefault((request.prompt.prompt_id, request.epoch), []).append(request)
-        self._asked = dict(enumerate(groups.values(), len(before)))  # requests of unfinished groups, by number
+        self._asked = dict(enumerate(groups.values(), len(before)))  # number of an unfinished group -> its requests
         self._count = len(before) + len(groups)
 
     def add_response(self, response: Response) -> None:
         self._ended[response.request.seed] = response
 
     def shards(self, so_far: Mapping[int, int]) -> list[TrainBatch]:
-        """Return the early shards whose groups can no longer change, in their order. `so_far` has the number of tokens
-        of each unfinished response, by seed."""
+        """Return the early shards whose groups can no longer change, in order. `so_far`: request seed -> number of
+        tokens decoded so far, for each unfinished response."""
         places = self._places(so_far)
         if places is not None:
             known = sum(place.group is not None for place in places)
@@ -215,11 +216,11 @@ class EarlyGroups:
         return self._shards
 
     def _places(self, so_far: Mapping[int, int]) -> list[_EarlyPlace] | None:
-        """Return the places of all groups that may be computed in this step; None if a later wave may add some."""
+        """Return the places of all groups that the batch may include, or None if a later wave may add groups."""
         self._finish()
         room = self.config.rollout.prompts_per_step if self.config.rollout.max_waves else self._count
         places: list[_EarlyPlace] = []
-        sure = possible = 0  # groups that the batch takes
+        sure = possible = 0  # number of groups that the batch includes
         for number in range(self._count):
             if sure == room:
                 break
@@ -239,7 +240,7 @@ class EarlyGroups:
         return len(response.token_ids) if response else so_far.get(request.seed, 0)
 
     def _finish(self) -> None:
-        """Move the groups whose rewards are known by now to the finished ones."""
+        """Move groups whose rewards are known by now from `_asked` to `_finished`."""
         for number, requests in list(self._asked.items()):
             responses = [self._ended[request.seed] for request in requests if request.seed in self._ended]
             if len(responses) == len(requests) and self.settle(responses):
@@ -249,7 +250,7 @@ class EarlyGroups:
     def _as_finished(self, group: Group) -> _Finished:
         if not usable([group], self.config):
             return _Finished(False)
-        alike = Group(group.prompt, [replace(response) for response in group.responses])  # `make_batch` writes to them
+        alike = Group(group.prompt, [replace(response) for response in group.responses])  # `make_batch` sets advantages
         batch, train = make_batch([alike], self.config), self.config.train
         if not any(counts_early(train)(batch, i, train) for i in range(len(batch.response_ids))):
             return _Finished(True)

@@ -1,4 +1,4 @@
-"""Checks that weights, losses and log-probs are finite. A run ends with an error if one is not."""
+"""Checks that weights, losses and log-probs are finite. If one is NaN or infinite, the run ends with an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class NotFinite(ValueError):
 
 
 def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:
-    """Raise NotFinite if any member of the group has a weight that is not finite.
+    """Raise NotFinite if any member of the group has a weight that is NaN or infinite.
 
-    All members make this call, each with its own part of the same tensors, and raise together."""
+    All members call this with their own parts of the same tensors, and raise together. The message has `when` and
+    `remedy`."""
     names, tensors = zip(*named, strict=True)
     bad = _not_finite([tensor.detach() for tensor in tensors])
     group.sum_(bad)
@@ -31,9 +32,10 @@ def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, whe
 
 
 def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return [n] float64: 1 for each tensor that is not finite, else 0.
+    """Return a float64 tensor [n]: 1 for each of n tensors with a NaN or infinite element, else 0.
 
-    The sum of each tensor is checked first. Finite numbers may have an infinite sum, so such a tensor is read again."""
+    Sums are checked first. Finite numbers may have an infinite sum, so the elements of such a tensor are checked
+    too."""
     bad = torch.stack([tensor.sum().double() for tensor in tensors]).isfinite().logical_not().double()
     for k in bad.nonzero().flatten().tolist():
         bad[k] = not tensors[k].isfinite().all()
@@ -41,13 +43,13 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def refuse_loss(loss: float, first_wrong: str, step: int) -> None:
-    """Raise NotFinite if the group's loss is not finite. `first_wrong`: name of this member's first bad value."""
+    """Raise NotFinite if the loss of the group is not finite. `first_wrong`: name of this member's first such value."""
     if not math.isfinite(loss):
         raise NotFinite(f"{first_wrong or 'the loss'} is not finite in step {step + 1}: {_REMEDY}")
 
 
 def refuse_responses(responses: Iterable[Response], step: int) -> None:
-    """Raise NotFinite if a log-prob from the engine is not finite, because its logits were not finite either."""
+    """Raise NotFinite if a log-prob in a response is not finite, because the engine's logits were not finite."""
     for response in responses:
         if not math.isfinite(sum(response.full_logprobs)):
             at = next(i for i, value in enumerate(response.full_logprobs) if not math.isfinite(value))

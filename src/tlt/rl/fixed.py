@@ -1,4 +1,4 @@
-"""Log-probs that stay fixed while the policy is updated on a rollout."""
+"""Log-probs that are computed before the first gradient and stay fixed during an update."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from tlt.types import TrainBatch
 
 
 class FixedLogprobs(NamedTuple):
-    """Fixed log-probs: response -> [its tokens]. Others are computed with each micro-batch."""
+    """Log-probs that stay fixed during an update: response index -> log-probs of its sampled tokens. Log-probs that are
+    missing here are computed with each micro-batch."""
 
     old: dict[int, Tensor]
-    """log-probs under the policy that decoded the response"""
+    """log-probs under the policy that decoded the response, computed by the trainer"""
     reference: dict[int, Tensor]
-    """log-probs under the reference model, from which training started"""
+    """log-probs under the reference model: the model that training started from"""
 
 
 def exchange(
     own: Mapping[int, Tensor], lengths: Mapping[int, int], group: ProcessGroup, like: Tensor
 ) -> dict[int, Tensor]:
-    """Return the log-probs of all members, with the same bits on each. `own`: those of this member. `lengths`: tokens
-    of each response. `like`: a tensor of their dtype and device."""
+    """Return the log-probs computed by all members of a group, with the same bits on each member. `own`: log-probs of
+    this member. `lengths`: number of sampled tokens of each response. `like`: a tensor of their dtype and device."""
     parts = [own[i] if i in own else like.new_zeros(length) for i, length in lengths.items()]
     whole = torch.cat([like.new_zeros(0), *parts])
-    group.sum_(whole)  # one member has the log-prob, the others have 0
+    group.sum_(whole)  # one member has the log-prob, the other members have 0
     return dict(zip(lengths, whole.split([*lengths.values()]), strict=True))
 
 
 def penalized(
     batch: TrainBatch, fixed: FixedLogprobs, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
 ) -> tuple[TrainBatch, float]:
-    """Return the batch after subtracting kl_weight * KL of each response from its reward, and the mean KL per token."""
+    """Return the batch with a KL penalty, and the mean KL divergence per token. kl_weight times the KL divergence of a
+    response, summed over its tokens, is subtracted from its reward. Advantages are computed from these rewards."""
     everyone = range(len(batch.response_ids))
     sums = [float(kl(fixed.old[i].double(), fixed.reference[i].double()).sum()) for i in everyone]
     left = iter(sums)

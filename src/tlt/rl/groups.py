@@ -1,6 +1,6 @@
-"""Training batch of a step, made from rewarded groups: usable groups, shaped rewards and advantages.
+"""Training batch of a step, made from groups with rewards: choice of usable groups, shaped rewards and advantages.
 
-The order of arrival has no influence. Groups are in prompt order, responses in order of their index.
+The order in which responses arrive has no influence. Groups are in prompt order, responses in order of their index.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from tlt.types import Group, PassCounts, Prompt, Reply, Request, Response, Sampl
 
 
 def rewards_of(group: Group) -> list[float]:
-    """Return the rewards of a group. A response without a reward is left out, never scored 0."""
+    """Return the rewards of a group. A response without a reward is left out. It does not count as 0."""
     return [response.reward for response in group.responses if response.reward is not None]
 
 
 def is_comparable(group: Group) -> bool:
-    """Return whether at least two responses have a reward."""
+    """Return whether at least two responses of a group have a reward."""
     return len(rewards_of(group)) > 1
 
 
 def has_spread(group: Group) -> bool:
-    """Return whether the rewards differ, without the overlong penalty (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Return whether a group's rewards differ before the penalty for length (DAPO, arXiv 2503.14476, section 3.2)."""
     return is_comparable(group) and min(rewards_of(group)) < max(rewards_of(group))
 
 
 def usable(groups: Sequence[Group], config: Config) -> list[Group]:
-    """Return the groups that can be trained on: those with a spread if waves are on, else those with two rewards."""
+    """Return the groups that can be trained on. With dynamic sampling (`rollout.max_waves` > 0), the rewards of a group
+    must differ. Otherwise at least two of its responses must have a reward."""
     return [group for group in groups if (has_spread if config.rollout.max_waves else is_comparable)(group)]
 
 
 def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
-    """Return the batch of the rewarded responses of usable groups. Sets the `advantage` of each."""
+    """Return the training batch of usable groups. Responses without a reward are left out. Sets each `advantage`."""
     kept = [rewarded(group) for group in groups]
     rewards = [[_shaped(response, config) for response in responses] for responses in kept]
     batch = TrainBatch([], [], [], [], rewards=rewards)
@@ -73,7 +74,7 @@ def _shaped(response: Response, config: Config) -> float:
 
 
 def to_plain(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return groups as JSON values for a checkpoint. A prompt is stored as its row number."""
+    """Return groups as JSON values for a checkpoint. A prompt is stored as its row number in the data."""
     return [
         {"row": group.prompt.prompt_id, "responses": [_plain_response(response) for response in group.responses]}
         for group in groups
@@ -87,11 +88,11 @@ def _plain_response(response: Response) -> dict[str, Any]:
 
 
 def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
-    """Return the groups that `to_plain` stored. `prompts` are indexed by row."""
+    """Return the groups that `to_plain` stored. `prompts` has all prompts, by row number."""
 
     def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
         request = Request(prompt, **fields["request"], sampling=sampling)
-        replies = [Reply(*reply) for reply in fields.get("replies", ())]  # an older checkpoint has none
+        replies = [Reply(*reply) for reply in fields.get("replies", ())]  # older checkpoints have no replies
         return Response(**fields | {"request": request, "decoded": PassCounts(**fields["decoded"]), "replies": replies})
 
     return [

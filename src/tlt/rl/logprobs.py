@@ -1,7 +1,7 @@
-"""Log-probs and entropies of response tokens. The LM head is applied in chunks.
+"""Log-probs and entropies of response tokens. The LM head is applied to chunks of tokens to save memory.
 
-Shapes: T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 a float32 [T, V] of 4,096 tokens
-takes 2.3 GiB. The log-softmax, its gradient and the entropy would need several of them.
+Shapes: T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 a float32 [T, V] tensor of 4,096
+tokens takes 2.3 GiB. The log-softmax, its gradient and the entropy would need several such tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tlt.types import TrainBatch
 def token_logprobs(
     model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs [T] of the targets under softmax(logits / temperature), and entropies [T] (no gradient)."""
+    """Return log-probs [T] of a micro-batch's targets under softmax(logits / temperature), and the entropies [T] of
+    these distributions. Entropies have no gradient."""
     cast = _autocast(micro.input_ids.device, autocast)
     inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
     shared = {"shared_row": micro.shared} if micro.shared else {}
@@ -40,10 +41,10 @@ def token_logprobs(
 
 
 class LogProbs(torch.autograd.Function):
-    """Log-probs [n] of targets [n] under softmax(logits / temperature), and entropies [n] (no gradient).
+    """Log-probs [n] of targets [n] under softmax(logits / temperature), and entropies [n] without gradient.
 
-    The logits [n, V] are overwritten: by probabilities, then by their own gradient. On a CPU a new tensor of
-    this size takes a quarter of the time of the head's product.
+    The logits [n, V] are overwritten by the probabilities, and these by the gradient of the logits. The reason is that
+    on a CPU a new tensor of this size takes a quarter of the time of the head's matrix product.
     """
 
     @staticmethod
@@ -68,14 +69,14 @@ class LogProbs(torch.autograd.Function):
 
 
 def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
-    """Return logits [N, V] at each token of one sequence [N], computed as in `token_logprobs`."""
+    """Return the logits [N, V] at each token of one sequence [N], computed by the same code as in `token_logprobs`."""
     hidden = last_hidden(model, tokens, autocast)
     with _autocast(tokens.device, autocast):
         return Head(model)(hidden)
 
 
 def last_hidden(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
-    """Return hidden states [N, D] after the final norm, at each token of one sequence [N]."""
+    """Return the hidden states [N, D] of one sequence [N] after the model's final norm."""
     positions = torch.arange(len(tokens), device=tokens.device)
     inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
     with _autocast(tokens.device, autocast):
@@ -83,18 +84,18 @@ def last_hidden(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
 
 
 def _autocast(device: torch.device, enabled: bool) -> torch.autocast:
-    # each weight is used once: a cache would keep bfloat16 copies of all layers at the same time
+    # no cache: each weight is used once, and a cache would keep bfloat16 copies of all layers in memory
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def chunk_tokens(model: Any, logits_mb: int) -> int:
-    """Return the number of tokens whose logits fit into `logits_mb` MiB, at least 1."""
+    """Return the number of tokens whose logits fit into `logits_mb` MiB. It is at least 1."""
     width = 8 if model.dtype == torch.float64 else 4
     return max(1, logits_mb * 2**20 // (model.config.vocab_size * width))
 
 
 def in_chunks(function: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Apply `function(hidden [n, D], targets [n]) -> (logprobs [n], entropies [n])` in chunks of n = `tokens`.
+    """Apply `function(hidden [n, D], targets [n]) -> (logprobs [n], entropies [n])` to chunks of n = `tokens` tokens.
 
     If there are several chunks, only hidden states are saved for the backward pass, which recomputes each chunk.
     """
@@ -109,7 +110,8 @@ def in_chunks(function: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tu
 
 
 def old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:
-    """Return old log-probs [T]: the known ones, else those of the current policy, detached."""
+    """Return old log-probs [T] of a micro-batch: those in `known` (response index -> log-probs) where present, else
+    `logprobs` of the current policy, detached."""
     present = logprobs.detach().split([batch.num_sampled(i) for i in micro.sequences])
     return torch.cat([known.get(i, now) for i, now in zip(micro.sequences, present, strict=True)])
 

@@ -1,4 +1,4 @@
-"""LoRA: a policy that trains adapters (PEFT), and their merge into the weights of the base model."""
+"""LoRA: a policy that trains PEFT adapters, and the merge of adapters into the weights of the base model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tlt_rl import install_hint
 FILE = "adapter_model.safetensors"
 _PEFT = "base_model.model."  # prefix of each name in PEFT's files
 _ADAPTER = "default"
-_TOKENS = 16  # length of the text on which merged and adapted model are compared
-_ROUNDING = 1e-3  # largest total variation that float32 rounding explains
+_TOKENS = 16  # length in tokens of the text on which merged and adapted model are compared
+_ROUNDING = 1e-3  # largest total variation between the two that float32 rounding explains
 
 
 class AdaptedPolicy(Policy):
-    """Policy that trains adapters alone. Its checkpoints hold only the adapters, in PEFT's own format.
+    """Policy that trains only LoRA adapters. Its checkpoints hold only the adapters, in PEFT's own format.
 
-    The merged model equals the adapted one up to rounding."""
+    `state_dict` returns the merged model, which equals the adapted one up to rounding."""
 
     def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
         """Return the model in `self.base` with the adapters in `folder`, or with new ones if there are none."""
@@ -68,7 +68,7 @@ class AdaptedPolicy(Policy):
 
 
 def merged_state(model: Any) -> dict[str, Tensor]:
-    """Return the state dict of the model without adapters, which are merged into copies of their weights."""
+    """Return the model's state dict without adapters: each is merged into a copy of the weight that it adapts."""
     found = {n.replace(".base_layer.", "."): tensor for n, tensor in model.state_dict().items() if ".lora_" not in n}
     return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(model)}
 
@@ -77,13 +77,13 @@ def merged_state(model: Any) -> dict[str, Tensor]:
 def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     """Return the base model with the adapters of a checkpoint merged into it. Raises ModelError.
 
-    A head that is tied to the embedding is untied first, because an adapter may change one of the two alone. It is tied
-    again if both are equal after the merge."""
+    An LM head that is tied to the embedding is untied first, because an adapter may change only one of the two. It is
+    tied again if head and embedding are equal after the merge."""
     peft = _peft()
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is missing: restore it")
-    state = adapters.parent / "state.json"  # it has a digest of the base model's files
+    state = adapters.parent / "state.json"  # holds a digest of the base model's files
     trained_on = read_json(state).get("model") if state.is_file() else None
     if trained_on and trained_on != folder_sha256(str(base)):
         raise ModelError(
@@ -119,7 +119,8 @@ def _set_head(model: Any, weight: Tensor, tied: bool) -> None:
 
 
 def _adapt(model: Any, config: LoraConfig) -> None:
-    """Add adapters with a fixed seed, so that all processes get the same ones. They change no output at first."""
+    """Add adapters to the model and freeze all other parameters. A fixed seed gives all processes the same adapters.
+    New adapters do not change the model's output."""
     if config.rank > (most := model.config.hidden_size):
         raise ModelError(f"train.lora.rank = {config.rank} is above the model's hidden_size of {most}: lower it")
     with torch.random.fork_rng(devices=[]):
@@ -154,7 +155,8 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _outer(name: str) -> str:
-    """Return the name in PEFT's files, which omit the adapter's name. In embeddings that is the last part of a name."""
+    """Return a parameter's name as in PEFT's files, which omit the adapter's name. It is inside the name of a linear
+    layer's parameter, and at the end of an embedding's."""
     return _PEFT + name.replace(f".{_ADAPTER}.", ".").removesuffix(f".{_ADAPTER}")
 
 

@@ -1,7 +1,7 @@
-"""Losses over the tokens of packed responses, keyed by `train.loss`.
+"""Losses over the tokens of packed responses. `train.loss` names one of `LOSSES`.
 
-A loss has a surrogate, a share for each token, and the clipping range of its paper as the default. Each log-prob is
-named after the model that computed it. T is the total number of response tokens.
+A loss has a surrogate objective, a weight for each token, and as default the clipping range of its paper. Each log-prob
+is named after the model that computed it. T is the number of response tokens in a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FARTHEST = 20.0  # log-ratios are clamped to this (as in verl), so that their exponential stays finite
+_FARTHEST = 20.0  # largest log-ratio, to which others are clamped (as in verl), so that exponentials stay finite
 
 
 class Clip(NamedTuple):
     """Clipping range. The ratio r = policy / old is clipped to [1 - low, 1 + high] if that makes the surrogate smaller.
 
-    If the advantage is negative, r is at most `dual` (dual clip, arXiv 1912.09729), which keeps the loss finite."""
+    r is a ratio of probabilities. If the advantage is negative, r is at most `dual` (dual clip, arXiv 1912.09729),
+    which keeps the loss finite."""
 
     low: float
     high: float
@@ -28,35 +29,35 @@ class Clip(NamedTuple):
 
 class LossInputs(NamedTuple):
     policy_logprobs: Tensor
-    """[T] of the policy being trained, with gradient"""
+    """[T] log-probs under the policy that is trained, with gradient"""
     old_logprobs: Tensor
-    """[T] of the policy that decoded the response, computed by the trainer"""
+    """[T] log-probs under the policy that decoded the response, computed by the trainer"""
     advantages: Tensor
     """[T] advantage of each token's response"""
     weights: Tensor
-    """[T] share of each token in the loss"""
+    """[T] weight of each token in the loss, before the division by the total"""
     lengths: Sequence[int]
-    """number of tokens of each response, in packing order; they sum to T"""
+    """number of sampled tokens of each response, in packing order; their sum is T"""
     importance: Tensor | float = 1.0
-    """[T] extra factor on each token's loss"""
+    """[T] importance weight by which the loss of each token is multiplied; 1.0 if not used"""
 
 
 class LossOutputs(NamedTuple):
     loss: Tensor
     clipped: Tensor
-    """weighted count of tokens whose ratio was clipped"""
+    """sum of the weights of the tokens whose ratio was clipped"""
     ratio: Tensor
-    """[T] with gradient"""
+    """[T] probability ratio policy / old of each token, with gradient"""
 
 
 # -- surrogates --------------------------------------------------------------------------------------------------------
 
 
 def clipped_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
-    """Return PPO's clipped surrogate as in GRPO (arXiv 1707.06347, 2402.03300).
+    """Return PPO's clipped surrogate as in GRPO (arXiv 1707.06347, 2402.03300), summed over tokens.
 
-    It is -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(policy - old). For A = 1, r = 1.5, high = 0.2 a token
-    gives -1.2 and no gradient; for A = -1 it gives 1.5.
+    For a token it is -min(r A, clip(r, 1 - low, 1 + high) A) with advantage A and r = exp(policy - old). For A = 1, r =
+    1.5, high = 0.2 it is -1.2 and has no gradient. For A = -1 it is 1.5.
     """
     return _clipped(inputs.policy_logprobs - inputs.old_logprobs, inputs, clip)
 
@@ -64,7 +65,7 @@ def clipped_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
 def sequence_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
     """Return the GSPO loss (arXiv 2507.18071): the clipped surrogate with one ratio per response.
 
-    The ratio is exp(mean over the response's tokens of policy - old)."""
+    The ratio is exp(m), where m is the mean of policy - old log-probs over the tokens of the response."""
     apart = (inputs.policy_logprobs - inputs.old_logprobs).split(list(inputs.lengths))
     means = torch.stack([response.mean() for response in apart])
     repeats = torch.tensor(inputs.lengths, device=means.device)
@@ -87,9 +88,9 @@ def _clipped(log_ratio: Tensor, inputs: LossInputs, clip: Clip) -> LossOutputs:
 
 class LossShare(NamedTuple):
     weight: Callable[[int, int], float]
-    """(tokens of the response, rollout.max_new_tokens) -> weight of each of its tokens"""
+    """function (tokens of a response, rollout.max_new_tokens) -> weight of each token of the response"""
     total: Callable[[Sequence[int]], int]
-    """tokens of each response -> divisor of the weights"""
+    """function (numbers of tokens of all responses) -> number by which the weights are divided"""
 
 
 def _count(lengths: Sequence[int]) -> int:
@@ -101,11 +102,12 @@ def _tokens(lengths: Sequence[int]) -> int:
 
 
 by_response = LossShare(lambda length, longest: 1 / max(1, length), _count)
-"""Every response counts the same: [2, 4] -> [1/4, 1/8]."""
+"""Share in which every response counts the same. Responses of [2, 4] tokens: each token has the share [1/4, 1/8]."""
 by_token = LossShare(lambda length, longest: 1.0, _tokens)
-"""Every token counts the same: [2, 4] -> [1/6, 1/6]."""
+"""Share in which every token counts the same. Responses of [2, 4] tokens: each token has the share [1/6, 1/6]."""
 by_longest = LossShare(lambda length, longest: 1 / longest, _count)
-"""Every token counts the same, and the divisor does not depend on lengths: [2, 4], longest 8 -> [1/16, 1/16]."""
+"""Share in which every token counts the same, divided by `rollout.max_new_tokens` instead of actual lengths. Responses
+of [2, 4] tokens with a maximum of 8: each token has the share [1/16, 1/16]."""
 
 
 class Loss(NamedTuple):
@@ -128,25 +130,26 @@ LOSSES = {
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return [T] the log-ratio policy / reference. Its mean is KL(policy | reference); its mean gradient is 0."""
+    """Return KL estimator k1 [T]: the log-ratio policy / reference. Its mean is KL(policy | reference), its mean
+    gradient 0."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return [T] half the squared log-ratio. It is biased, but its mean gradient is that of the divergence."""
+    """Return KL estimator k2 [T]: half the squared log-ratio. It is biased, but its mean gradient is that of the KL."""
     return (policy_logprobs - reference_logprobs).square() / 2
 
 
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return [T] exp(d) - d - 1, d = reference - policy. It is never negative; its mean is KL(policy | reference)."""
+    """Return KL estimator k3 [T]: exp(d) - d - 1, d = reference - policy. It is never negative. Its mean is the KL."""
     apart = reference_logprobs - policy_logprobs
     return torch.exp(apart.clamp(max=_FARTHEST)) - apart - 1
 
 
 KL = {"k1": k1, "k2": k2, "k3": k3}
-"""Schulman's estimators of KL(policy | reference) at sampled tokens: joschu.net/blog/kl-approx.html"""
+"""Schulman's estimators of KL(policy | reference) by `train.kl_estimator`: joschu.net/blog/kl-approx.html"""
 
 
 def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """Return [T] importance weights min(exp(old - rollout), cap). They correct the mismatch of trainer and rollout."""
+    """Return importance weights [T], min(exp(old - rollout), cap), against the mismatch of trainer and rollout."""
     return torch.exp(old_logprobs - rollout_logprobs).clamp(max=cap)

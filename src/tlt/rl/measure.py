@@ -20,8 +20,8 @@ def measure(
     fate: dict[str, float],
     seconds: dict[str, float],
 ) -> StepMetrics:
-    """Return the metrics of a step. `groups`: all decoded, in prompt order. `fate`: metrics of the groups used or
-    dropped."""
+    """Return the metrics of a step. `groups`: all decoded groups, in prompt order. `fate`: numbers of waves, and of
+    groups used and carried over. `seconds`: phase -> time."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)
@@ -74,8 +74,8 @@ def faults_of(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def acceptance_by_depth(verified_to: dict[str, int], accepted_to: dict[str, int]) -> dict[str, dict[str, float]]:
-    """Return the acceptance rate of each drafter at each depth, among drafts whose earlier tokens were all accepted.
-    The arguments are fields of `RolloutStats`."""
+    """Return acceptance rates as {drafter: {depth: rate}}. The rate at a depth counts only drafts whose earlier tokens
+    were all accepted. The arguments are fields of `RolloutStats`."""
     found: dict[str, dict[str, float]] = {}
     for drafter in sorted({key.rpartition(" ")[0] for key in verified_to}):
         deepest = max(int(key.rpartition(" ")[2]) for key in verified_to if key.rpartition(" ")[0] == drafter)
@@ -90,7 +90,7 @@ def acceptance_by_depth(verified_to: dict[str, int], accepted_to: dict[str, int]
 
 
 def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:
-    """Return means over episodes, and the number that ended in each way; nothing if there were no episodes."""
+    """Return the mean turns and reply tokens of an episode, and counts of finish reasons; {} without episodes."""
     if not any(response.replies for response in responses):
         return {}
     return {
@@ -108,7 +108,7 @@ def tokens_of(groups: Sequence[Group]) -> int:
 
 
 def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Return statistics of each reward term, before its weight."""
+    """Return mean and standard deviation of the scores of each reward term, before they are weighted."""
     found: dict[str, list[float]] = {}
     for group in groups:
         for response in group.responses:
@@ -118,7 +118,7 @@ def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
 
 
 def _by_task(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Return statistics of the rewards by task, if the data names a few tasks."""
+    """Return mean, standard deviation and number of the rewards of each task, if the data names tasks."""
     found: dict[str, list[float]] = {}
     for group in groups:
         if group.prompt.task and group.prompt.counts_by_task:
@@ -135,5 +135,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation with n - 1, like torch.std, or 0 for fewer than two values."""
+    """Return the standard deviation, which divides by n - 1 like torch.std, or 0 for fewer than two values."""
     return stdev(values) if len(values) > 1 else 0.0

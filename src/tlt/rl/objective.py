@@ -1,4 +1,4 @@
-"""The loss of a recipe, from the log-probs of a micro-batch's tokens."""
+"""Loss of a recipe, computed from the log-probs of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt.types import TrainBatch
 
 
 class Objective:
-    """Loss of a recipe, as a sum over tokens. The caller divides it by `total` of the optimizer step."""
+    """Loss of a recipe, as a sum over tokens. The caller divides it by `total`, which is for a whole optimizer step."""
 
     def __init__(self, config: TrainConfig, rollout: RolloutConfig) -> None:
         self.config, self.longest = config, rollout.max_new_tokens
@@ -30,12 +30,12 @@ class Objective:
         self.kl_in_loss = bool(config.kl_weight) and config.kl_in == "loss"
 
     def total(self, batch: TrainBatch, members: range) -> int:
-        """Return the number that divides the sums over these responses."""
+        """Return the number by which the loss of an optimizer step is divided. `members`: indices of its responses."""
         return self.loss.share.total([0 if i in batch.masked else batch.num_sampled(i) for i in members])
 
     def on(self, inputs: LossInputs, reference: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss with its gradient, and metrics that are summed like it. `reference`: log-probs [T] of the
-        reference model if the loss has a KL term, else None."""
+        """Return the loss of a micro-batch, with gradient, and its metrics, which are also sums over tokens.
+        `reference`: log-probs [T] under the reference model if the loss has a KL term, else None."""
         loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
         found = {"clipped": clipped.item(), "weight": inputs.weights.sum().item(), "tokens": float(len(ratio))}
         if reference is not None:

@@ -1,4 +1,4 @@
-"""AdamW: its parameter groups, and its moments by parameter name."""
+"""AdamW optimizer: its parameter groups, and its moments by parameter name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tlt.config import TrainConfig
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters. Norms and biases have no weight decay. `fused`: torch's option."""
+    """Return AdamW over the trainable parameters. Norms and biases have no weight decay. `fused`: an option of
+    torch."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
     stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
@@ -24,7 +25,7 @@ def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.opt
 
 
 def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the moments by name "parameter/moment". Before the first update there are none."""
+    """Return Adam's moments and step counts by name "parameter/moment". The dict is empty before the first update."""
     names = {id(p): n for n, p in model.named_parameters()}
     return {
         f"{names[id(p)]}/{key}": value.detach().contiguous()
@@ -36,7 +37,7 @@ def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
 def load_moments(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Tensor], steps: torch.device
 ) -> None:
-    """Replace the moments by copies on their parameters' devices. `steps`: device of the step counts."""
+    """Replace Adam's moments by copies on their parameters' devices. `steps`: device of Adam's step counts."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Packing of a batch into shards for the members of a group, and of a shard into micro-batches."""
+"""Division of a batch into shards, which the members of a process group compute, and of a shard into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from tlt.types import TrainBatch
 
 @dataclass
 class Packer:
-    """Packing of batches. Shards and micro-batches never depend on timing or on which members are alive."""
+    """Divider of batches into shards and micro-batches. `members` are response indices. The result never depends on
+    timing or on which workers are alive."""
 
     max_tokens: int
-    """token budget of a micro-batch"""
+    """largest number of tokens in a micro-batch; a longer sequence gets a micro-batch of its own"""
     hidden_size: int
     device: torch.device
     shares: bool
-    """whether responses to one prompt may share a copy of it"""
+    """whether responses to one prompt may share one copy of it in a micro-batch"""
 
     def shards(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-        """Return this member's shards of these responses. Responses to one prompt stay together if that reduces the
-        work of the largest shard."""
+        """Return this process's shards of the responses `members`. Responses to one prompt stay together if that
+        reduces the work of the largest shard."""
         return own_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), group)
 
     def all_shards(self, batch: TrainBatch, members: Sequence[int], count: int) -> list[list[int]]:
-        """Return the shards of all members; `shards` selects from them."""
+        """Return `count` shards of the responses `members`, for all processes of the group."""
         return all_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), count)
 
     def work(self, batch: TrainBatch, members: Sequence[int]) -> int:
-        """Return the number of tokens to compute for these responses."""
+        """Return the number of tokens to compute for the responses `members`, with shared prompts counted once."""
         return sum(self._tokens(batch, part) for part in self._groups(batch, members))
 
     def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
-        """Return the micro-batches of these responses. Groups share their prompt if that is less work."""
+        """Return micro-batches of the responses `members`. Prompts are shared if that is less work."""
         groups = self._groups(batch, members)
         shared = [group for group in groups if self._tokens(batch, group) < sum(batch.lengths(group))]
         sharing = {i for group in shared for i in group}
@@ -60,5 +61,5 @@ class Packer:
         return by_prompt(members, batch.prompt_ids) if self.shares else [[i] for i in members]
 
     def _tokens(self, batch: TrainBatch, group: Sequence[int]) -> int:
-        """Return the number of tokens to compute for responses to one prompt."""
+        """Return the number of tokens to compute for responses that have the same prompt."""
         return shared_tokens(len(batch.prompt_ids[group[0]]), [len(batch.response_ids[i]) for i in group])

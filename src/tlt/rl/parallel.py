@@ -1,6 +1,6 @@
-"""Data-parallel updates: the shards of a batch, their owners, and sums over a group of processes.
+"""Data-parallel updates: the shards of a batch, their owners, and sums over the members of a process group.
 
-An update is cut into shards: one per worker of the recipe, and early shards before those (`rl/early.py`). Gradients are
+An update is cut into shards: first early shards (`rl/early.py`), then one shard per worker of the recipe. Gradients are
 summed in the order of shards. So the result is bitwise the same whatever the timing and the number of members.
 """
 
@@ -30,46 +30,46 @@ from torch.distributed import (  # documented, not exported
 
 from tlt.files import first_line
 
-_BUCKET = 1 << 20  # most numbers in one collective, so that its buffers fit the cache of a CPU
+_BUCKET = 1 << 20  # most tensor elements in one collective, so that its buffers fit the cache of a CPU
 _PATIENCE = timedelta(minutes=60)  # timeout for a slow member; connections of a lost member close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
 
 
 class GroupBroken(RuntimeError):
-    """Loss of another member during a collective, which has no result. The work in progress must be repeated."""
+    """Error of a collective because another member was lost. The work in progress must be repeated."""
 
 
 class Broken(NamedTuple):
-    """Result of a member whose update was interrupted, because another member failed."""
+    """Result of a worker whose update was interrupted because another worker failed."""
 
     reason: str
 
 
 Owners = Sequence[Sequence[int]]
-"""Shard numbers of each member, as [member][shard]. Each shard of an update has one owner."""
+"""Indices of the shards that each member computes, as [member][shard]. Each shard of an update has one owner."""
 
 
 class ProcessGroup(Protocol):
-    """Members of a data-parallel update. All members make the same calls in the same order."""
+    """Process group whose members compute an update together. All members make the same calls in the same order."""
 
     rank: int
     size: int
     shards: int
-    """Number of workers of the recipe, and of shards that are not early."""
+    """Number of workers in the recipe. An update has one shard for each, in addition to its early shards."""
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum the tensor over all members, in place. All members get the same bits."""
         ...
 
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        """Return [n], the sum of all members' `own` [own shards, n] in the order of shards.
+        """Return the sum [n] of the shards of all members, added in the order of shards. `own`: [own shards, n].
 
         The bits are the same on all members, and for any number of members. `owners` gives the shard of each row."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors [n] of all members, concatenated by rank. n may differ between members."""
+        """Return the tensors [n] of all members, concatenated in the order of ranks. n may differ between members."""
         ...
 
     def leave(self) -> None:
@@ -78,7 +78,7 @@ class ProcessGroup(Protocol):
 
 
 class Alone:
-    """Group of one process."""
+    """Process group with a single process."""
 
     rank, size, shards = 0, 1, 1
 
@@ -94,23 +94,23 @@ class Alone:
 
 
 def numbers_of(rank: int, size: int, shards: int) -> range:
-    """Return the shard numbers of a member, a contiguous range. The counts of two members differ by at most 1."""
+    """Return the shard indices of member `rank`, a contiguous range. Counts of two members differ by at most 1."""
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
 def own_shards(
     groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], group: ProcessGroup
 ) -> list[list[int]]:
-    """Return this member's part of `all_shards`."""
+    """Return this member's shards: a contiguous range of the result of `all_shards`."""
     shards = all_shards(groups, work, group.shards)
     return [shards[number] for number in numbers_of(group.rank, group.size, group.shards)]
 
 
 def all_shards(groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int) -> list[list[int]]:
-    """Return `count` shards of an optimizer step's responses, each in prompt order; some may be empty.
+    """Return `count` shards of response indices, each in prompt order. Some may be empty.
 
-    Each of `groups` has the responses to one prompt. `work` returns the work of responses that stay together. Groups
-    stay whole, or all are cut into 2, 4, ... parts, whichever minimizes the work of the largest shard."""
+    Each of `groups` has the responses to one prompt. `work` returns the work of responses that are computed together.
+    Groups stay whole, or all are cut into 2, 4, ... parts, whichever minimizes the work of the largest shard."""
     longest = max(map(len, groups), default=1)
     cuts = [1 << k for k in range(longest.bit_length())] + [longest]
     dealt = (_deal([own for whole in groups for own in _cut(whole, parts)], work, count) for parts in cuts)
@@ -125,9 +125,9 @@ def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
 def _deal(
     units: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int
 ) -> tuple[int, list[list[int]]]:
-    """Assign units to `count` shards. Return the work of the largest shard, and the shards.
+    """Assign units (parts of groups) to `count` shards. Return the work of the largest shard, and the shards.
 
-    Units are assigned in descending order of work, each to the shard with the least (LPT: Graham, 1969)."""
+    Units are assigned in descending order of work, each to the shard with the least work (LPT: Graham, 1969)."""
     shards: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     sizes = [work(unit) for unit in units]
@@ -139,7 +139,7 @@ def _deal(
 
 
 def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """Return a finished shard's gradients in host memory, and clear those of the parameters for the next shard."""
+    """Return a finished shard's gradients in host memory, and clear the parameters' gradients for the next shard."""
     taken = [torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu() for p in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -149,7 +149,7 @@ def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
 def sum_gradients(
     gradients: Sequence[Tensor], group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners
 ) -> None:
-    """Write the sum over all shards into `gradients`.
+    """Write the sum of the gradients of all shards of all members into `gradients`.
 
     `shards`: gradients of this member's own shards, in the order of `owners`. `gradients` may be one of them."""
     if group.shards == 1:
@@ -164,7 +164,7 @@ def sum_gradients(
 
 
 def in_order(shards: Tensor, owners: Owners) -> Tensor:
-    """Return the sum [n] of `shards` [shards, n] in the order of shards. Their rows are grouped by member."""
+    """Return the sum [n] of the rows of `shards` [shards, n], in the order of shards. Rows are grouped by member."""
     numbers = [number for own in owners for number in own]
     first, *rest = (shards[row] for row in sorted(range(len(numbers)), key=numbers.__getitem__))
     if not rest:
@@ -176,8 +176,8 @@ def in_order(shards: Tensor, owners: Owners) -> Tensor:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
-    """Yield pieces of consecutive tensors of one dtype, `_BUCKET` numbers or fewer in all. A piece is the index of a
-    tensor and a slice of its numbers."""
+    """Yield buckets: pieces of consecutive tensors of one dtype, with at most `_BUCKET` elements in all. A piece is the
+    index of a tensor and a slice of its elements."""
     held: list[tuple[int, slice]] = []
     room = _BUCKET
     for k, gradient in enumerate(gradients):
@@ -198,13 +198,13 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
 
 
 class Rendezvous:
-    """Meeting point of a group's members. It belongs to the process of one member, and ends with it.
+    """Meeting point through which the members of a process group connect. It belongs to the process of one member.
 
     Its name is random, so that other processes cannot find it."""
 
     def __init__(self, place: str | Path) -> None:
-        """Create the meeting point in a folder of this machine (a Path, no open port), or at this machine's address (a
-        string)."""
+        """Create the meeting point: in a folder of this machine without an open port if `place` is a Path, or at a TCP
+        port of this machine's address if `place` is a string."""
         name = secrets.token_hex(16)
         if isinstance(place, Path):
             self.address = str(place / f"rendezvous_{name}")
@@ -224,13 +224,13 @@ def _store_at(address: str, size: int) -> Store:
 
 
 class Processes:
-    """A group of processes, over gloo on CPUs and NCCL on GPUs."""
+    """Process group of several processes. Collectives use gloo on CPUs and NCCL on GPUs."""
 
     def __init__(self, address: str, rank: int, size: int, shards: int, device: torch.device) -> None:
-        """Connect to the other members within 10 s. Raises GroupBroken if one is missing."""
+        """Connect to the other members at a `Rendezvous` within 10 s. Raises GroupBroken if one is missing."""
         self.rank, self.size, self.shards = rank, size, shards
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM made it, and does not use it
+        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM made this group, and does not use it
             dist.destroy_process_group()
         try:
             store = _store_at(address, size)
@@ -246,12 +246,12 @@ class Processes:
         self._call(dist.all_reduce, tensor)
 
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        """Sum the shards. Each member sums one part of all shards, and the parts are then gathered.
+        """Return the sum of all shards. Each member sums one slice of every shard, and then the sums are gathered.
 
         With one shard per member this moves the same number of bytes as an all-reduce."""
         count, n = own.shape
         width = -(-n // self.size)
-        whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # a copy takes as long as the sum
+        whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # padding takes as long as the sum
         parts = whole.view(count, self.size, width).transpose(0, 1)
         counts = [len(numbers) for numbers in owners]
         mine = own.new_empty(sum(counts), width)
@@ -287,10 +287,10 @@ class Processes:
 def _end_silent_connections() -> None:
     """Make all TCP connections of this process, gloo's and NCCL's included, close after `SILENT` seconds of silence.
 
-    A machine that is cut off closes nothing, and the system would wait for hours. A slow or stopped process is not
-    affected, because its machine still answers."""
-    for number in (path.name for path in Path("/proc/self/fd").glob("*")):  # finds nothing outside Linux
-        with suppress(OSError):  # the file was closed since
+    A machine that is cut off from the network closes no connection, and the system would wait for hours. A slow or
+    stopped process is not affected, because its machine still answers."""
+    for number in (path.name for path in Path("/proc/self/fd").glob("*")):  # empty outside Linux
+        with suppress(OSError):  # the file descriptor was closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as end:
@@ -304,7 +304,7 @@ def _end_silent_connections() -> None:
 def broken(error: RuntimeError) -> GroupBroken | None:
     """Return `error` as GroupBroken if it comes from a collective, such as one of FSDP, else None.
 
-    gloo's errors are recognized by their text, which begins with a path of its sources."""
+    An error of gloo is recognized by its text, which begins with the path of a source file of gloo."""
     if isinstance(error, GroupBroken):
         return error
     return GroupBroken(first_line(error)) if isinstance(error, dist.DistError) or "gloo" in str(error) else None

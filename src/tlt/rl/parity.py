@@ -1,7 +1,7 @@
 """Parity check of the engine's target and the policy, which are two implementations of one model.
 
-Their next-token distributions are compared whenever the target loads weights. Nothing else would show that a run trains
-one model and decodes with another."""
+Their next-token distributions are compared whenever the target loads weights. Without this check, a run could train one
+model and decode with another unnoticed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tlt.vllm.target import VllmTarget
 
 
 class Weighed(Protocol):
-    """Policy of tlt's trainer or of another one."""
+    """Policy whose weights a target can load: that of tlt's trainer or of another one."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -33,15 +33,15 @@ class Weighed(Protocol):
 
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
-"""Largest total variation that rounding explains. It is large for float64, because transformers computes norms
-and rotary angles in float32."""
+"""Largest total variation between two next-token distributions that rounding explains. It is large for float64, because
+transformers computes norms and rotary angles in float32."""
 _TOKENS = 16
-_DRAFT = 4  # text tokens in each verification pass
+_DRAFT = 4  # number of text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
     """Load the policy's weights into the target. Raises ModelError if the two then fail `check_parity`."""
-    return_freed_memory()  # of the update
+    return_freed_memory()  # memory that the update freed
     is_new = target.version < 0
     target.load(policy.state_dict(), version)
     check_parity(target, policy, with_drafts=is_new)  # new weights do not change how drafts are verified
@@ -51,7 +51,7 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
     """Compare the next-token distributions of target and policy on a short text.
 
     They are compared at each token, or with vLLM at the last token only. Raises ModelError if they differ by more than
-    rounding explains. All members of a sharded policy make this call."""
+    rounding explains. If the policy is sharded, all its members make this call."""
     count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
     decoded = _logits(target, tokens, with_drafts)
@@ -73,7 +73,7 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
 
 
 def _logits(target: Target, tokens: Tensor, with_drafts: bool) -> Tensor:
-    """Return logits [n, V] at the last n tokens of a text [N]."""
+    """Return the target's logits [n, V] at the last n tokens of a text [N]. n is N, or 1 with vLLM."""
     if isinstance(target, VllmTarget):
         return target.text_logits(tokens)
     assert isinstance(target, Decoder), "targets are decoders or vLLM"
@@ -103,7 +103,7 @@ def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tenso
 
 
 def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
-    """Return a tree with the correct tokens at nodes 0, 2, 4, ... and a wrong sibling before each but the first."""
+    """Return a draft tree with the tokens `right` at nodes 0, 2, 4, ..., each but the first after a wrong sibling."""
     levels = list(enumerate(right[1:], 1))
     tokens = [node for _, token in levels for node in ((token + 1) % vocab_size, token)]
     parents = [2 * (depth - 1) for depth, _ in levels for _ in range(2)]
@@ -112,7 +112,7 @@ def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
 
 
 def _distributions(logits: Tensor, whose: str, version: int) -> Tensor:
-    """Return the distributions in float64 in host memory. Raises ModelError for logits that are not finite."""
+    """Return softmax(logits) in float64 in host memory. Raises ModelError for logits that are not finite."""
     wide = logits.to("cpu", torch.float64)
     if not wide.isfinite().all():
         raise ModelError(

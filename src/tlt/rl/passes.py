@@ -1,4 +1,4 @@
-"""Passes of shards through the models: gradients of the policy, and log-probs of it and of the reference model."""
+"""Forward and backward passes over shards: gradients of the policy, and log-probs of policy and reference model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
-BACKWARD_PASSES = 3  # a pass with its gradient takes as long as this many forward passes
+BACKWARD_PASSES = 3  # forward and backward pass together take as long as this number of forward passes
 
 
 class Passes:
-    """Computation of gradients and log-probs, one micro-batch at a time."""
+    """Computation of the gradients and log-probs of shards, one micro-batch at a time."""
 
     def __init__(
         self,
@@ -56,14 +56,15 @@ class Passes:
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """Yield this member's micro-batches, each for a pass through all `models`."""
+        """Yield the micro-batches of the responses `members`, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
             yield self.packer.pack(batch, layout)
             tokens = sum(batch.lengths([i for row in layout.rows for i in row]))
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
 
     def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
-        """Let the progress grow to `end` with the shards of these plans. `passes`: forward passes of each token."""
+        """Let the progress grow to `end`, a share of the update, with the shards of these plans that are not begun yet.
+        `passes`: number of forward passes of each token."""
         left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
         self.progress.expect(passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left), end)
 
@@ -75,13 +76,13 @@ class Passes:
         return self._empty_sum([self.model], shard, fixed or FixedLogprobs(self.carried(shard.batch), {}), group)
 
     def _add_gradient(self, to: ShardSum, micro: MicroBatch) -> None:
-        """Add one micro-batch to the gradients, the totals and the token metrics."""
+        """Compute the gradient of one micro-batch, and add it to the parameters' gradients. Add its metrics to `to`."""
         batch = to.shard.batch
         logprobs, entropy = self.logprobs(self.model, micro)
         inputs = self.objective.inputs(batch, micro, logprobs, to.fixed.old)
         reference = self._reference_logprobs(to.fixed, micro) if self.objective.kl_in_loss else None
         loss, found = self.objective.on(inputs, reference)
-        with deterministic(self.config.deterministic and self.device.type == "cuda"):  # a CPU has a fixed order
+        with deterministic(self.config.deterministic and self.device.type == "cuda"):  # CPUs have a fixed order
             loss.backward()
         for name, value in found.items():
             to.totals[name] += value
@@ -99,7 +100,7 @@ class Passes:
 
     @property
     def fixed_models(self) -> dict[str, Any]:
-        """Models whose log-probs are fixed, by field of `FixedLogprobs`."""
+        """Models whose log-probs stay fixed during an update, by field of `FixedLogprobs`."""
         models = {"old": self.model, "reference": self.reference}
         return {name: models[name] for name in fixed_logprobs(self.config)}
 
@@ -107,7 +108,7 @@ class Passes:
         return self._empty_sum([*self.fixed_models.values()], shard, FixedLogprobs({}, {}), group)
 
     def _add_logprobs(self, to: ShardSum, micro: MicroBatch) -> None:
-        """Add one micro-batch's log-probs."""
+        """Compute the fixed log-probs of one micro-batch, and add them to `to`."""
         lengths = [to.shard.batch.num_sampled(i) for i in micro.sequences]
         to.totals["tokens"] += sum(lengths)
         for name, model in self.fixed_models.items():
@@ -121,26 +122,26 @@ class Passes:
         return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
 
     def carried(self, batch: TrainBatch) -> dict[int, Tensor]:
-        """Return the old log-probs of responses that an earlier policy decoded, by response."""
+        """Return the old log-probs of responses kept from an earlier step, as response index -> log-probs."""
         return {i: self.widened(of_one) for i, of_one in batch.old_logprobs.items()}
 
     def widened(self, logprobs: Sequence[float]) -> Tensor:
-        """Return log-probs as a float32 tensor, or float64 if the model is float64."""
+        """Return log-probs as a float32 tensor, or as float64 if the model is float64."""
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         return torch.tensor(logprobs, dtype=dtype, device=self.device)
 
 
 class UpdateProgress:
-    """Share of an update that is done. Other threads may read it."""
+    """Share of an update that is done, from 0 to 1. Other threads may read `done`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.done, self._each = 0.0, 0.0  # share of the update; share of one token's forward pass
+        self.done, self._each = 0.0, 0.0  # share of the update that is done; share that one token's forward pass adds
 
     def expect(self, tokens: int, end: float) -> None:
-        """Let `done` grow to `end` with this number of tokens."""
+        """Let `done` grow to `end` while this number of tokens goes through the model."""
         self._each = (end - self.done) / max(1, tokens)
 
     def add(self, tokens: int) -> None:

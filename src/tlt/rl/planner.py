@@ -1,4 +1,4 @@
-"""Plans that cut a batch into shards, early ones first, for an optimizer step or for the log-probs before it."""
+"""Planner that cuts a batch into shards, early ones first, for an optimizer step or for log-probs."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from tlt.rl.shard_sum import Plan, Shard
 from tlt.types import TrainBatch
 
 Held = Sequence[Mapping[int, float]]
-"""early shards that each member has begun, as [member] -> {shard: share that is done}"""
+"""Early shards that each member has begun, as [member] -> {shard index: fraction that is done}."""
 
 
 @dataclass
 class Planner:
-    """Planner of shards. The shards depend only on the batch and these settings. Only the owners of shards depend on
-    timing."""
+    """Planner of shards. The shards depend only on the batch and these settings. Their owners also depend on which
+    early shards each member has begun."""
 
     train: TrainConfig
     prompts: int
-    """prompts of a step"""
+    """number of prompts in a step"""
     packer: Packer
 
     def of_gradients(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup, held: Held) -> Plan:
-        """Cut the responses of an optimizer step that have a gradient."""
+        """Return shards of those responses of an optimizer step (indices `members`) that have a gradient."""
         return self._plan(batch, members, has_gradient, group, held)
 
     def of_logprobs(self, batch: TrainBatch, group: ProcessGroup, held: Held) -> Plan:
-        """Cut the responses whose log-probs are computed before the first gradient."""
+        """Return shards of the responses whose log-probs are computed before the first gradient."""
         return self._plan(batch, range(len(batch.response_ids)), needs_logprobs, group, held)
 
     def early_shard(self, number: int, batch: TrainBatch) -> Shard:
-        """Return an early shard. `batch` has all responses of its groups."""
+        """Return early shard `number`. `batch` has all responses of the shard's groups."""
         counts = counts_early(self.train)
         members = [i for i in range(len(batch.response_ids)) if counts(batch, i, self.train)]
         if counts is needs_logprobs:
-            batch = replace(batch, advantages=[])  # because they may depend on groups that are not known yet
+            batch = replace(batch, advantages=[])  # advantages may depend on groups that are not known yet
         return Shard(number, batch, members)
 
     def _plan(self, batch: TrainBatch, members: Sequence[int], counts: Counts, group: ProcessGroup, held: Held) -> Plan:

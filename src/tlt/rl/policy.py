@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class Policy(TrainedModel):
-    """Trained model with its update. If `kl_weight` is set, the frozen `reference`, the model that training started
-    from, adds 4 bytes of memory per parameter."""
+    """Model that is trained, with its update. If `train.kl_weight` is set, it also keeps the model that training
+    started from as frozen `reference`, which takes 4 bytes per float32 parameter."""
 
     passes_type: type[Passes] = Passes
 
@@ -45,7 +45,7 @@ class Policy(TrainedModel):
         self.reference: Any = load_model(self.base, self.model.dtype, home) if config.kl_weight else None
         self.passes = self.passes_type(self.model, self.reference, config, rollout, device, self.autocast)
         self.planner = Planner(config, rollout.prompts_per_step, self.passes.packer)
-        self._skipped_step: int | None = None  # last step without a finite gradient
+        self._skipped_step: int | None = None  # last step in which no gradient was finite
 
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
@@ -53,8 +53,8 @@ class Policy(TrainedModel):
         """Take the optimizer steps of one rollout. Return the metrics in docs/metrics.md. A batch without responses
         changes nothing. Raises NotFinite, GroupBroken.
 
-        Every member of a `group` passes the same whole batch, and has the same weights afterwards, to the bit. `held`:
-        early shards that each member has begun, with the share that is done."""
+        Every member of a process `group` passes the same whole batch, and has bitwise the same weights afterwards.
+        `held`: early shards that each member has begun, with the fraction that is done."""
         group, rate = group or Alone(), learning_rate(self.config, step)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
@@ -67,8 +67,8 @@ class Policy(TrainedModel):
         return metrics | {"learning_rate": rate}
 
     def _refuse_second_skip(self, skipped: bool, step: int) -> None:
-        """Log a warning for a step without a finite gradient, and raise NotFinite for two in a row. A step that is
-        repeated, because a member was lost, counts once."""
+        """Log a warning if no gradient of this step was finite, and raise NotFinite if that happens in two steps in a
+        row. A step that is repeated because a member was lost counts once."""
         if not skipped:
             return
         if self._skipped_step == step - 1:
@@ -77,19 +77,19 @@ class Policy(TrainedModel):
         self._skipped_step = step
 
     def early_update(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
-        """Compute the gradient or the log-probs of an early shard, or continue with it, until `stop` returns True after
-        a micro-batch. Return the share that is done. The next update uses it."""
+        """Compute, or continue to compute, the gradient or the log-probs of an early shard until `stop` returns True
+        after a micro-batch. Return the share that is done. The next update uses the result."""
         early = self.passes.early
         with torch.set_grad_enabled(early is self.passes.gradients):
             return early.continue_shard(self.planner.early_shard(number, batch), stop)
 
     def forget_early(self) -> None:
-        """Drop all early results."""
+        """Drop all gradients and log-probs of early shards."""
         self.passes.early.forget()
 
     @property
     def updated(self) -> float:
-        """Share of the current update that is done; 0 before and after an update. Other threads may read it."""
+        """Share of the current update that is done, or 0 while there is no update. Other threads may read it."""
         return self.passes.progress.done
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Gradients or log-probs of an update's shards, complete or in progress, and the sums of their metrics."""
+"""Gradients or log-probs of the shards of an update, complete or in progress, with sums of their metrics."""
 
 from __future__ import annotations
 
@@ -16,65 +16,65 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
 TOTALS = ("loss", "clipped", "kl", "weight", "tokens", "early")
-"""Sums over the tokens of an optimizer step. The first four are weighted. "early" counts tokens computed
-before the update."""
+"""Names of sums over the tokens of an optimizer step. The first four are weighted. "early" is the number of tokens
+computed before the update."""
 
 
 class Shard(NamedTuple):
-    """Responses of a batch that one member computes."""
+    """Part of a batch: responses whose gradients or log-probs one worker computes."""
 
     number: int
     batch: TrainBatch
     members: list[int]
-    """responses to compute"""
+    """indices in `batch` of the responses to compute"""
 
 
 class Plan(NamedTuple):
-    """Shards of an optimizer step, or of the log-probs before the first one."""
+    """Shards of an optimizer step, or of the log-probs that are computed before the first optimizer step."""
 
     owners: Owners
     own: Sequence[Shard]
-    """this member's shards, in the order of `owners`"""
+    """this member's shards, in the order of its shard indices in `owners`"""
     early: Sequence[Sequence[int]]
-    """responses of each early shard; these shards come first, and each has a batch of its own"""
+    """indices of the responses of each early shard; early shards come first, and each has a batch of its own"""
 
     def in_batch(self, shard: Shard, i: int) -> int:
-        """Return the number that response `i` of a shard has in the whole batch."""
+        """Return the index in the whole batch of response `i` of a shard."""
         return self.early[shard.number][i] if shard.number < len(self.early) else i
 
 
 @dataclass
 class ShardSum:
-    """Gradients or log-probs of a shard, and sums of its metrics. While a gradient is computed, the parameters hold
-    it."""
+    """Gradients or log-probs of one shard, and sums of its metrics. The gradients are in the parameters until they are
+    copied to `gradients`."""
 
     shard: Shard
     fixed: FixedLogprobs
-    """log-probs that the gradient needs, or that this sum computes"""
+    """fixed log-probs that the gradient needs, or those that this object collects"""
     micro_batches: Iterator[MicroBatch]
-    """micro-batches that are not computed yet"""
+    """micro-batches of the shard that are not computed yet"""
     tokens: TokenMetrics
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
     wrong: str = ""
-    """name of the first value that is not finite, or empty"""
+    """name of the first value that is not finite (the loss or a log-prob), or empty"""
     is_complete: bool = False
     gradients: list[Tensor] | None = None
-    """copy in host memory; None if the parameters hold them"""
+    """gradients in host memory; None if the parameters hold them"""
 
     @property
     def share_done(self) -> float:
-        """Share of its tokens that went through the model."""
+        """Share of the shard's tokens that went through the model."""
         whole = sum(map(self.shard.batch.num_sampled, self.shard.members))
         return self.totals["tokens"] / whole if whole else 1.0
 
     def count_as_early(self) -> None:
-        """Count all tokens so far as computed before the update."""
+        """Count all tokens computed so far as computed before the update."""
         self.totals["early"] = self.totals["tokens"]
 
 
 class ShardSums:
-    """Shard sums of one member. The parameters hold the gradient of one shard at a time. During a rollout, this is the
-    early shard that is unfinished, if there is one.
+    """Shard sums of one worker. The parameters hold the gradient of one shard at a time. During a rollout, that is the
+    unfinished early shard, if there is one.
 
     `trained` returns the parameters, or [] if no gradients are computed. `begin` returns an empty sum. `add` adds a
     micro-batch to a sum, and its gradient to the parameters."""
@@ -89,8 +89,8 @@ class ShardSums:
         self.early: dict[int, ShardSum] = {}
 
     def continue_shard(self, shard: Shard, stop: Callable[[], bool]) -> float:
-        """Compute an early shard, or continue with it, until `stop` returns True after a micro-batch. Return the
-        share that is done. If another shard is unfinished, its gradient is lost."""
+        """Begin or continue the computation of an early shard, until `stop` returns True after a micro-batch. Return
+        the share that is done. If another shard is unfinished, its gradient is lost."""
         known = self._known(shard)
         if known is None:
             self._empty_parameters()
@@ -102,8 +102,8 @@ class ShardSums:
         return known.share_done
 
     def over(self, plan: Plan, begin: Callable[[Shard], ShardSum]) -> list[ShardSum]:
-        """Return the sums of this member's shards. Those that were computed early are reused. At the end the parameters
-        hold the gradient of at most one of them. All early results are dropped, so that none is used twice."""
+        """Return the sums of all shards of this worker. Shards that were computed early are reused once, then all early
+        results are dropped. At the end the parameters hold the gradient of at most one shard."""
         found: dict[int, ShardSum] = {}
         for shard in plan.own:
             known = self._known(shard) if shard.number < len(plan.early) else None
@@ -111,7 +111,7 @@ class ShardSums:
                 known.count_as_early()
             found[shard.number] = known or begin(shard)
         left = [one for one in found.values() if not one.is_complete]
-        left.sort(key=lambda one: one is not self.early.get(one.shard.number))  # the unfinished one first
+        left.sort(key=lambda one: one is not self.early.get(one.shard.number))  # the unfinished early shard first
         if not left or left[0] is not self.early.get(left[0].shard.number):
             self._empty_parameters()
         self.early = {}
@@ -122,12 +122,12 @@ class ShardSums:
         return list(found.values())
 
     def forget(self) -> None:
-        """Drop all early results. They are invalid once the weights have changed."""
+        """Drop the results of all early shards. They are invalid once the weights have changed."""
         self.early = {}
         self._empty_parameters()
 
     def _known(self, shard: Shard) -> ShardSum | None:
-        """Return the sum of an early shard that was begun, if it is over exactly these responses."""
+        """Return the early sum of a shard, if it was begun with exactly the same responses, else None."""
         known = self.early.get(shard.number)
         return known if known and known.shard == shard else None
 

@@ -1,4 +1,4 @@
-"""Policy sharded by FSDP2, for models whose master weights, gradients and moments do not fit one device."""
+"""Policy sharded by FSDP2, for models whose weights, gradients and Adam moments do not fit one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tlt.types import TrainBatch
 
 
 class ShardedPasses(Passes):
-    """Passes through sharded layers. All members take part in every pass."""
+    """Passes through sharded layers. All members of the group take part in every pass."""
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
@@ -43,7 +43,7 @@ class ShardedPasses(Passes):
                 self._pass_nothing(model)
 
     def _pass_nothing(self, model: Any) -> None:
-        """Do a pass, and its backward pass if gradients are on, of a token that predicts nothing. Its gradient is 0."""
+        """Do a pass, and its backward pass if gradients are on, of a token without a target. Its gradient is 0."""
         token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
         nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
         logprobs, _ = self.logprobs(model, nothing)
@@ -52,13 +52,13 @@ class ShardedPasses(Passes):
 
 
 class ShardedPolicy(Policy):
-    """Policy whose decoder layers are sharded. After `shard_over` each member holds its part of every tensor of the
-    decoder layers, of their gradients and moments, and of the reference's layers. All members hold embedding, final
-    norm and head, because these are used outside the layers' order.
+    """Policy whose decoder layers are sharded over the members of a group.
 
-    Every call that reads or changes the policy is then made by all members, in the same order. The shards of a lost
-    member exist only in checkpoints. With autocast the layers' bfloat16 copies stay from the forward to the backward
-    pass, 2 bytes per parameter, unless `gradient_checkpointing` is on.
+    After `shard_over` each member holds its part of every tensor of the decoder layers, of their gradients and moments,
+    and of the reference model's layers. All members hold embedding, final norm and head, because these are used outside
+    the layers' order. All members make each call that reads or changes the policy, in the same order. The shards of a
+    lost member exist only in checkpoints. With autocast, bfloat16 copies of the layers stay in memory from the forward
+    to the backward pass, 2 bytes per parameter, unless `gradient_checkpointing` is on.
     """
 
     passes_type = ShardedPasses
@@ -67,7 +67,7 @@ class ShardedPolicy(Policy):
     group: ProcessGroup = Alone()  # until `shard_over` the policy is whole
 
     def shard_over(self, group: ProcessGroup) -> None:
-        """Keep only this member's shards. `group` has all processes of torch.distributed's default group."""
+        """Drop all but this member's shards. `group` has all processes of torch.distributed's default group."""
         self.group = group
         assert dist.group.WORLD, "sharding needs a process group"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
@@ -81,14 +81,14 @@ class ShardedPolicy(Policy):
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
     ) -> dict[str, float]:
-        """Update like an unsharded policy, up to the rounding of sums. Raises GroupBroken."""
+        """Return the result of an unsharded policy's update, up to the rounding of sums. Raises GroupBroken."""
         try:
             return super().update(batch, step, self.group)
         except RuntimeError as error:
             raise broken(error) or error from None
 
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
-        """Return the same log-probs on every member. Raises GroupBroken."""
+        """Return the log-probs of each response's tokens, the same on every member. Raises GroupBroken."""
         try:
             return super().logprobs(batch, self.group)
         except RuntimeError as error:
@@ -100,7 +100,7 @@ class ShardedPolicy(Policy):
     def _clip(self, group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners, total: int) -> Tensor:
         """Divide and clip the gradients, and return their norm before clipping.
 
-        FSDP has summed the layers' gradients. The squared norms of their shards are summed over the members."""
+        FSDP has summed the layers' gradients over the members. The squared norms of their shards are summed here."""
         assert len(shards) == 1, "a sharded policy has one shard per member"
         parameters = trained_parameters(self.model)
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
@@ -116,7 +116,7 @@ class ShardedPolicy(Policy):
         return norm
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the same logits on every member. Raises GroupBroken."""
+        """Return the logits [N, V] of one sequence [N], the same on every member. Raises GroupBroken."""
         try:
             return super().logits(tokens)
         except RuntimeError as error:
@@ -129,14 +129,14 @@ class ShardedPolicy(Policy):
         return Gathered(self.model.state_dict(), partial(_whole, group=self.group))
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
-        """Return the moments, gathered like `state_dict`."""
+        """Return whole tensors of Adam's state by name. Each is gathered when it is read, as in `state_dict`."""
         return Gathered(super().optimizer_state(), partial(_whole, group=self.group))
 
     def sha256(self) -> str:
         return weights.sha256(self._in_host_memory(self.model.state_dict()))
 
     def save(self, folder: Path) -> None:
-        """Write the same files as an unsharded policy. Only the first member writes."""
+        """Write the same files as an unsharded policy. Only the member with rank 0 writes."""
         policy = self._in_host_memory(self.model.state_dict(), first_alone=True)
         moments = self._in_host_memory(super().optimizer_state(), first_alone=True)
         if self.group.rank == 0:
@@ -144,7 +144,7 @@ class ShardedPolicy(Policy):
             save_file(moments, folder / "optimizer.safetensors")
 
     def _in_host_memory(self, state: Mapping[str, Tensor], first_alone: bool = False) -> dict[str, Tensor]:
-        """Return whole tensors, gathered in host memory; with `first_alone` on the first member only.
+        """Return whole tensors, gathered in host memory. With `first_alone`, members except rank 0 return none.
 
         Tensors that are on every member are not copied, because some share memory."""
         found = {}
@@ -190,7 +190,7 @@ def _shard_layers(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _whole(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the whole tensor. Shards are cut along the first dimension, so they are concatenated."""
+    """Return the whole tensor. FSDP2 shards a tensor along its first dimension, so the shards are concatenated."""
     if not isinstance(tensor, DTensor):
         return tensor
     return group.gather(_local(tensor).reshape(-1)).view(tensor.shape)
@@ -201,7 +201,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_like(parameter: Tensor, moment: Tensor) -> Tensor:
-    """Return this member's part of a moment if the parameter is sharded. Adam's step count has no parts."""
+    """Return this member's shard of a moment if its parameter is sharded. Adam's step count is not sharded."""
     if not isinstance(parameter, DTensor) or moment.dim() == 0:
         return moment
     place, cut = parameter.device_mesh, parameter.placements

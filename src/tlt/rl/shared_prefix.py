@@ -1,7 +1,7 @@
-"""Attention over shared prompts: one row holds a prompt once, followed by all responses to it.
+"""Attention for shared prompts: one row holds a prompt once, followed by all responses to it.
 
-Each response attends to the prompt and to itself. Its positions continue those of the prompt. The function is
-registered with transformers, so it serves every model whose attention layers use that registry.
+Each response attends to the prompt and to itself. Its positions continue those of the prompt. `attend` is registered
+with transformers, so it serves every model whose attention layers use that registry.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ log = logging.getLogger(__name__)
 _NAME = "tlt_shared_prefix"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
 _LAYERS = {"full_attention", "sliding_attention"}
-_ROUNDING = 1e-4  # relative to the largest hidden state
+_ROUNDING = 1e-4  # largest difference of hidden states, relative to the largest hidden state
 
 
 class CannotShare(RuntimeError):
-    """Error for a model whose attention needs something that `attend` does not compute."""
+    """Error for a model whose attention needs something that `attend` does not support."""
 
 
 @dataclass
 class SharedRow:
-    """Layout of a row: (tokens of the prompt, tokens of each response) of each group, in order."""
+    """Layout of a row of groups, each given as (tokens of the prompt, tokens of each response), in order."""
 
     groups: Sequence[tuple[int, Sequence[int]]]
     device: torch.device
     windows: list[int | None] = field(default_factory=list)
-    """attention window of each layer that has read this layout, in tokens; None is the whole context"""
+    """sliding window in tokens of each layer that has used this layout; None is full attention"""
     _masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each prompt and response, in the order of the row."""
+        """Numbers of tokens of the prompts and responses, in the order of the row."""
         return list(chain.from_iterable((prompt, *responses) for prompt, responses in self.groups))
 
     def mask(self, before: int, own: int, window: int | None) -> Tensor:
-        """Return a bool mask [own, before + own] for `own` tokens that follow `before` others.
+        """Return a bool mask [own, before + own]: `own` tokens attend to `before` tokens and causally to each other.
 
-        Masks are computed once for all layers."""
+        `window` is a sliding window in tokens. Each mask is computed once for all layers."""
         window = window if window and window < before + own else None
         key = (before, own, window)
         if key not in self._masks:
@@ -80,9 +80,9 @@ def attend(
     shared_row: SharedRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. Without `shared_row`, use sdpa.
+    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. If `shared_row` is None, use sdpa.
 
-    Raises CannotShare."""
+    Raises CannotShare if `settings` has an option that is not supported."""
     if shared_row is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     _refuse(settings)
@@ -110,24 +110,24 @@ def _responses(
     window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """Return attention [B, H, N, D] of B responses, padded to N tokens, to their prompt and themselves. `prompt` and
-    each of `owns`: query, key, value."""
+    """Return attention [B, H, N, D] of B responses, padded to N tokens, to their prompt and to themselves. `prompt` and
+    each element of `owns` are (query, key, value)."""
     query, *own = (_padded([x[part] for x in owns]) for part in range(3))
     key, value = (_after(x, y) for x, y in zip(prompt[1:], own, strict=True))
     before, whole = prompt[0].shape[2], key.shape[2]
-    # causal kernels skip the masked half, so attending from a short prompt again costs less than a mask
+    # causal kernels skip the masked half, so computing a short prompt again costs less than a mask does
     if 2 * before < whole and not (window and window < whole):
         return _sdpa(_after(prompt[0], query), key, value, None, scaling)[:, :, before:]
     return _sdpa(query, key, value, row.mask(before, whole - before, window), scaling)
 
 
 def _after(prompt: Tensor, own: Tensor) -> Tensor:
-    """Return [B, H, n + N, D], the prompt's [1, H, n, D] before each of the responses [B, H, N, D]."""
+    """Return [B, H, n + N, D]: the prompt [1, H, n, D] followed by each response of [B, H, N, D]."""
     return torch.cat([prompt.expand(len(own), -1, -1, -1), own], dim=2)
 
 
 def _alike(sizes: Sequence[int]) -> list[list[int]]:
-    """Group the responses with tokens into batches whose longest is at most twice as long as the shortest."""
+    """Return batches of indices of non-empty responses. A batch's longest is at most twice as long as its shortest."""
     batches: list[list[int]] = []
     for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
         if not batches or 2 * sizes[i] < sizes[batches[-1][0]]:
@@ -137,8 +137,8 @@ def _alike(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """Stack [1, H, n, D] tensors, padded at their ends: [B, H, N, D]. No query attends to padding, which comes after
-    it."""
+    """Stack tensors [1, H, n, D] into [B, H, N, D], padded at their ends. Attention is causal, so no token attends to
+    padding."""
     return pad_sequence([part[0].transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
 
 
@@ -152,9 +152,9 @@ def _refuse(settings: dict[str, Any]) -> None:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Return attention with this mask, or causal attention if it is None."""
+    """Return attention with `mask`, or causal attention if `mask` is None."""
     share = query.shape[1] // key.shape[1]
-    grouped = share > 1 and (mask is None or query.device.type == "cpu")  # CUDA has no fast kernel for both
+    grouped = share > 1 and (mask is None or query.device.type == "cpu")  # CUDA: no fast kernel for GQA with a mask
     if share > 1 and not grouped:
         key, value = repeat_kv(key, share), repeat_kv(value, share)
     return F.scaled_dot_product_attention(
@@ -167,7 +167,7 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def share_prefixes(model: Any) -> bool:
-    """Make `model` accept `shared_row`. Return False if the result then differs from each sequence alone."""
+    """Make `model` accept `shared_row`. Return False, and undo it, if this changes its hidden states."""
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME
     try:
@@ -185,7 +185,7 @@ def share_prefixes(model: Any) -> bool:
 
 @torch.no_grad()
 def _compare(model: Any) -> None:
-    """Raise CannotShare if a small group in one row differs from each of its sequences alone."""
+    """Raise CannotShare if hidden states of a shared prompt's responses differ from those of each sequence alone."""
     device, size = model.get_input_embeddings().weight.device, model.config.vocab_size
     types: list[str] = list(getattr(model.config, "layer_types", None) or ())
     if unknown := set(types) - _LAYERS:
@@ -211,5 +211,5 @@ def _compare(model: Any) -> None:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Return a 4D mask, which transformers passes on. Without one it would build [N, N] from the positions."""
+    """Return a 4D mask that transformers does not change. With None it would build [N, N] from the positions."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

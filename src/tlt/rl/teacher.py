@@ -1,4 +1,4 @@
-"""Policy as the drafter's teacher, for engines that do not return hidden states (vLLM)."""
+"""Policy as the learned drafter's teacher, for engines that do not return hidden states (vLLM)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Conf
 
 
 class PolicyTeacher:
-    """Teacher that computes hidden states with the policy. Use it between updates, when target and policy are equal.
+    """Teacher that computes hidden states with the policy. Between updates, this is equal to the target.
 
     A sharded policy cannot be a teacher, because all its members must take part in each pass."""
 
@@ -53,7 +53,7 @@ class PolicyTeacher:
 
     @property
     def head(self) -> Tensor:
-        """Copy of the head's weight, because the next update changes the policy in place."""
+        """Copy of the LM head's weight. It is a copy, because the next update changes the policy in place."""
         if self._head is None or self._head[0] != self.version:
             model = self.policy.model
             weight = Head(model).scaled(model.get_output_embeddings().weight.detach())
@@ -65,7 +65,8 @@ class PolicyTeacher:
 
     @torch.no_grad()
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """Return features [N, F] of a sequence [N]. If `stop` returns True, raise Interrupted before the next layer."""
+        """Return the drafter's input features [N, F] of a sequence [N]: hidden states of the layers in `layout`. If
+        `stop` returns True, raise Interrupted before the next layer."""
         model, entered = self.policy.model, dict[int, Tensor]()
 
         def save_input(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Metrics over the tokens of a batch: the policy's entropy, and the mismatch |trainer - rollout| of their log-probs."""
+"""Metrics over the tokens of a batch: entropy of the policy, and mismatch |trainer - rollout| of log-probs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _TAIL = 0.999  # quantile of `mismatch_p999`
 
 
 class TokenMetrics:
-    """Accumulator over tokens. Each token has a weight, so that a sample can represent the responses that it was drawn
-    from."""
+    """Accumulator of metrics over tokens. Tokens have a weight, so that a sample of responses can represent all of
+    them."""
 
     def __init__(self, device: torch.device) -> None:
         self._entropy = torch.zeros(2, dtype=torch.float64, device=device)  # weighted sum, sum of weights
@@ -20,19 +20,19 @@ class TokenMetrics:
         self._weights = [torch.zeros(0, device=device)]
 
     def add(self, old_logprobs: Tensor, rollout_logprobs: Tensor, entropy: Tensor, weight: float = 1.0) -> None:
-        """Add response tokens, [T] each. Old log-probs are those of the policy that decoded them."""
+        """Add T response tokens. `old_logprobs` are computed by the trainer, `rollout_logprobs` by the engine."""
         self._entropy += weight * torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))]).double()
         self._gaps.append((old_logprobs - rollout_logprobs).abs().float())
         self._weights.append(torch.full_like(self._gaps[-1], weight))
 
     def add_all(self, other: TokenMetrics) -> None:
-        """Add the tokens of `other`."""
+        """Add all tokens of another accumulator."""
         self._entropy += other._entropy
         self._gaps += other._gaps
         self._weights += other._weights
 
     def over(self, group: ProcessGroup) -> dict[str, float]:
-        """Return metrics over the tokens of all members, or 0 if there are none."""
+        """Return the metrics over the tokens of all members of the group. They are 0 if there are no tokens."""
         group.sum_(self._entropy)
         total, count = self._entropy.tolist()
         gaps, weights = (group.gather(torch.cat(parts)) for parts in (self._gaps, self._weights))
@@ -44,7 +44,7 @@ class TokenMetrics:
 
 
 def _quantile(values: Tensor, weights: Tensor, share: float) -> float:
-    """Return the smallest value that at least this share of the weight does not exceed."""
+    """Return the weighted quantile: the smallest value such that values up to it have this share of the weight."""
     values, order = values.sort()
     below = weights[order].double().cumsum(0)
     place = int((below < share * below[-1] * (1 - 1e-12)).sum())

@@ -1,4 +1,4 @@
-"""The model that is trained, with its optimizer: loading, saving, and one optimizer step."""
+"""Model that is trained, with its optimizer: loading, saving, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tlt.rl.parallel import Alone, Owners, ProcessGroup, sum_gradients
 
 
 class TrainedModel:
-    """Hugging Face model with AdamW. Master weights are float32, or float64 if `dtype` is. With bfloat16 the passes run
-    under autocast.
+    """Hugging Face model with AdamW. Master weights are float32, or float64 if `dtype` is float64. If `dtype` is
+    bfloat16, passes run under autocast.
 
     Memory per parameter: master weight, gradient and Adam's two moments, 4 x 4 bytes in float32.
     """
 
-    fused = True  # AdamW in one pass over each tensor
+    fused = True  # whether AdamW uses torch's fused kernels
     home: torch.device | None = None  # device that models are loaded to (default: `device`)
 
     def __init__(
         self, folder: str | Path, dtype: torch.dtype, device: torch.device, config: TrainConfig, base: str | Path
     ) -> None:
-        """Load the weights in `folder`. `base`: the model that training started from."""
+        """Load the weights in `folder`. `base`: path of the model that training started from."""
         self.config, self.device, self.base = config, device, base
         self.autocast = dtype == torch.bfloat16
         self.model = self._load(folder, torch.float32 if self.autocast else dtype)
@@ -40,7 +40,7 @@ class TrainedModel:
         self.optimizer = self._make_optimizer()
         refuse_weights(self.own_weights(), Alone(), f"in {folder}", "fetch or save the model again")
         self.version: int | None = 0
-        """number of steps of training; None during an update once a weight has changed"""
+        """Number of training steps that the weights have had. None during an update once a weight has changed."""
 
     def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
         return load_model(folder, dtype, self.home or self.device)
@@ -49,7 +49,7 @@ class TrainedModel:
         return adamw(self.model, self.config, self.fused)
 
     def own_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return this member's part of each weight, by name."""
+        """Return this member's part of each weight, by name. Only a sharded policy has parts."""
         return self.model.named_parameters()
 
     # -- one optimizer step --------------------------------------------------------------------------------------------
@@ -60,21 +60,21 @@ class TrainedModel:
         """Take an optimizer step with the sum of all shards' gradients, divided by `total` and clipped. Return the norm
         before clipping. If it is not finite, change nothing.
 
-        `shards`: gradients of this member's shards; None if the parameters hold them."""
+        `shards`: gradients of each of this member's shards; None if the parameters hold them."""
         parameters = trained_parameters(self.model)
         for parameter in parameters:
-            if parameter.grad is None:  # no response: Adam's moments and weight decay still apply
+            if parameter.grad is None:  # it had no response: Adam's moments and weight decay still apply
                 parameter.grad = torch.zeros_like(parameter)
         own = [shard or [p.grad for p in parameters if p.grad is not None] for shard in shards]
         norm = self._clip(group, own, owners, total)
-        if norm.isfinite():  # else the step would make weights NaN
+        if norm.isfinite():  # else the optimizer step would make weights NaN
             self.version = None
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
     def _clip(self, group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners, total: int) -> Tensor:
-        """Sum the shards' gradients, divide them by `total` and clip them. Return their norm before clipping."""
+        """Sum the shards' gradients, divide them by `total` and clip their norm. Return the norm before clipping."""
         parameters = trained_parameters(self.model)
         gradients = [p.grad for p in parameters if p.grad is not None]
         sum_gradients(gradients, group, shards, owners)
@@ -88,7 +88,7 @@ class TrainedModel:
         return self.model.state_dict()
 
     def trained_state(self) -> Mapping[str, Tensor]:
-        """Return the tensors that training changes, for `load_state_dict`."""
+        """Return the tensors that training changes, by name. `load_state_dict` accepts them."""
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -106,7 +106,7 @@ class TrainedModel:
         save_model(self.model, folder)
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
-        """Return "parameter/moment" -> tensor. It is empty before the first update."""
+        """Return Adam's state by name "parameter/moment". It is empty before the first update."""
         return moments_of(self.optimizer, self.model)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:

@@ -21,12 +21,12 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import TrainedModel
 from tlt.types import TrainBatch
 
-_ONE_IN = 8  # one of this many responses without a gradient is measured
+_ONE_IN = 8  # one in 8 responses without a gradient is measured
 
 
 @dataclass
 class Update:
-    """The optimizer steps of one rollout. Each member of `group` computes its shards of every step."""
+    """Optimizer steps on the responses of one rollout. Each member of `group` computes its shards of every step."""
 
     trained: TrainedModel
     passes: Passes
@@ -35,10 +35,10 @@ class Update:
     step: int
     group: ProcessGroup
     held: Held
-    """early shards that each member has begun, with the share that is done"""
+    """early shards that each member has begun, with the fraction that is done"""
 
     def run(self) -> dict[str, float]:
-        """Take the steps. Return the mean of each metric over them."""
+        """Take all optimizer steps. Return the mean of each metric over them."""
         config, fixed, metrics = self.passes.config, None, dict[str, float]()
         if fixed_logprobs(config):
             fixed, metrics["early"] = self.compute_fixed()
@@ -47,7 +47,7 @@ class Update:
         mini_batches = split(len(self.batch.response_ids), config.updates_per_step)
         plans = [self.planner.of_gradients(self.batch, some, self.group, self.held) for some in mini_batches]
         self.passes.expect(plans, BACKWARD_PASSES * config.epochs, 1.0)
-        # token metrics are those of the first epoch, because it changes the policy
+        # token metrics are those of the first epoch only, because each epoch changes the policy
         tokens = [TokenMetrics(self.passes.device) for _ in range(config.epochs)]
         self._sample_untaught(tokens[0])
         reports = [
@@ -61,8 +61,8 @@ class Update:
 
     @torch.no_grad()
     def compute_fixed(self) -> tuple[FixedLogprobs, float]:
-        """Compute the log-probs that stay fixed during the update, each member those of its shards. Return all of them,
-        and the share of tokens whose log-probs were computed early."""
+        """Compute the log-probs that stay fixed during the update. Each member computes those of its shards. Return the
+        log-probs of all members, and the share of tokens whose log-probs were computed early."""
         passes, batch, group = self.passes, self.batch, self.group
         models, plan = passes.fixed_models, self.planner.of_logprobs(batch, group, self.held)
         passes.expect([plan], len(models), len(models) / (len(models) + BACKWARD_PASSES * passes.config.epochs))
@@ -80,7 +80,8 @@ class Update:
     def _optimizer_step(
         self, members: range, plan: Plan, fixed: FixedLogprobs | None, tokens: TokenMetrics
     ) -> dict[str, float]:
-        """Take one optimizer step on a mini-batch, and add its tokens to `tokens`."""
+        """Take one optimizer step on a mini-batch, and return its metrics. `members`: its response indices. The metrics
+        of its tokens are added to `tokens`."""
         passes = self.passes
         found = passes.gradients.over(plan, lambda shard: passes.begin_gradient(shard, fixed, self.group))
         for one in found:
@@ -95,13 +96,13 @@ class Update:
         return {"loss": sums["loss"] / total, **means, "early": early, "grad_norm": norm, "skipped": skipped}
 
     def _totals(self, found: Sequence[ShardSum], plan: Plan) -> dict[str, float]:
-        """Return the totals of all members."""
+        """Return the `TOTALS` of shards, summed over all members."""
         own = torch.tensor([[*one.totals.values()] for one in found], dtype=torch.float64, device=self.passes.device)
         return dict(zip(TOTALS, self.group.sum_shards(own, plan.owners).tolist(), strict=True))
 
     @torch.no_grad()
     def _sample_untaught(self, tokens: TokenMetrics) -> None:
-        """Add a sample of the responses without a gradient to `tokens`, so that its metrics cover the whole batch.
+        """Add one in 8 of the responses without a gradient to `tokens`, so that token metrics cover the whole batch.
 
         Computing all of them would make the update up to a third longer."""
         passes, batch = self.passes, self.batch

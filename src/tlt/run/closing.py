@@ -11,9 +11,9 @@ from tlt.wording import counted
 GAIN = 1.05  # speed-up over plain decoding below which `NO_GAIN` is shown
 NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter trained for "
-    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes), and give "
-    "--speculation.path FOLDER. If the run has one already, more --tokens make a better one. Short responses and a "
-    "high temperature gain least"
+    "this model and these prompts helps most: `tlt draft train RECIPE --out FOLDER` trains one in some minutes, and "
+    "--speculation.path FOLDER loads it. More --tokens make a drafter better. Short responses and a high temperature "
+    "gain least"
 )
 ROUNDING = (
     "rounding depends on the shape of a batch and decides near-ties: about one token in a hundred differs in bfloat16, "
@@ -60,11 +60,11 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
 
 
 def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
-    """Return a line with the peak memory of the driver process, and of the worker with the highest peak."""
-    shown = [f"driver {_mib(driver)}"]
-    if workers:
-        shown.append(f"largest worker {_mib(max(workers.values(), key=lambda peak: peak['resident']))}")
-    return f"peak memory: {', '.join(shown)}"
+    """Return a line with the peak memory of the main process, and of the worker process with the highest peak."""
+    if not workers:
+        return f"peak memory: {_mib(driver)}"
+    largest = max(workers.values(), key=lambda peak: peak["resident"])
+    return f"peak memory: main process {_mib(driver)}, largest worker process {_mib(largest)}"
 
 
 def _mib(peak: dict[str, float]) -> str:

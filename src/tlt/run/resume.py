@@ -148,7 +148,7 @@ def _refusal(key: str, before: Any, now: Any, done: int, contents: Contents) -> 
         return f"the file of the function in {key} has changed since the run to be resumed: restore it, {remedy}"
     if key == "train.steps":
         problem = f"train.steps = {now}, but the run to be resumed has {before}, of which {done} are done"
-        return f"{problem}: it can be raised only if train.schedule is constant; set it to {before}, {remedy}"
+        return f"{problem}: it may only be raised, if train.schedule is constant; set it to {before}, {remedy}"
     values = f"{key} = {json.dumps(now)}, but the run to be resumed has {json.dumps(before)}"
     return f"{values}: set it to that value, {remedy}"
 

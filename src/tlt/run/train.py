@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tlt.build import settled
+from tlt.build import refuse_wrong_folders, settled
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits
 from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out, refuse_missing_files
@@ -163,6 +163,7 @@ def _prepare(
     force: Collection[str] = (),
 ) -> Run:
     refuse_missing_files(config.data, config.eval)
+    refuse_wrong_folders(config)
     display.note(about_folder(config))
     display.note(f"loading {config.model.hub or config.model.path}")
     tokenizer = load_tokenizer(config.model.path)

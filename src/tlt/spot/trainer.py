@@ -129,7 +129,7 @@ class DrafterTrainer:
         weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
         out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
         head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
-        loss, overlap = draft_loss(self.config.loss, out, weights, teacher, at, head, known, check_stop)
+        loss, overlap = draft_loss(out, weights, teacher, at, head, known, check_stop)
         distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
         overlaps = torch.stack([one.mean() for one in overlap.split([len(out) for out in outs])])
         return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()

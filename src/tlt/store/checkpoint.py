@@ -75,11 +75,11 @@ def latest(root: Path) -> Checkpoint:
         if found is None:
             return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), tuple(damaged))
         damaged.append(f"{folder.name} ({found})")
-    seen = f"; damaged: {', '.join(damaged)}" if damaged else ""
-    raise CheckpointError(
-        f"there is no complete checkpoint in {root}{seen}: train without --resume, in another run.folder or with "
-        "--run.overwrite true"
-    )
+    if damaged:
+        remedy = "train without --resume, in another run.folder or with --run.overwrite true"
+        raise CheckpointError(f"there is no complete checkpoint in {root}; damaged: {', '.join(damaged)}: {remedy}")
+    remedy = "give the folder of a run that has one, or start a run without --resume"
+    raise CheckpointError(f"there is no checkpoint in {root}: {remedy}")
 
 
 def policy_in(folder: str | Path) -> Path:

@@ -229,9 +229,7 @@ def _checks(
     allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
     end = "with the same rewards" if weighted else "in the same sha256"
     return {
-        f"runs that differ in no token end {end}": all(
-            run.steps_equal or run.tokens_different for run in runs.values()
-        ),
+        f"runs with equal tokens end {end}": all(run.steps_equal or run.tokens_different for run in runs.values()),
         "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
         f"forks: {len(forks)}, at most {allowed:.0f} are allowed": len(forks) <= allowed,
         "every token of the oracle drafter is accepted": all(
