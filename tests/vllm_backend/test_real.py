@@ -339,14 +339,14 @@ print(run.train(config, False, killer)["policy_sha256"], killer.killed)
 """
 
 
-def test_idle_workers_train_the_learned_drafter(by_our_engine: str, tmp_path: Path) -> None:
-    """They train on data that the policy recomputes, from the first data on. The published drafter is used."""
-    drafter = tmp_path / "drafter"
+def test_idle_workers_train_the_learned_drafter(tmp_path: Path) -> None:
+    """They train in the third step, on the first rollout's data, which the policy recomputes."""
+    drafter, three = tmp_path / "drafter", ("--train.steps", "3")
     options = load_drafter(str(recipe().speculation.path), decoder_options(read_config(recipe().model.path))).options
-    save_drafter(EagleLayer(options), drafter)  # knows nothing: the first candidate is better
+    save_drafter(EagleLayer(options), drafter)
     learned = ("--speculation.drafter", "eagle", "--speculation.path", str(drafter), "--speculation.depth", "4")
-    soon = ("--speculation.training.buffer_tokens", "512")  # a quarter of it is harvest enough
-    assert trained(tmp_path / "run", *BY_VLLM, *learned, *soon) == by_our_engine
+    soon = ("--speculation.training.buffer_tokens", "512")
+    assert trained(tmp_path / "run", *BY_VLLM, *learned, *soon, *three) == trained(tmp_path / "ours", *three)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert sum(json.loads(line)["rollout"]["drafter_tokens"] for line in lines) > 0
 
