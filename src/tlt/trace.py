@@ -84,7 +84,7 @@ class Tracer:
         self._state = state, self._end_stay()
 
     def drain(self) -> list[Span]:
-        """Return all spans since the last call, including the time in the present state until now."""
+        """Return all recorded spans (named time intervals) and remove them. One covers the current state until now."""
         self._end_stay()
         spans, self._spans = list(self._spans), deque(maxlen=_MOST)
         return spans

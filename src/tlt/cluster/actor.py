@@ -1,4 +1,4 @@
-"""A worker in a process of Ray: its cores, its network interface, its log, and the worker itself."""
+"""Ray actor that runs one `Worker` in its own process, with its own CPU cores, network interface and log file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _FIRST_WORDS = "here is worker"
 
 
 class Placement(NamedTuple):
-    """Placement and resources of a worker."""
+    """Log file, CPU cores and shared folder of a worker's process."""
 
     log_file: str
-    """file for all output of its process, standard output and errors included"""
+    """path of the file that receives all output of the worker's process, including errors"""
     cores: Sequence[int] = ()
-    """the worker's own cores, if all workers are on one machine"""
+    """indices of the CPU cores of the worker; empty (default) if the run joined a Ray cluster: no restriction"""
     folder: str = ""
-    """The folder of the run's own Ray, if all workers are on one machine. They meet there, so no port is open."""
+    """Folder of the Ray that the run started on this machine. Workers meet there to form process groups, so no port is
+    open. Empty (default) if the run joined a Ray cluster."""
 
 
 class Actor:
-    """Ray actor of a `Worker`. The first call builds the worker, so an error of the constructor is raised by that
-    call."""
+    """Ray actor that holds a `Worker`. The first call builds the worker and raises errors of its constructor."""
 
     def __init__(self, config: Config, index: int, policy_folder: str, placement: Placement) -> None:
         self._arguments = config, index, policy_folder
@@ -50,7 +50,7 @@ class Actor:
             raise portable(error) from None
 
     def process(self) -> int:
-        """Return the process id. This method and the next two run in a thread of their own."""
+        """Return the process id. This method, `interrupt` and `updated` may run while `call` runs."""
         return os.getpid()
 
     def interrupt(self, number: float) -> None:
@@ -77,8 +77,8 @@ class Actor:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its text if it cannot be pickled. Otherwise Ray would report
-    a lost worker."""
+    """Return the error if it can be pickled, else a RuntimeError with its type and text. For an error that cannot be
+    pickled, Ray would report a lost worker."""
     try:
         copy.deepcopy(error)  # uses the protocol of pickle
     except Exception:
@@ -98,7 +98,7 @@ def _write_to(path: str) -> None:
 
 
 def _address_of_this_machine() -> str:
-    """Return the address of this machine in Ray."""
+    """Return the IP address of this machine in the Ray cluster."""
     import ray
 
     return ray.util.get_node_ip_address()
@@ -115,7 +115,8 @@ def interface_of(address: str) -> str | None:
 
 
 def last_log_line(path: str) -> str:
-    """Return a clause with the last line of the worker's log and the log's path; empty if there is none."""
+    """Return a clause for error messages: the path of this log file of a worker, and its last line. Return an empty
+    string if the worker has logged nothing."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

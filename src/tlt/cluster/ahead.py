@@ -1,7 +1,8 @@
 """Look-ahead with many workers: assignment of requests of coming steps to idle workers.
 
-Idle workers decode requests of the coming steps with the current target. The tokens serve as drafts when
-a later target decodes the request: in its own step, and before that if the response is unfinished.
+Idle workers decode requests of the coming steps with the current target. The tokens become drafts. A later target
+version verifies them when it decodes the request: in the request's own step, or earlier if look-ahead continues an
+unfinished response.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from tlt.cluster.worker import AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
-_GOES_ON, _ALIKE = 1.5, 0.5  # factors on a response's length so far, and on that of its longest sibling
+_GOES_ON, _ALIKE = 1.5, 0.5  # factors for the expected length: on the own draft's, on the longest sibling's
 
 
 class LookingAhead:
-    """Requests of coming steps with their look-ahead drafts.
+    """Requests of coming steps, their look-ahead drafts, and the workers that decode them.
 
-    A worker has room for `slots` rows. Requests come from up to `most_steps` coming steps. The store keeps up to
-    `most_tokens` tokens of drafts.
+    `slots`: maximum number of look-ahead requests that a worker decodes. `most_steps`: number of coming steps from
+    which requests are taken. `most_tokens`: maximum number of draft tokens in the store.
     """
 
     def __init__(self, slots: int, most_steps: int, most_tokens: int) -> None:
         self.slots, self.most_steps = slots, most_steps
         self.store = AheadStore(most_tokens)
         self.tokens = 0
-        self.accept_length = self.accept_length_ahead = 1.0  # in the last rollout, without and with look-ahead
+        self.accept_length = self.accept_length_ahead = 1.0  # tokens per pass in the last rollout, without/with drafts
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> look-ahead requests that it decodes
-        self._home: dict[int, int] = {}  # seed -> worker that has its keys and values
-        self._given: list[Request] = []  # requests of this rollout
+        self._home: dict[int, int] = {}  # request's seed -> worker that has its keys and values
+        self._given: list[Request] = []  # requests of the current rollout
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
         """Begin a rollout of these requests. `coming` has the requests of the coming steps, one list per step."""
@@ -45,12 +46,13 @@ class LookingAhead:
         self._at = {}
 
     def since_last(self) -> int:
-        """Return the number of look-ahead tokens since the last call."""
+        """Return the number of new look-ahead tokens since the last call of this method."""
         tokens, self.tokens = self.tokens, 0
         return tokens
 
     def end(self, stats: RolloutStats) -> None:
-        """End the rollout: learn how many tokens a pass commits, and forget the drafts of its requests."""
+        """End the rollout: compute the accept lengths with and without look-ahead drafts from its counters, and drop
+        the drafts of its requests."""
         if passes := stats.row_passes - stats.ahead_passes:
             self.accept_length = (stats.tokens - stats.ahead_committed) / passes
         if stats.ahead_passes:
@@ -60,12 +62,12 @@ class LookingAhead:
             self._home.pop(request.seed, None)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Add drafts for requests that will be decoded again."""
+        """Add look-ahead drafts for requests that will be decoded again."""
         self.store.put(drafts)
 
     def keep_reported(self, row: Row, tokens: Sequence[int], version: int) -> None:
-        """Keep the tokens that a lost worker had reported for this row. They serve as its draft when another worker
-        decodes the row."""
+        """Store as a draft the tokens of this row that a lost worker had reported. Another worker decodes the row again
+        and verifies the draft. `version`: target version that decoded the tokens."""
         known = self.store.get(row.request)
         rest = known.tokens[len(tokens) :].tolist() if known else ()
         self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
@@ -73,9 +75,10 @@ class LookingAhead:
     # -- assignment ----------------------------------------------------------------------------------------------------
 
     def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
-        """Return the requests that this worker decodes next. There are `idle` idle workers, and the unfinished requests
-        are divided among them. Requests whose keys and values this worker holds come first. Those that another worker
-        holds come last, because they would have to be recomputed."""
+        """Return the look-ahead requests that `worker` decodes next; None if there are none. The unfinished look-ahead
+        requests are divided among the `idle` idle workers. Requests whose keys and values this worker holds come first.
+        Requests whose keys and values another worker holds come last, because their prefill would be repeated.
+        `rollout`: number of the current rollout."""
         others = {index: requests for index, requests in self._at.items() if index != worker}
         elsewhere = {request.seed for requests in others.values() for request in requests}
         coming = [request for step in self._next_steps() for request in step]
@@ -100,12 +103,12 @@ class LookingAhead:
             yield step
 
     def steps_of(self, worker: int) -> tuple[int, ...]:
-        """Return the coming steps whose requests the worker decodes; 1 is the next step."""
+        """Return the coming steps whose requests the worker decodes ahead. 1 is the step after this one."""
         seeds = {request.seed for request in self._at.get(worker, ())}
         return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
 
     def rows_of(self, worker: int) -> tuple[int, ...]:
-        """Return the draft length in tokens of each look-ahead request of the worker."""
+        """Return the number of draft tokens so far of each look-ahead request that the worker decodes."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def add_slice(self, worker: int, found: Sequence[Ahead]) -> None:
@@ -115,20 +118,21 @@ class LookingAhead:
         self.call_ended(worker)
 
     def call_ended(self, worker: int) -> None:
-        """Note that the worker's look-ahead has ended, so that others may take its requests."""
+        """Record that the worker's look-ahead call has ended. Others may now decode its requests."""
         self._at.pop(worker, None)
 
     # -- drafts for the requests of this rollout -----------------------------------------------------------------------
 
     def drafts(self, requests: Iterable[Request]) -> list[Ahead]:
-        """Return the drafts of these requests and of their siblings."""
+        """Return the look-ahead drafts of these requests and of their siblings (requests with the same prompt)."""
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """Return a queue of groups of rows, which workers take in turn.
+        """Return a queue of groups of rows. The rows of a group have the same prompt. Workers take groups from the
+        front.
 
-        Without look-ahead drafts, groups keep their order. With them, groups may be split so that all workers need
-        about the same number of rounds (LPT: Graham, 1969).
+        If no row has a look-ahead draft, groups keep the order of `rows`. Otherwise a group may be split, so that all
+        `workers` need about the same number of rounds (longest processing time first: Graham, 1969).
         """
         if not any(self.store.get(row.request) for row in rows):
             return deque(by_prompt(rows))
@@ -141,8 +145,9 @@ class LookingAhead:
         return deque(group for one in bins for group in by_prompt(one))
 
     def _rounds(self, request: Request) -> float:
-        """Return the expected number of rounds of the request. If it did not end during look-ahead, its remaining
-        length is estimated as its length so far, or as the mean length of its siblings if that is larger."""
+        """Return the expected number of decoding rounds of the request, given the look-ahead drafts of its group
+        (same prompt). If its own draft is unfinished, the expected number of tokens after it is the draft's length, or
+        the mean length of the group's drafts if that is larger."""
         mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
         known = self.store.get(request)
         if known is None:
@@ -152,10 +157,12 @@ class LookingAhead:
 
 
 def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
-    """Return requests of coming steps in the order for look-ahead. `left` has the nearest step first.
+    """Return requests of coming steps in the order in which look-ahead decodes them. `left`: these requests, those of
+    the nearest step first.
 
-    One request of each group without any tokens comes first, because responses to one prompt have similar lengths. Then
-    come the requests with the largest expected length, because a step waits for its longest response.
+    If no request of a group (same prompt) has a draft yet, one request of the group comes first, because responses to
+    one prompt have similar lengths. Then come the requests with the largest expected length, because a step waits for
+    its longest response.
     """
     first = {request.prompt.token_ids: request for request in reversed(left)}
     longest = {
@@ -171,7 +178,7 @@ def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
 
 
 def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by prompt, in the order of the first row of each."""
+    """Return the rows as one list for each prompt and epoch, in the order of the first row of each list."""
     order: dict[tuple[int, int], int] = {}
     for row in rows:
         order.setdefault((row.request.prompt.prompt_id, row.request.epoch), len(order))

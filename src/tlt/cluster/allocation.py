@@ -1,4 +1,4 @@
-"""Allocation of a rollout's rows to workers: their shares, the queue of waiting rows, and rows that move."""
+"""Allocation of a rollout's rows: the rows of each worker, the queue of waiting rows, and rows that move."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from tlt.types import Response, RolloutStats, Row
 
 
 class Allocation:
-    """State of the rows of a rollout. A worker decodes its share of them. When it has none left, it takes rows from the
-    queue, and then from another worker. A worker has room for `slots` rows."""
+    """Allocation of a rollout's rows (requests with their tokens so far) to workers. Each worker decodes its share. A
+    worker whose share is empty takes rows from the queue, or from another worker if the queue is empty. `slots`: number
+    of rows that fit into a worker. `forecast` predicts whether moving rows saves time."""
 
     def __init__(self, crew: Crew, slots: int, forecast: Forecast) -> None:
         self.crew, self.slots, self.forecast = crew, slots, forecast
         self.begin(0)
 
     def begin(self, missing: int) -> None:
-        """Begin a rollout with this number of responses."""
+        """Begin a rollout of `missing` responses."""
         self.missing = missing
-        """number of responses that have not ended"""
+        """number of responses of the rollout that have not finished"""
         self.queue: deque[list[Row]] = deque()
         self.shares = [Share() for _ in range(self.crew.size)]
         self._lost_stats = RolloutStats()
 
     def take_rows(self, index: int) -> list[Row]:
-        """Move rows that wait for this worker, and rows of the queue, to its share. Return them."""
+        """Move rows to the share of worker `index`: rows that another worker released for it, and rows of the queue up
+        to its fair part. Return the moved rows."""
         share = self.shares[index]
         fair = math.ceil(self.missing / len(self.crew.present))
         new = [*share.promised, *take(self.queue, len(share.rows) + len(share.promised), fair, self.slots)]
@@ -40,7 +42,7 @@ class Allocation:
         return new
 
     def handle_slice(self, index: int, done: Slice) -> list[Response]:
-        """Handle a slice that returned. Return the responses that finished in it."""
+        """Record the result of a decoding call of worker `index`. Return the responses that finished in this call."""
         share = self.shares[index]
         self._update_forecast(share.last, done)
         share.last = done
@@ -50,7 +52,7 @@ class Allocation:
             del share.rows[response.request.seed]
             share.reported.pop(response.request.seed, None)
             self.forecast.lengths.append(len(response.token_ids))
-        if not share.asked:  # else the slice began before the request to move rows
+        if not share.asked:  # else this call began before the worker was asked to release rows
             for row in done.released:
                 del share.rows[row.request.seed]
                 share.reported.pop(row.request.seed, None)
@@ -59,13 +61,13 @@ class Allocation:
         return done.responses
 
     def requeue(self, rows: list[Row]) -> None:
-        """Put rows at the front of the queue. Interrupt idle work, so that an idle worker takes the rows."""
+        """Put rows at the front of the queue, and interrupt idle work so that an idle worker can take them."""
         self.queue.appendleft(rows)
         self.crew.break_off()
 
     def ask_for_rows(self, index: int) -> bool:
-        """Ask the worker with most rows to move some to this idle worker, if that is predicted to end the rollout
-        earlier. Return whether the idle worker waits for rows."""
+        """Ask the worker with the most rows to release some of them for the idle worker `index`, if this is predicted
+        to end the rollout earlier. Return whether the idle worker now waits for rows."""
         if any(share.helper == index for share in self.shares):
             return True
         most = max(self.shares, key=lambda share: len(share.rows))
@@ -89,8 +91,8 @@ class Allocation:
             self.requeue(rows)
 
     def reclaim(self, index: int) -> Share:
-        """Queue the rows of a lost worker again, and return its former share. Other workers decode the rows to the same
-        tokens."""
+        """Put the rows of the lost worker `index` back into the queue, and return the share that it had. Other workers
+        decode these rows to the same tokens."""
         lost, self.shares[index] = self.shares[index], Share()
         if rows := [*lost.rows.values(), *lost.promised]:
             self.requeue(rows)
@@ -99,15 +101,15 @@ class Allocation:
         return lost
 
     def idle(self) -> list[int]:
-        """Return the workers that have nothing to decode."""
+        """Return the workers that are ready and have no rows to decode."""
         return [index for index, share in enumerate(self.shares) if not share.rows and index in self.crew.ready]
 
     def lengths(self) -> dict[int, int]:
-        """Return the number of tokens of each unfinished row, by seed."""
+        """Return the current number of tokens of each unfinished row in the workers' shares, by the request's seed."""
         return {seed: n for share in self.shares for seed, n in zip(share.rows, share.lengths, strict=True)}
 
     def stats(self) -> list[RolloutStats]:
-        """Return the sum of the counters of lost workers, then the counters of each worker that decoded."""
+        """Return decoding counters so far: first the sum over lost workers, then those of each worker."""
         return [self._lost_stats, *(share.last.stats for share in self.shares if share.last)]
 
     def _update_forecast(self, before: Slice | None, now: Slice) -> None:

@@ -1,4 +1,4 @@
-"""Bookkeeping of workers whose process Ray has not started yet (awaited), and of workers that are left out."""
+"""Bookkeeping of workers that Ray has not started yet (awaited), and of workers that are left out of the run."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from tlt.cluster.pool import ClusterError, Pool
 
 log = logging.getLogger(__name__)
 
-_LOG_AFTER = 10.0  # seconds after which a missing process is logged
-_POLL_EVERY = 1.0  # seconds between two checks
+_LOG_AFTER = 10.0  # seconds after which a process that has not started is logged
+_POLL_EVERY = 1.0  # seconds between two checks whether left-out workers can return
 _PAUSE = 30.0  # seconds before a worker that was lost too often is tried again; doubled each time
-_LONGEST_PAUSE = 3600.0
+_LONGEST_PAUSE = 3600.0  # maximum pause in seconds before a lost worker is tried again
 
 
 class Capacity:
-    """Awaited and absent workers.
+    """Workers whose process is awaited, and workers that are left out, because they were lost too often or did not
+    start.
 
-    `grace` is the timeout in seconds for the start of a process. If fewer than `least` workers are left, the run ends.
+    `grace`: timeout in seconds for the start of a worker's process. `least`: minimum number of workers that are not
+    left out. With fewer, the run ends.
     """
 
     def __init__(self, pool: Pool, least: int, grace: float) -> None:
         self.pool, self.least, self.grace = pool, least, grace
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
-        """awaited workers, and the time at which each was requested"""
+        """time of the request (`time.monotonic`) by worker, for workers whose process has not started yet"""
         self._logged: set[int] = set()  # awaited workers whose delay was logged
-        self._absent: dict[int, float] = {}  # workers that are left out, and the earliest time of their return
+        self._absent: dict[int, float] = {}  # left-out worker -> earliest time of its return
         self._next = 0.0
 
     @property
     def present(self) -> list[int]:
-        """Workers that are not left out, awaited ones included, in order."""
+        """Workers that are not left out, ascending. Workers whose process has not started yet are included."""
         return [index for index in range(self.pool.size) if index not in self._absent]
 
     def awaits(self, index: int) -> None:
-        """Note that a new process of this worker was requested."""
+        """Record that a new process was requested for this worker, which is then no longer left out."""
         self._absent.pop(index, None)
         self.awaited[index] = time.monotonic()
 
     def poll(self) -> tuple[list[int], list[int]]:
-        """Return the workers whose process has started since the last check, and the workers whose process did not
-        start in time."""
+        """Return two lists of workers: those whose process has started since the last call, and those whose process did
+        not start within `grace` seconds."""
         now = time.monotonic()
         begun = [index for index in self.awaited if self.pool.has_begun(index)]
         for index in begun:
@@ -55,8 +57,9 @@ class Capacity:
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
     def leave_out(self, index: int, why: str, times: int = 0) -> None:
-        """Continue without the worker until its process has started. If it was left out `times` times because of
-        losses, also wait for a pause that doubles each time. Raises ClusterError if too few workers are left."""
+        """Continue the run without worker `index`, for the reason `why`. It may return when its process has started and
+        a pause is over. `times`: losses in a row above the permitted number. The pause is 30 s for 1 and doubles with
+        each further loss, up to an hour; it is 1 s for 0. Raises ClusterError if too few workers are left."""
         self.awaited.pop(index, None)
         self._logged.discard(index)
         pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _POLL_EVERY
@@ -68,7 +71,8 @@ class Capacity:
         log.warning("%s, and the run continues with them%s: %s", left, again, why)
 
     def back(self) -> list[int]:
-        """Return the left-out workers whose pause is over and whose process has started."""
+        """Return the left-out workers that can take part in the run again: their process has started, and their pause
+        is over. Return [] if the last check was less than a second ago."""
         now = time.monotonic()
         if not self._absent or now < self._next:
             return []

@@ -11,8 +11,8 @@ import time
 from tlt.cluster.pool import ClusterError
 
 _EVERY = 5.0  # seconds between two checks
-_MISSES = 3  # failed checks in a row after which it counts as lost, because a busy cluster may be slow to answer
-_ANSWERS = 3.0  # timeout of a check in seconds
+_MISSES = 3  # failed checks in a row after which Ray counts as lost; a busy cluster may miss one or two
+_ANSWERS = 3.0  # timeout in seconds of one check
 _REACHED_WITHIN = 10.0  # timeout in seconds for a connection to a cluster
 _TOKEN_TIMEOUT = 120.0  # timeout in seconds for the process of `accepts_no_token`
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
@@ -24,7 +24,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raise ClusterError if nothing answers at host:port. Ray checks other forms of an address."""
+    """Raise ClusterError if nothing answers at an address host:port. Ray checks other forms of an address."""
     if "/" in address or not address.rpartition(":")[2].isdigit():
         return
     try:
@@ -56,8 +56,8 @@ def accepts_no_token(address: str) -> bool:
 class Control:
     """Monitor of Ray's control process at `address` (host:port).
 
-    Without that process, workers still answer for a minute. Then Ray ends them and the driver with a message of its
-    own. Regular checks leave time to save before that.
+    If this process ends, workers still answer for about a minute. Then Ray ends the workers and the driver. Regular
+    checks find the loss earlier, so there is time to save a checkpoint.
     """
 
     def __init__(self, address: str) -> None:
@@ -65,8 +65,8 @@ class Control:
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def check(self) -> None:
-        """If the last check is old enough, check whether the process is running. Raises ClusterError when the process
-        no longer answers, but only once, so that the run can then save."""
+        """Check whether the control process accepts connections, at most every 5 s. After 3 failed checks in a row,
+        raise ClusterError. It is raised only once, so that the run can then save."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

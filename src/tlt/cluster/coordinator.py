@@ -1,7 +1,8 @@
-"""The coordinator, which decides what each worker does next. The states of workers are those of `tlt.trace`.
+"""Coordinator, which decides what each worker does next. The states of workers (decoding, idle, ...) are in
+`tlt.trace`.
 
-It is one loop over the calls that return. No token depends on it, because any worker may decode any request, from the
-start or from the point where another worker stopped.
+It runs in the driver, as one loop over the worker calls that return. No token depends on its decisions, because any
+worker may decode any request, from the start or from the point where another worker stopped.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch, WorkerNow
 
-_AHEAD = 2  # slices of look-ahead before a worker gets a new list of requests
-_LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
-_HANGS = 30.0  # timeout in seconds for the end of idle work; a worker that exceeds it is replaced
+_AHEAD = 2  # duration of a look-ahead call in slices; after it the worker gets new requests
+_LAST = 5  # duration of a decode call in slices if the worker has one row, because a call costs some milliseconds
+_HANGS = 30.0  # timeout in seconds for interrupted idle work; a worker that exceeds it is replaced
 _REPLY = 0.02  # seconds between two checks for replies of environments
 
 
@@ -43,22 +44,21 @@ class Coordinator:
         self.allocation = Allocation(crew, config.engine.max_rows, Forecast(config.rollout.max_new_tokens))
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
-        """State of each worker after the last call that returned. It is replaced as a whole, so any thread may read
-        it."""
+        """State of each worker after the last call that returned. Any thread may read this tuple."""
         self._enter(IDLE)
-        self._number = 0  # number of the present or last rollout
+        self._number = 0  # number of the current or last rollout
         options = decoder_options(read_config(config.model.path))
         drafter = starting_drafter(config, options)
         self.training = DrafterTraining(crew, crew.pool.put, config, options, drafter)
         self.early = EarlyUpdate(crew, config.train)
         self.group_update = GroupUpdate(crew, self.early)
-        self.uses_idle_time = True  # for the early update, the drafter and look-ahead
+        self.uses_idle_time = True  # whether idle workers update early, train the drafter, look ahead
         self.looks_ahead = steps_ahead(config.speculation) > 0
         speculation = config.speculation
         self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
-        self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from there to the update
+        self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from it to the update
         self._version = 0  # target version
-        self._plain = False  # whether this is a comparison with plain decoding
+        self._plain = False  # whether this rollout is a comparison with plain decoding
         self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
     def _enter(self, state: str) -> None:
@@ -104,7 +104,7 @@ class Coordinator:
         return responses, stats
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        """Decode with plain decoding. Workers help each other and do no idle work meanwhile."""
+        """Decode with plain decoding, for comparison. Idle workers only take rows of other workers."""
         self._all_back()
         kept = self.allocation.forecast
         self.allocation.forecast, self.uses_idle_time = self._plain_forecast, False
@@ -120,7 +120,7 @@ class Coordinator:
             self._enter(IDLE)
 
     def _all_back(self) -> None:
-        """End all idle work and wait until the workers are free. A micro-batch of the update may take long."""
+        """Interrupt idle work and wait until all workers are free. An early update has no timeout here."""
         self.crew.break_off()
         self.crew.wait_until_ended((EARLY_UPDATE,), math.inf)
         self.crew.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)
@@ -134,7 +134,7 @@ class Coordinator:
         self._handle_kept_calls()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
-        """Decode until no response is missing. Return the responses."""
+        """Decode until all responses of the rollout are finished. Return them."""
         responses: list[Response] = []
         while self.allocation.missing:
             self.crew.readmit()
@@ -158,18 +158,18 @@ class Coordinator:
         return responses
 
     def _next_done(self) -> list[Done]:
-        """Return the calls that returned. If replies are awaited, there may be none."""
+        """Return the worker calls that have returned: at least one, unless replies of environments are awaited."""
         if not self.turns.awaits:
             return self.crew.done()
         return self.crew.done(_REPLY) if self.crew.calls else []
 
     def _handle_kept_calls(self) -> None:
-        """Handle the calls that returned while another call was waited for."""
+        """Handle the calls that returned while the crew was waiting for other calls."""
         for done in self.crew.take_kept():
             self._handle_idle_work(done)
 
     def _handle_idle_work(self, done: Done) -> None:
-        """Handle a call that returned, as far as it concerns idle work."""
+        """Pass a call that returned to look-ahead, the early update and drafter training."""
         if done.lost:
             self.ahead.call_ended(done.worker)
         elif done.method == "look_ahead":
@@ -178,7 +178,7 @@ class Coordinator:
         self.training.handle_result(done)
 
     def _next(self, index: int) -> None:
-        """Give a free worker the next slice of its share, waiting rows, or idle work."""
+        """Start the next call of a free worker: decode its share and waiting rows, or do idle work."""
         new, share = self.allocation.take_rows(index), self.allocation.shares[index]
         if not share.rows:
             self._idle(index)
@@ -191,15 +191,15 @@ class Coordinator:
         share.asked = []
 
     def _seconds(self, share: Share) -> float:
-        """Return the duration of the worker's next slice in seconds. It is 0 if a helper waits for rows of the worker.
-        It is longer if the worker has one row only, because that row cannot be moved to another worker."""
+        """Return the seconds of the worker's next decode call: 0 (one round) if it must release rows for an idle
+        worker, more than usual if it has only one row, because a single row cannot be moved."""
         if share.asked:
             return 0.0
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Give a worker without rows the first kind of idle work that is possible: help another worker, early update,
-        train the drafter within its share of the time, look-ahead, train the drafter further."""
+        """Start the first possible kind of idle work on a worker without rows: take rows of another worker, early
+        update, drafter training within its share of the time, look-ahead, more drafter training."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
         if self.allocation.ask_for_rows(index):
             self._decode_ahead(index)  # until it gets rows, because look-ahead can be stopped within a round
@@ -215,8 +215,8 @@ class Coordinator:
         return due
 
     def _train(self, index: int, is_idle: bool = False) -> bool:
-        """Let an idle worker train or evaluate the drafter. `is_idle`: whether it has no other work. Return whether a
-        call was started."""
+        """Start training or evaluating the drafter on an idle worker, if the schedule permits. `is_idle`: whether the
+        worker has no other work. Return whether a call was started."""
         seconds = self.config.cluster.slice_seconds
         due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds, is_idle)
         if due:
@@ -224,7 +224,7 @@ class Coordinator:
         return due
 
     def _spend_extra_time(self, rollout_seconds: float) -> float:
-        """Train the drafter before the update, for the fraction `speculation.training.extra` of the rollout's time.
+        """Train the drafter between rollout and update, for `speculation.training.extra` times the rollout's duration.
         Return the seconds that this took."""
         began = time.monotonic()
         until = began + self.training.extra * rollout_seconds
@@ -236,7 +236,7 @@ class Coordinator:
         return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
-        """Let an idle worker decode look-ahead requests. Return whether there were any."""
+        """Start decoding look-ahead requests on an idle worker. Return whether there were any."""
         looks_ahead = self.looks_ahead and self.uses_idle_time
         work = self.ahead.work(index, self._number, len(self.allocation.idle())) if looks_ahead else None
         if work:
@@ -245,7 +245,7 @@ class Coordinator:
         return work is not None
 
     def _reclaim(self, index: int) -> None:
-        """Queue the rows of a lost worker again, with the tokens that it had reported as drafts."""
+        """Queue the rows of a lost worker again. Tokens that the worker had reported become drafts of these rows."""
         lost = self.allocation.reclaim(index)
         for seed, row in lost.rows.items():
             if reported := lost.reported.get(seed):
@@ -253,8 +253,8 @@ class Coordinator:
         self.tracers[index].enter(IDLE if index in self.crew.present else ABSENT)
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
-        """Return the sum of all workers' counters. Tokens and passes are those of the responses, so work that was
-        repeated counts once."""
+        """Return the statistics of the rollout over all workers. Tokens and passes are counted from the responses, so
+        lost work that was repeated counts once."""
         lost, *found = self.allocation.stats()
         stats = sum(found, start=lost)
         rates = [one.acceptance_rate for one in found]

@@ -1,5 +1,5 @@
-"""Calls to workers that survive losses. A lost worker is replaced by a copy of another one. If there is no room for the
-new worker, the others continue without it until there is."""
+"""Calls to workers that survive losses. A lost worker is replaced by a new one, which takes the state of another
+worker. If there is no room for the new worker, the run continues without it until there is."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from tlt.rl.parallel import SILENT, Broken, GroupBroken
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = SILENT + 10.0  # timeout in seconds for the others to return from a joint call after a worker was lost
+_PATIENCE = SILENT + 10.0  # timeout in seconds for the other workers of a joint call to return after one was lost
 _LOOK = 1.0  # seconds between two checks for workers that exceed their timeout
 BREAKABLE = (
     "train_drafter",
     "evaluate_drafter",
     "look_ahead",
     "early_update",
-)  # calls that may be broken off; their last argument is the call's number
-_JOINT = ("update", "shard_policy")  # a worker that hangs in one of these blocks all others
+)  # methods whose calls can be interrupted; their last argument is the call's number
+_JOINT = ("update", "shard_policy")  # joint calls: a worker that hangs in one blocks all others
 _PING = 5.0  # timeout in seconds for the answer of a worker that does not hang
-_IN_A_ROW = 3  # times that a worker may be lost with no update in between
+_IN_A_ROW = 3  # times that a worker may be lost, without a completed update, before it is left out
 
 
 class Done(NamedTuple):
-    """A call that returned."""
+    """Worker call that returned, or that ended because the worker was lost."""
 
     worker: int
     method: str
     result: Any
     lost: bool = False
-    """Whether the worker was lost with all its calls. A new one is started, or the run continues without it."""
+    """Whether the worker was lost, with all its calls. It is then replaced, or the run continues without it."""
 
 
 class Crew:
-    """Calls of workers. Calls that change the run's state go to all present workers, so any worker can replace another.
-    If the policy is sharded, no worker can be replaced, so the first loss ends the run.
+    """Workers of a run, the calls that they run, and their replacement after a loss. Calls that change the run's state
+    go to all present workers, so any worker can give its state to a new one. If the policy is sharded (`shards`), no
+    worker can be replaced, so the first loss ends the run.
 
-    `patience` is the timeout of short calls in seconds. A worker that exceeds the timeout of its call counts as lost.
-    `grace` is the timeout in seconds for the start of a worker's process. A worker that exceeds it is left out. `least`
-    is the smallest number of present workers.
+    `patience`: timeout of short calls in seconds. A worker that exceeds the timeout of its call counts as lost.
+    `grace`: timeout in seconds for the start of a worker's process. A worker that exceeds it is left out. `least`:
+    minimum number of present workers.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Crew:
         self.ready = set(range(pool.size))  # workers that have the run's state
         self.losses = 0
         self.trouble = ""
-        """Last failure: reason why a worker was lost, or why the workers' group broke"""
+        """last failure: reason why a worker was lost, or why the process group of the workers broke"""
         self._in_a_row = [0] * pool.size
         self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and that call
         self._calls: dict[Handle, tuple[int, str]] = {}
@@ -67,16 +68,16 @@ class Crew:
 
     @property
     def present(self) -> list[int]:
-        """Workers that are not left out, in order."""
+        """Workers that are not left out, ascending."""
         return self.capacity.present
 
     def free(self) -> list[int]:
-        """Return the workers that have the run's state and no call under way."""
+        """Return the workers that have the run's state and no running call."""
         return [index for index in sorted(self.ready) if not self.pending(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
-        """Start a call. `done` returns its result. A worker that is left out is not called, because it takes the state
-        later."""
+        """Start a call of a worker's method. Return its handle; `done` returns its result. If the worker is left out,
+        return None without a call, because it takes the run's state when it returns."""
         if index not in self.present:
             return None
         if not self.pending(index):
@@ -86,13 +87,13 @@ class Crew:
         return handle
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start an interruptible call."""
+        """Start a call that `break_off` can interrupt. The call's number is added to its arguments."""
         assert method in BREAKABLE, "other calls cannot be interrupted"
         self._number += 1
         self.call(index, method, *arguments, self._number)
 
     def break_off(self) -> None:
-        """Interrupt all interruptible calls. They end within a micro-batch or a round, or do not begin."""
+        """Interrupt all running calls of idle work. They end within a micro-batch or a round."""
         for index in {i for i, method in self._calls.values() if method in BREAKABLE}:
             self.pool.interrupt(index, self._number)
 
@@ -101,22 +102,22 @@ class Crew:
         return [method for i, method in self._calls.values() if i == index]
 
     def done(self, timeout: float = math.inf) -> list[Done]:
-        """Return calls that have returned: at least one, unless the timeout in seconds is over. Raises the exception of
-        a method, and ClusterError if no ready worker is left."""
+        """Return the calls that have returned: at least one, unless `timeout` seconds pass first. Raises the exception
+        of a called method, and ClusterError if no worker with the run's state is left."""
         return self.take_kept() or self._collect(timeout)
 
     @property
     def calls(self) -> int:
-        """Number of calls that have not returned."""
+        """Number of calls of all workers that have not returned."""
         return len(self._calls)
 
     def take_kept(self) -> list[Done]:
-        """Return the calls that returned while other calls were waited for."""
+        """Return the calls that returned while the crew was waiting for other calls. Each is returned once."""
         kept, self._kept = self._kept, []
         return kept
 
     def _collect(self, timeout: float = math.inf) -> list[Done]:
-        """Return calls that have returned: at least one, unless the timeout in seconds is over."""
+        """Return the calls that have returned: at least one, unless `timeout` seconds pass first."""
         until = time.monotonic() + timeout
         while True:
             handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
@@ -126,7 +127,7 @@ class Crew:
                 return found
 
     def _hung(self) -> list[Done]:
-        """Replace a worker that exceeded a timeout. Return it as lost."""
+        """If a call exceeded its timeout, replace the worker that caused this. Return that worker's call as lost."""
         now = time.monotonic()
         there = [index for index in self.present if index not in self.capacity.awaited]
         firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
@@ -141,7 +142,7 @@ class Crew:
         return [Done(index, method, None, lost=True)]
 
     def _awaited_in_vain(self) -> list[Done]:
-        """Leave out workers whose process did not start in time. Return them as lost."""
+        """Leave out workers whose process did not start within the timeout. Return their calls as lost."""
         begun, in_vain = self.capacity.poll()
         for index in begun:
             self._since[index] = time.monotonic()
@@ -156,10 +157,9 @@ class Crew:
         return [Done(index, "take_state", None, lost=True) for index in in_vain]
 
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
-        """Return the worker that causes the delay of this late worker, and the method that hangs there.
-
-        In a joint call, return a worker that does not answer a ping. If the late worker is new and still waits for the
-        state of another worker, return that one. Otherwise return the late worker itself."""
+        """Return the worker that caused worker `index` to exceed its timeout in `method`, and the method in which it
+        hangs. In a joint call, this is a worker that does not answer a ping. If worker `index` is new and waits for the
+        state of another worker, it is that worker. Otherwise it is worker `index` itself."""
         if method in _JOINT:
             silent = [i for i in self.present if self.pool.updated(i, _PING) is None]
             return max(silent, default=index), method
@@ -202,16 +202,14 @@ class Crew:
         return Done(index, method, result)
 
     def _leave_under_way(self) -> None:
-        """Forget the calls under way, because the run ends and their results are of no use. Calls of a last save come
-        after them. New workers still take the state."""
+        """Forget all running calls except `take_state`, because the run ends without their results."""
         self.break_off()
         self._calls = {handle: call for handle, call in self._calls.items() if call[1] == "take_state"}
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
     def call_all(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call a method on all present workers. Return the result of each. If a worker is lost, its replacement is
-        called too."""
+        """Call a method on all present workers and on replacements of lost ones. Return the results."""
         results: dict[int, Any] = {}
         while missing := [index for index in self.present if index not in results]:
             for index in missing:
@@ -225,7 +223,8 @@ class Crew:
         return dict(sorted(results.items()))
 
     def call_one(self, method: str, *arguments: Any) -> Any:
-        """Call a method on one ready worker, if possible a free one. Return its result."""
+        """Call a method on one worker that has the run's state, if possible a free one. Wait and return its result. If
+        the worker is lost, another one is called."""
         while True:
             index = self._source()
             if self.pending(index):
@@ -239,8 +238,8 @@ class Crew:
                     return mine[0].result
 
     def call_for_policy(self, method: str, *arguments: Any) -> Any:
-        """Call a method that needs the whole policy. Return the first worker's result. If the policy is sharded, all
-        workers make the call."""
+        """Call a method that needs the whole policy, wait, and return its result. One worker is called. If the policy
+        is sharded, all workers are called, and the result is that of worker 0."""
         return self.call_all(method, *arguments)[0] if self.shards else self.call_one(method, *arguments)
 
     def call_jointly(
@@ -249,9 +248,10 @@ class Crew:
         arguments: Mapping[int, tuple[Any, ...]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
-        """Call a method in which these workers need each other. Return their results, or None if a worker was lost. The
-        other workers return Broken then. In either case all workers have returned. A worker that still waits after all
-        connections to a lost worker have ended is replaced too. `meanwhile` is called repeatedly while waiting."""
+        """Call a method in which workers exchange data, and wait until all have returned. `arguments` has the arguments
+        by worker. Return the results, or None if a worker was lost or the process group broke; others then return
+        Broken. A worker that does not return in time after that is replaced. `meanwhile` is called repeatedly while
+        waiting."""
         for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -275,8 +275,7 @@ class Crew:
         return [results[i] for i in arguments] if until == math.inf else None
 
     def wait_until_ended(self, methods: Collection[str], patience: float) -> None:
-        """Wait until no worker runs one of these methods. Replace a worker that takes longer than `patience`
-        seconds."""
+        """Wait until no worker runs these methods. Replace a worker after `patience` seconds."""
         until = time.monotonic() + patience
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:
@@ -293,8 +292,9 @@ class Crew:
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def replace(self, index: int, method: str, why: str) -> None:
-        """Start a new worker, which takes the state of a ready one. The old worker was running `method`. A worker that
-        was lost too often is left out for now. Raises ClusterError if no worker is ready, or too few are left."""
+        """Replace worker `index`, which was lost during `method` for the reason `why`. The new worker takes the state
+        of another one. A worker that was lost too often is left out for now. Raises ClusterError if no worker has the
+        run's state, too few workers are left, or the policy is sharded."""
         why = "; ".join(filter(None, (why, self.pool.last_log_line(index))))
         self.trouble = f"worker {index} was lost during {method} ({why})"
         if self.shards:
@@ -329,14 +329,14 @@ class Crew:
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
 
     def readmit(self) -> None:
-        """Give the run's state to workers that were left out and have room again. Do not call this during an update,
-        because the others would give the state before it."""
+        """Give the run's state to left-out workers that can take part again. Do not call this during an update, because
+        the other workers would give them the state before the update."""
         for index in self.capacity.back():
             self._bring_up(index)
             log.warning("worker %d is back: the run continues with %d of %d", index, len(self.present), self.size)
 
     def _suspect(self, source: int, state: Handle) -> None:
-        """Replace the worker `source` if it was lost while a new worker was waiting for its state."""
+        """Replace worker `source` if it was lost during its call `state`, for which a new worker waited."""
         if source not in self.ready or not self.pool.wait([state], 0):
             return
         try:

@@ -1,4 +1,4 @@
-"""Timeouts of calls: a worker that exceeds one counts as lost."""
+"""Timeouts of worker calls. A worker that exceeds the timeout of its call counts as lost."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ _SHORT = {
     *("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter"),
     *("rollout_ended", "forget_older_data", "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
 }
-"""Calls that take one slice or move little data. The duration of all others grows with the model."""
-_LATELY = 5  # number of recent calls that determine the timeout of a long call
-_TIMES = 10.0  # timeout of a long call, relative to the longest of these
-_UNKNOWN = 12.0  # relative to `patience`, for the first call of a method, which may build the model
+"""Methods whose calls take one slice or move little data. The duration of all other methods grows with the model."""
+_LATELY = 5  # number of recent calls of a long method that determine its timeout
+_TIMES = 10.0  # timeout of a long method, as a multiple of its longest recent call
+_UNKNOWN = 12.0  # timeout of the first call of a long method, relative to `patience`; it may build the model
 
 
 class Deadlines:
-    """Timeouts. `patience` is the timeout of short calls in seconds, and the smallest timeout of long calls."""
+    """Timeouts of worker calls, by method. `patience`: seconds for short calls, and the minimum for long calls."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
         self._taken: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
 
     def took(self, method: str, seconds: float) -> None:
-        """Record the duration of a call in seconds."""
+        """Record that a call of this method took this many seconds."""
         self._taken[method].append(seconds)
 
     def seconds(self, method: str) -> float:

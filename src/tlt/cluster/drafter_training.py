@@ -1,13 +1,15 @@
-"""Drafter training in idle time: one driver for one worker and for many.
+"""Drafter training in idle time: the part of the driver, for one worker and for many.
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
-with enough data of earlier rollouts (spot/spot.py). The coordinator offers it each idle worker that neither helps
-another worker nor updates early; a single worker trains only if `speculation.training.extra` is set. The baton
-(spot/baton.py) hands its state on. If that worker decodes and another one is idle, the state is fetched first. A better
-candidate is published with the next call: all workers draft with it from their next round on. If a candidate is not
-better, training goes on from it. If a worker is lost, the others continue from the state that was fetched last. A
-resumed run continues from the last publication, with the optimizer's state and without data. The calls of the workers
-(spot/spot_worker.py):
+with enough training data of earlier rollouts (spot/spot.py). With many workers, the coordinator offers each idle worker
+that neither takes rows of another worker nor updates early. A single worker trains only if `speculation.training.extra`
+is set. The baton (spot/baton.py) passes the trainer state from worker to worker. If the worker that trained last is
+decoding and another one is idle, the driver fetches the state first.
+
+The candidate is the drafter in training. If it is better than the drafter in use, it is published: all workers draft
+with it from their next round on. In either case training continues from it. If a worker is lost, the others continue
+from the state that was fetched last. A resumed run continues from the last published drafter and its optimizer state,
+without training data. The driver calls these methods of the workers (spot/spot_worker.py):
 
     train_drafter, evaluate_drafter   idle calls, of one worker at a time
     drafter_state                     copy of the trainer state, for the next worker or for publication
@@ -33,11 +35,11 @@ from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 
 log = logging.getLogger(__name__)
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
-"""calls whose results the driver waits for"""
+"""methods of drafter training whose results the driver needs; one such call runs at a time"""
 
 
 class Calls(Protocol):
-    """Calls of workers: a `Crew`, or the only worker in this process (cluster/local.py)."""
+    """Calls to workers for drafter training: a `Crew`, or the only worker in this process (cluster/local.py)."""
 
     @property
     def present(self) -> list[int]: ...
@@ -52,10 +54,10 @@ class Calls(Protocol):
 
 
 class DrafterTraining(FaultBarrier):
-    """Driver that trains, evaluates and publishes drafters, and saves published ones in the run's folder.
+    """Driver of drafter training: it trains and evaluates on workers, publishes drafters, and saves published ones.
 
-    `layer` is the drafter that the run starts with; None if none is trained. `put` returns a handle of a value, for use
-    as an argument of calls.
+    `layer` is the drafter that the run starts with; None if none is trained. `put` stores a value and returns a handle
+    of it, for use as an argument of calls.
     """
 
     passes_on = (ClusterError,)
@@ -73,11 +75,11 @@ class DrafterTraining(FaultBarrier):
         self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=layer is not None and layer.trained)
         self.baton = Baton[Handle]()
         self.version = 0
-        """number of the drafter in use; 0 is the one that the run started with"""
+        """number of the published drafter in use; 0 is the drafter that the run started with"""
         self.in_use: tuple[Handle, float | None] | None = None
-        """published drafter, and the acceptance rate of its first draft token"""
+        """published drafter and the acceptance rate of its first draft token; None before a publication"""
         self.under_way: int | None = None
-        """worker that runs one of `METHODS`"""
+        """worker that runs a call of one of `METHODS`; None if there is no such call"""
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self._put = put
@@ -90,8 +92,8 @@ class DrafterTraining(FaultBarrier):
 
     @contained(False)
     def next_call(self, worker: int, idle: Collection[int], seconds: float, is_idle: bool = False) -> bool:
-        """Start a call for the drafter on `worker`, one of the `idle` ones, for about this many seconds. `is_idle`:
-        whether there is no other work for it. Return whether a call was started."""
+        """Start training (for about `seconds`) or evaluation on `worker`, if it is due. `idle`: all idle workers.
+        `is_idle`: whether the worker has no other work. Return whether a call was started."""
         due, able = self.schedule.due(is_idle), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
@@ -113,17 +115,17 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def update_begins(self) -> None:
-        """Fetch the trainer state, so that any worker can continue from it in the next rollout."""
+        """Fetch the trainer state before an update, so that any worker can continue from it in the next rollout."""
         if self.under_way is None and self.baton.holder is not None:
             self._ask_for_state(self.baton.holder)
 
     @contained(None)
     def handle_result(self, done: Done) -> None:
-        """Handle a call that returned, or a lost worker."""
+        """Handle a call that returned, or the loss of a worker, as far as it concerns drafter training."""
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None
             if done.lost:
-                self._to_publish = None  # its successor has other weights, which were not evaluated
+                self._to_publish = None  # its replacement has other weights, which were not evaluated
         match done:
             case Done(lost=True):
                 self._lost(done.worker)
@@ -185,7 +187,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def rollout_ended(self, seconds: float, acceptance: float | None) -> None:
-        """Note the end of a rollout, with the engine's acceptance rate of the learned drafter (None: not used)."""
+        """Record a rollout's duration in seconds and the learned drafter's acceptance rate (None: not used)."""
         self._unable.clear()
         if self.schedule.rollout_ended(seconds, acceptance):
             self._call_all("forget_older_data")
@@ -193,8 +195,8 @@ class DrafterTraining(FaultBarrier):
             self._call_all("rollout_ended")
 
     def train_for(self, left: Callable[[], float], most: float, handle: Callable[[Done], None]) -> None:
-        """Train on free workers while something is due, until no seconds are `left`. A call lasts at most `most`
-        seconds. `handle` is called for each call that returns."""
+        """Train and evaluate on free workers until `left()` is 0 seconds or nothing is due. `most`: maximum seconds of
+        a training call. `handle` is called with each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
                 self.next_call(worker, idle, min(seconds, most), is_idle=True)
@@ -205,7 +207,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained({})
     def report(self) -> dict[str, float]:
-        """Return the metrics since the last call, without the number of tokens."""
+        """Return metrics of drafter training since the last report, except the number of tokens."""
         found = {"version": float(self.version if self.in_use else 0), "rests": float(self.schedule.rests)}
         evaluation, self._evaluation = self._evaluation, None
         if evaluation and evaluation.in_use:
@@ -215,7 +217,7 @@ class DrafterTraining(FaultBarrier):
         return found
 
     def take_tokens(self) -> int:
-        """Return the number of tokens that were trained on since the last call."""
+        """Return the number of tokens that were trained on since the last call of this method."""
         tokens, self._tokens = self._tokens, 0
         return tokens
 
@@ -223,12 +225,12 @@ class DrafterTraining(FaultBarrier):
 
     @contained({})
     def state(self) -> dict[str, Any]:
-        """Return the schedule's state as plain data for a checkpoint. Published drafters are in the run's folder."""
+        """Return the schedule's state as plain data for a checkpoint. Drafters are saved in the run's folder."""
         return self.schedule.state()
 
     @contained(None)
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with the drafter that was published last, in a resumed run."""
+        """Continue a resumed run with the last published drafter and this state of the schedule."""
         self.number_on()
         saved = load_latest(self.folder, self.target)
         if saved and self.saver and saved.layer.options != self.saver.options:
@@ -242,7 +244,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def number_on(self) -> None:
-        """Continue the numbers of the drafters in the folder, because the saver deletes those with lower numbers."""
+        """Number new drafters after those in the folder, because the saver keeps only the highest numbers."""
         self.version = newest_number(self.folder)
 
     @contained(None)

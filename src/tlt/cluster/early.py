@@ -1,6 +1,7 @@
-"""Early update with many workers: assignment of early shards to idle workers, and the progress of each shard.
+"""Early update with many workers: which idle worker computes which early shard, and the progress of each shard.
 
-Gradients and log-probs stay with the workers that computed them. A worker computes one shard at a time and continues an
+An early shard is a part of the step's batch whose responses have finished before the rollout ends (rl/early.py). Its
+gradients or log-probs stay with the worker that computed them. A worker computes one shard at a time and continues an
 unfinished one. Shards of a lost worker are computed again by another one, in the rollout or in the update.
 """
 
@@ -20,24 +21,24 @@ METHOD = "early_update"
 
 
 class EarlyUpdate:
-    """Early shards of a rollout and the workers that compute them."""
+    """Early shards of the current rollout, the workers that compute them, and their progress."""
 
     def __init__(self, crew: Crew, train: TrainConfig) -> None:
         self.crew = crew
         self.most: float = PER_WORKER if has_early_gradients(train) else math.inf
-        """maximum number of early shards per worker; unlimited for log-probs, because they take little memory"""
+        """maximum number of early shards of a worker; unlimited for log-probs, because they take little memory"""
         self._groups: EarlyGroups | None = None
-        self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that computes it, and the share that is done
-        self._unable = set[int]()  # workers whose memory is too small
+        self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that computes it, fraction done
+        self._unable = set[int]()  # workers whose memory is too small for early shards
         self._seconds = 0.0
 
     def begin(self, groups: EarlyGroups | None) -> None:
-        """Begin a rollout of these groups; None if nothing is computed early."""
+        """Begin a rollout. `groups` gives its early shards; None if nothing is computed early."""
         self._groups, self._begun = groups, {}
 
     def next_call(self, worker: int, so_far: Mapping[int, int], seconds: float) -> bool:
-        """Let an idle worker compute an early shard for about this many seconds. Return whether there is
-        one. `so_far`: tokens of unfinished responses by seed."""
+        """Let an idle worker compute an early shard for about `seconds` seconds. Return whether there is one. `so_far`:
+        number of tokens of each unfinished response, by seed."""
         if self._groups is None or worker in self._unable:
             return False
         shards = self._groups.shards(so_far)
@@ -53,7 +54,7 @@ class EarlyUpdate:
         return True
 
     def handle_result(self, done: Done) -> None:
-        """Handle a call that returned, or a lost worker."""
+        """Record the progress of an early shard after a call that returned, or forget the shards of a lost worker."""
         if done.lost:
             self._forget(done.worker)
         elif done.method == METHOD and done.result is None:
@@ -62,17 +63,17 @@ class EarlyUpdate:
             self._forget(done.worker)
         elif done.method == METHOD:
             self._seconds += done.result.seconds
-            if self._begun.get(done.result.shard, (-1, 0.0))[0] == done.worker:  # else it began in an earlier wave
+            if self._begun.get(done.result.shard, (-1, 0.0))[0] == done.worker:  # else its rollout has ended
                 self._begun[done.result.shard] = done.worker, done.result.share_done
 
     def _forget(self, worker: int) -> None:
         self._begun = {shard: begun for shard, begun in self._begun.items() if begun[0] != worker}
 
     def held_by(self, workers: Sequence[int]) -> list[dict[int, float]]:
-        """Return the shards that each of these workers has begun, with the share that is done."""
+        """Return the early shards that each of these workers has begun, with the fraction done of each."""
         return [{k: share for k, (holder, share) in self._begun.items() if holder == worker} for worker in workers]
 
     def take_seconds(self) -> float:
-        """Return the seconds of all calls that returned since the last call of this method."""
+        """Return the total seconds of early-update calls that returned since the last call of this method."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

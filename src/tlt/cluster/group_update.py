@@ -1,4 +1,4 @@
-"""The update of the policy on many workers. It is repeated if a worker is lost."""
+"""Update of the policy on many workers. If a worker is lost, the update is repeated."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of it
 
 
 class GroupUpdate:
-    """Update on all present workers, and its progress."""
+    """Update of the policy by all present workers together, and its progress."""
 
     def __init__(self, crew: Crew, early: EarlyUpdate) -> None:
         self.crew, self.early = crew, early
         self.done = 0.0
-        """fraction of the update that the slowest worker had done at the last check"""
+        """fraction of the current update (0 to 1) that the slowest worker had done at the last check"""
         self._rendezvous: tuple[str, object] | None = None
 
     def shard_policy(self) -> None:
-        """Form a group of all workers, in which each keeps only its own shard of the policy. Raises ClusterError."""
+        """Form a process group of all workers. Each keeps only its own shard of the policy. Raises ClusterError."""
         members = self.crew.present
         rendezvous = self._rendezvous_of(members)
         self.crew.call_jointly("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy on all present workers, each with its shards of the batch. If a worker is lost during the
-        update, the others restore the state before it, and the replacement takes that state too. Then the update is
-        repeated on the same shards. Raises ClusterError."""
+        """Update the policy on all present workers. Each computes its shards of the batch. If a worker is lost during
+        the update, the others restore the state before the update, and the replacement takes that state too. Then the
+        update is repeated on the same shards. Raises ClusterError."""
         given, left = self.crew.pool.put(batch), _ATTEMPTS
         while left:
             losses = self.crew.losses
@@ -52,8 +52,8 @@ class GroupUpdate:
         self.done = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
 
     def _rendezvous_of(self, members: list[int]) -> str:
-        """Return the address where these workers meet as a group. It changes after every loss and every change of
-        members."""
+        """Return the address where these workers form their process group. It changes after every loss of a worker and
+        every change of members."""
         now = self.crew.losses, members
         if self._rendezvous is None or self._rendezvous[1] != now:
             self._rendezvous = self.crew.call_one("rendezvous"), now

@@ -29,7 +29,7 @@ _SLICE = 0.5  # seconds of one training call, or of one wait for replies
 
 
 class OneWorker:
-    """Calls of the only worker, in this process. Each runs at once. `stop` says whether an idle call must end."""
+    """Calls to the only worker, in this process. Each call runs at once. Idle calls end when `stop` returns True."""
 
     def __init__(self, worker: SpotWorker) -> None:
         self.worker, self.present = worker, [0]
@@ -60,7 +60,7 @@ class OwnTraining(DrafterTraining):
         super().__init__(self._calls, lambda value: value, config, target, layer)
 
     def train_until(self, is_over: Callable[[], bool]) -> None:
-        """Train, evaluate and publish until `is_over` returns True or nothing is due."""
+        """Train, evaluate and publish drafters until `is_over` returns True or the schedule has nothing due."""
         self._calls.stop = is_over
         self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.handle_result)
         while done := self._calls.done():  # a candidate may be waiting for its publication
@@ -71,8 +71,8 @@ class OwnTraining(DrafterTraining):
 class LocalRollout:
     """Rollout by an engine in this process.
 
-    If more rows cost little time in the long tail of a rollout, it also decodes requests of the next `look_ahead`
-    steps.
+    In the long tail of a rollout, few rows are left. If more rows then cost little time, the engine also decodes
+    requests of the next `look_ahead` steps.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class LocalRollout:
     def _decode(
         self, engine: RolloutEngine, rows: Sequence[Row], on_response: Callable[[Response], None]
     ) -> list[Response]:
-        """Decode these rows, turn after turn. While only replies are awaited, decode ahead."""
+        """Decode these rows and all later turns of their episodes. While all rows wait for replies of environments,
+        decode look-ahead requests."""
         responses = []
         engine.submit((), rows)
         while engine.busy or self.turns.awaits:
@@ -137,8 +138,7 @@ class LocalRollout:
         return responses
 
     def _train_drafter(self, training: OwnTraining) -> None:
-        """Train the drafter for the share `speculation.training.extra` of the rollout's time. Add the results to the
-        engine's stats."""
+        """Train the drafter for `speculation.training.extra` times the rollout's time. Add results to the stats."""
         self.tracer.enter(SPOT)
         began, stats = time.perf_counter(), self.engine.stats
         rollout_seconds = sum(stats.seconds.values())

@@ -11,12 +11,13 @@ import torch
 from tlt.rl.parallel import ProcessGroup, Rendezvous
 
 Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""(address of the rendezvous, rank, number of members, workers of the recipe, device) -> process group"""
+"""function that joins a process group: (address of the rendezvous, rank, number of members, workers of the recipe,
+device) -> process group"""
 
 
 class Membership:
-    """Process group of this worker. `workers` is their number in the recipe. Workers meet at `meets`: a folder that
-    they share on one machine, or this machine's address in the cluster."""
+    """Process group that this worker is a member of. `workers`: number of workers in the recipe. `meets`: where workers
+    meet to form a group. It is a folder that they share on one machine, or this machine's address in the cluster."""
 
     def __init__(self, meets: str | Path, workers: int, device: torch.device, join: Join) -> None:
         self.meets, self.workers, self.device, self._join = meets, workers, device, join
@@ -24,12 +25,14 @@ class Membership:
         self._group: tuple[Any, ProcessGroup] | None = None
 
     def open_rendezvous(self) -> str:
-        """Open a rendezvous for a new group. Return its address. It stays open until the next call."""
+        """Open a rendezvous, where members of a new group meet, and return its address. It stays open until the next
+        call of this method."""
         self._rendezvous = Rendezvous(self.meets)
         return self._rendezvous.address
 
     def enter(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
-        """Return the group that meets at this address. If the worker is in another group, leave that one first."""
+        """Join the process group that meets at this address, as member `rank` of `size`, and return it. If the worker
+        is in another group, it leaves that one first."""
         if self._group is None or self._group[0] != rendezvous:
             self.leave()
             self._group = rendezvous, self._join(rendezvous, rank, size, self.workers, self.device)

@@ -1,4 +1,4 @@
-"""The protocol of several workers: calls to them, losses, and replacements."""
+"""Protocol of a pool of workers: calls, losses and replacements."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 Handle = Any
-"""A running call. As an argument of another call it stands for its result, which is sent from worker to worker."""
+"""Handle of a worker call. As an argument of another call it stands for its result, which workers send directly."""
 
 
 class WorkerLost(Exception):
-    """Error because the worker died, or because an argument of the call was lost with another worker. The message gives
-    the reason if it is known."""
+    """Error because the called worker died, or because another worker died whose result was an argument of the call.
+    The message gives the reason if it is known."""
 
 
 class ClusterError(ValueError):
-    """Error because the workers cannot continue. The message gives the remedy."""
+    """Error because the workers cannot start or cannot continue. The message gives the remedy."""
 
 
 class Pool(Protocol):
@@ -27,13 +27,11 @@ class Pool(Protocol):
         ...
 
     def interrupt(self, index: int, number: float) -> None:
-        """Call `Worker.interrupt` at once, concurrently with the worker's current call. Do nothing if the worker is
-        lost."""
+        """Call `Worker.interrupt(number)` while the worker's current call runs. Do nothing if the worker is lost."""
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:
-        """Return `Worker.updated`, read concurrently with the current call; None without an answer in this many
-        seconds."""
+        """Return `Worker.updated`, read during the worker's current call; None without an answer in `seconds`."""
         ...
 
     def put(self, value: Any) -> Handle:
@@ -41,7 +39,7 @@ class Pool(Protocol):
         ...
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        """Return the calls that have returned or failed: at least one, unless the timeout in seconds is over."""
+        """Return the calls that have returned or failed: at least one, unless `timeout` seconds pass first."""
         ...
 
     def result(self, handle: Handle) -> Any:
@@ -49,8 +47,8 @@ class Pool(Protocol):
         ...
 
     def replace(self, index: int) -> None:
-        """Start a new worker in place of this one, with the state of the run's start. Kill the old one if it still
-        runs."""
+        """Start a new worker in place of this one. It has the state of the run's start until it takes another worker's
+        state. Kill the old worker if it still runs."""
         ...
 
     def has_begun(self, index: int) -> bool:
@@ -58,7 +56,7 @@ class Pool(Protocol):
         ...
 
     def capacity(self) -> str:
-        """Return a clause with the number of workers that fit into the cluster."""
+        """Return a clause for error messages: the room that the workers need, and the room in the cluster."""
         ...
 
     def last_log_line(self, index: int) -> str:

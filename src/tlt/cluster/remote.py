@@ -1,4 +1,4 @@
-"""Many workers behind the loop's protocols."""
+"""Rollout and policy on many workers, behind the protocols of the training loop (loop.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
 
 class ClusterRollout:
-    """Rollout on all workers."""
+    """Rollout on all workers. The coordinator distributes the requests."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
@@ -73,7 +73,8 @@ class ClusterRollout:
 
 
 class ClusterPolicy:
-    """Policy on the workers. One replica answers each call. If the policy is sharded, all workers answer together."""
+    """Policy on the workers. Each worker has a replica, so one worker computes log-probs and saves. If the policy is
+    sharded, all workers do this together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
@@ -112,8 +113,7 @@ class ClusterPolicy:
         self.crew.call_all("load_optimizer", str(folder.resolve()))
 
     def sha256(self) -> str:
-        """Return the hash of the policy, which all replicas, or all members with shards, compute. Raises ClusterError
-        if the hashes differ."""
+        """Return the policy's sha256, which every worker computes. Raises ClusterError if the hashes differ."""
         digests = list(self.crew.call_all("sha256").values())
         if len(set(digests)) > 1:
             hashes = ", ".join(digest[:8] for digest in digests)
@@ -124,8 +124,9 @@ class ClusterPolicy:
 def join(
     pool: Pool, config: Config, turns: Turns | None = None, longest_prompt: int | None = None
 ) -> tuple[ClusterRollout, ClusterPolicy]:
-    """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. With the
-    tokens of the longest prompt, also check that an update fits their memory. Raises ClusterError or ConfigError."""
+    """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. With
+    `longest_prompt` (in tokens), also check that an update fits the workers' memory. Raises ClusterError,
+    ConfigError."""
     try:
         cluster = config.cluster
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)

@@ -1,4 +1,4 @@
-"""Signal handlers of the run. They stay in force although Ray installs its own while it starts and ends."""
+"""Signal handlers of the run. They stay installed although Ray installs its own while it starts and ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tlt.stopping import SIGNALS, GivenUp
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Restore the signal handlers after the block. Then call them for signals that only Ray's handlers received, and
-    raise again what they raised in the block. Python drops such an exception in a `__del__` or around a fork."""
+    """Restore the run's signal handlers after the block. If a signal reached only Ray's handlers, call the run's
+    handler then. If a handler of the run raised an exception in the block, raise it again, because Python drops an
+    exception that is raised in a `__del__` or around a fork."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -78,7 +79,7 @@ def unwrap_given_up() -> Iterator[None]:
 
 @contextmanager
 def _ignore_silently() -> Iterator[None]:
-    """Do not print ignored exceptions of signal handlers, because they are raised again."""
+    """Hide Python's messages on ignored `SystemExit` and `GivenUp` of signal handlers, which are raised again later."""
     before = sys.unraisablehook
 
     def report(ignored: sys.UnraisableHookArgs) -> None:
@@ -94,8 +95,8 @@ def _ignore_silently() -> Iterator[None]:
 
 @contextmanager
 def _record_arrivals(arrived: set[int]) -> Iterator[None]:
-    """Record the signals that arrive in the block, whichever handler they had. Forward them to the former wakeup file
-    descriptor, such as that of asyncio."""
+    """Add to `arrived` the numbers of the signals that arrive in the block, whichever handler they have. Forward them
+    to the former wakeup file descriptor, such as that of asyncio."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

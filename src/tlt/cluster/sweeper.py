@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "TLT_CLUSTER"
-"""environment variable that holds the folder, in all processes that the driver's Ray has started"""
-_GRACE = 5.0  # seconds for Ray to end by itself
+"""environment variable of all processes that the driver's Ray has started; its value is the folder of this Ray"""
+_GRACE = 5.0  # seconds that Ray has to end by itself before its processes are killed
 
 
 def marked(folder: str) -> list[int]:
-    """Return the ids of the processes whose environment has the mark with this folder, without zombies."""
+    """Return the ids of the processes of the Ray with this folder, which have it in `MARK`. Zombies are left out."""
     wanted = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):

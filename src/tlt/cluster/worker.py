@@ -39,14 +39,14 @@ from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 
 class DecodeWork(NamedTuple):
-    """Work for one slice, in addition to the rows that the worker already has."""
+    """Input of `Worker.decode`: changes to the rows that the worker already has, and options."""
 
     rollout: int
-    """Number of the rollout. If it is new, rows of the previous one are dropped."""
+    """Number of the rollout. If it is new, the worker drops its rows of the previous rollout."""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
-    """seeds of requests that the worker releases, so that others decode them"""
+    """seeds of requests that the worker gives up, so that other workers decode them"""
     drafts: Sequence[Ahead] = ()
     """look-ahead drafts for the new requests"""
     plain: bool = False
@@ -54,16 +54,16 @@ class DecodeWork(NamedTuple):
 
 
 class AheadWork(NamedTuple):
-    """Requests of coming steps for an idle worker."""
+    """Input of `Worker.look_ahead`: requests of coming steps for an idle worker."""
 
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """look-ahead drafts so far for these requests and their siblings"""
+    """look-ahead drafts so far for these requests and their siblings (requests with the same prompt)"""
 
 
 class Slice(NamedTuple):
-    """Result of a slice."""
+    """Result of `Worker.decode`, which decodes for a fraction of a second."""
 
     responses: list[Response]
     released: list[Row]
@@ -72,14 +72,14 @@ class Slice(NamedTuple):
     live: dict[int, int]
     """number of tokens so far of each active row, by seed"""
     waiting: list[int]
-    """seeds of the waiting rows"""
+    """seeds of the rows that the worker has not started or has preempted"""
     seconds: float
     news: dict[int, list[int]]
-    """tokens of active and waiting rows since the previous slice, by seed"""
+    """tokens that active and waiting rows gained since the previous slice, by seed"""
 
 
 class EarlySlice(NamedTuple):
-    """Progress of an early shard."""
+    """Result of `Worker.early_update`: progress of an early shard."""
 
     shard: int
     share_done: float
@@ -87,7 +87,7 @@ class EarlySlice(NamedTuple):
 
 
 class State(NamedTuple):
-    """State that a new worker needs to replace another."""
+    """State that a new worker takes from another worker."""
 
     policy: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -98,8 +98,8 @@ class State(NamedTuple):
 class Worker:
     """Worker of a run.
 
-    `folder` has the policy to start from. Workers meet at `meets`: a folder that they share on one machine, or this
-    machine's address in the cluster.
+    `folder`: folder of the policy to start from. `meets`: where workers meet to form a process group. It is a folder
+    that they share on one machine, or this machine's address in the cluster.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Worker:
         self.plain = self.engine.plain_engine()
         self.membership = Membership(meets, config.cluster.workers, torch_device(config.model), join)
         self._rollout = -1
-        self._reported: dict[int, int] = {}  # by seed, number of tokens reported so far
-        self._before: State | None = None  # the state before the update under way
-        self._wanted = 0.0  # idle calls up to this number must end
+        self._reported: dict[int, int] = {}  # number of tokens reported so far, by seed
+        self._before: State | None = None  # state before the current update, for `rollback`
+        self._wanted = 0.0  # idle calls with this number or a lower one must end
         gc.collect()
         gc.freeze()  # else a collection during a rollout would scan all loaded objects for 0.25 s
 
@@ -160,7 +160,7 @@ class Worker:
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> list[Ahead]:
         """Decode requests of coming steps until the seconds are over, all have ended, or `interrupt` is called.
-        Unfinished requests continue with the next call. Return all tokens so far that the current target decoded."""
+        Unfinished requests continue with the next call. Return the drafts that the current target decoded."""
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
@@ -174,7 +174,7 @@ class Worker:
         return [ahead for ahead in known if ahead and ahead.version == self.target.version]
 
     def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: RolloutEngine) -> None:
-        """Store the drafts. If the rollout is new, drop the rows of the previous one."""
+        """Store these look-ahead drafts. If the rollout is new, drop the rows of the previous one."""
         self.store.put(drafts)
         if number != self._rollout:
             engine.start(())
@@ -183,12 +183,12 @@ class Worker:
     # -- the drafter: faults here reduce speed only --------------------------------------------------------------------
 
     def interrupt(self, number: float) -> None:
-        """End the idle call with this number, or a lower one, within its micro-batch or round. A call that has not
+        """End the idle call with this number, or a lower one, within a micro-batch or a round. A call that has not
         begun yet ends at once. This method is called from another thread."""
         self._wanted = number
 
     def train_drafter(self, start: TrainerState | None, seconds: float, number: float = math.inf) -> SpotReport | None:
-        """Call `SpotWorker.train_drafter`. `number` is above 0 and above those of all earlier idle calls."""
+        """Train the drafter (`SpotWorker.train_drafter`). `number` is above 0 and those of earlier idle calls."""
         with self.tracer.span("spot"):
             return self.spot.train_drafter(start, seconds, lambda: self._wanted >= number)
 
@@ -214,13 +214,13 @@ class Worker:
         return self.membership.open_rendezvous()
 
     def shard_policy(self, rendezvous: Any, rank: int, size: int) -> None:
-        """Keep only this member's shard of the policy. If the policy is sharded, this comes before all other calls that
-        need it. Raises GroupBroken."""
+        """Keep only this member's shard of the policy. Call this before all other uses of a sharded policy. Raises
+        GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.shard_over(self.membership.enter(rendezvous, rank, size))
 
     def dry_run(self, longest_prompt: int) -> None:
-        """Raise ConfigError if an update does not fit the memory."""
+        """Raise ConfigError if an update does not fit the memory. `longest_prompt` is in tokens."""
         self.engine.release()
         dry_run(self.policy, self.config, longest_prompt)
 
@@ -229,7 +229,7 @@ class Worker:
     ) -> EarlySlice | None:
         """Compute the gradient or the log-probs of an early shard, or continue with it: at least one micro-batch, until
         the seconds are over, the shard is complete, or `interrupt` is called. Return None if the memory does not
-        suffice; then all early results are dropped."""
+        suffice. Then all early results of this worker are dropped."""
         began, done = time.perf_counter(), 0.0
 
         def stop() -> bool:
@@ -254,9 +254,9 @@ class Worker:
         size: int,
         held: Held = (),
     ) -> dict[str, float] | Broken:
-        """Do this member's part of the update. `held`: early shards that each member has begun, with the share that is
-        done. Return Broken if another member is lost; `rollback` must follow. If there is no state to restore, for
-        example because the policy is sharded, raise GroupBroken instead."""
+        """Compute this member's part of the update, as member `rank` of `size`. `held`: for each member, the early
+        shards that it has begun and the fraction done. Return Broken if another member is lost; `rollback` must follow.
+        If there is no state to restore, for example because the policy is sharded, raise GroupBroken instead."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
@@ -277,7 +277,7 @@ class Worker:
         return self.policy.updated
 
     def rollback(self) -> None:
-        """Restore the state before the update."""
+        """Restore the policy and the optimizer as they were before the update."""
         self.membership.leave()
         if self._before:
             self._restore(self._before)
@@ -293,7 +293,7 @@ class Worker:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Return the state of this worker. During an update, return the state before it."""
+        """Return the state of this worker for a new one. During an update, return the state before it."""
         return self._before or State(
             _copies(self.policy.trained_state()),
             _copies(self.policy.optimizer_state()),
@@ -302,7 +302,7 @@ class Worker:
         )
 
     def take_state(self, state: State) -> None:
-        """Replace the worker whose state this is."""
+        """Load this state of another worker, so that this new worker can replace a lost one."""
         self._restore(state)
         take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
@@ -329,7 +329,7 @@ class Worker:
         self.policy.load_optimizer(Path(folder))
 
     def trace(self) -> list[Span]:
-        """Return the spans since the last call."""
+        """Return the recorded spans of time since the last call of this method."""
         return self.tracer.drain()
 
     def peak_memory(self) -> dict[str, float]:
@@ -343,5 +343,5 @@ class Worker:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, which do not change with the originals."""
+    """Return copies of the tensors in host memory. They do not change when the originals change."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

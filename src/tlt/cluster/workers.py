@@ -1,7 +1,7 @@
-"""Workers on Ray: thin actors (`actor.py`), each with its own cores or its own device.
+"""Pool of workers on Ray: one actor (`actor.py`) for each worker, with its own CPU cores or its own device.
 
-Without `cluster.address`, the run starts its own Ray on this machine. Only this user can open its folder, it listens on
-loopback, and it ends with the run. `sweeper` ends it even if the driver is killed.
+Without `cluster.address`, the run starts its own Ray on this machine. Only this user can open the folder of that Ray.
+It listens on loopback and ends with the run. `sweeper` ends it even if the driver is killed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tlt.files import first_line
 from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
-_CONCURRENT = "concurrent"  # group of calls that run concurrently with another call
-_LONGEST_FOLDER = 40  # in characters, because the system allows 107 for the paths of Ray's sockets below it
+_CONCURRENT = "concurrent"  # Ray's concurrency group for calls that run while another call runs
+_LONGEST_FOLDER = 40  # characters, because Ray's sockets are below it and the system limits their paths to 107
 
 
 class RayPool:
@@ -167,8 +167,8 @@ class RayPool:
         return self._actors[index].process.options(concurrency_group=_CONCURRENT).remote()
 
     def _kill(self, index: int) -> None:
-        """Kill a worker. If Ray is the run's own, also kill the process at once. Ray asks a worker to end first, so a
-        stopped worker would keep its connections for some seconds, while other members of its group wait."""
+        """Kill a worker. If the run started its own Ray, also kill the process at once. Ray asks a worker to end first,
+        so a stopped worker would keep its connections for some seconds, while other members of its group wait."""
         self._ray.kill(self._actors[index], no_restart=True)
         process = self._processes[index]
         if self.folder and self._ray.wait([process], timeout=0)[0]:
@@ -196,15 +196,15 @@ class RayPool:
 
 
 def _why(error: Exception) -> str:
-    """Return a clause with the reason why a worker was lost, without Ray's speculation."""
+    """Return a clause with the reason why a worker was lost. Ray's list of possible causes is left out."""
     lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
     clause = lines[0].partition(". ")[0]
     return "its process is gone" if not clause or "connection error" in clause else clause
 
 
 def _give_up_threads() -> int:
-    """Let this process use one thread, and return the former number. The driver computes little and the workers use all
-    cores, so a second thread would make the first one wait for a core."""
+    """Limit PyTorch in the driver's process to one thread, and return the former number. The driver computes little and
+    the workers use all cores, so a second thread would make the first one wait for a core."""
     import torch
 
     before = torch.get_num_threads()
@@ -219,7 +219,7 @@ def _take_threads(count: int) -> None:
 
 
 def share_of_cores(index: int, workers: int) -> list[int]:
-    """Return the worker's cores, out of those that this process may use: an equal part, or one shared core if there are
+    """Return the CPU cores of worker `index`: an equal part of this process's cores, or one shared core if there are
     too few."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // workers

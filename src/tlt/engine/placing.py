@@ -18,7 +18,8 @@ class Placing(NamedTuple):
     fresh: list[Row]
     """rows that need a prefill"""
     copies: list[Row]
-    """rows that copy the keys and values of their prompt from another row, which is active or in `kept` or `fresh`"""
+    """rows whose prompt is in the cache of another row of their group (active, or in `kept` or `fresh`); they copy its
+    keys and values instead of a prefill"""
 
 
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:

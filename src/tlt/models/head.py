@@ -1,4 +1,5 @@
-"""Head of a transformers causal language model: its own path from hidden states to logits, with scalings and caps."""
+"""Output head of a transformers causal language model, run by the model's own code: from hidden states to logits, with
+the model's scalings and soft caps."""
 
 from __future__ import annotations
 

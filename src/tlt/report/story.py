@@ -18,7 +18,8 @@ class Ratio(NamedTuple):
     """Speed-up over plain decoding: seconds of plain decoding divided by seconds of the run's decoding."""
 
     plain: float
-    """seconds of plain decoding: measured on whole rollouts, or estimated for decoding rounds of workers"""
+    """total seconds of plain decoding: measured on repeated whole rollouts if `measured`, else estimated for the
+    workers' decoding rounds"""
     ours: float
     """seconds of the run's own decoding of the same rollouts or rounds"""
     measured: bool

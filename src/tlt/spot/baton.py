@@ -1,7 +1,6 @@
-"""Baton, which decides which worker trains the drafter. One worker trains at a time, and the next one continues from
-its trainer state.
+"""Baton of drafter training: one worker trains at a time, and the next one continues from its trainer state.
 
-One worker that trains twice as long gives a better drafter than the average of two that train at the same time (accept
+Training one drafter for twice the time is better than averaging two drafters that are trained at the same time (accept
 length 6.15 against 5.55).
 """
 
@@ -14,25 +13,25 @@ State = TypeVar("State")
 
 
 class Baton(Generic[State]):
-    """The newest trainer state, and the workers that have it. At first all workers have the same one."""
+    """Record of the newest trainer state and of the workers that have it. At first all workers have the same state."""
 
     def __init__(self) -> None:
         self.state: State | None = None
-        """trainer state that was fetched from a worker last; None: the one that the run began with"""
+        """trainer state that was fetched from a worker last; None before that: the state that the run began with"""
         self.holder: int | None = None
-        """Worker that has trained beyond `state`. Only this worker may continue."""
+        """Worker that has trained beyond `state`; None if there is none. Only this worker may continue."""
         self._current = set[int]()  # workers whose trainer has `state`
 
     def is_free(self, worker: int) -> bool:
-        """Return whether this worker may train."""
+        """Return whether this worker may train: no other worker has trained beyond `state`."""
         return self.holder in (None, worker)
 
     def holder_is_busy(self, idle: Collection[int]) -> bool:
-        """Return whether there is a holder that is none of the `idle` workers, so that these cannot train."""
+        """Return whether a worker has trained beyond `state` and is not `idle`. Then no idle worker can train."""
         return self.holder is not None and self.holder not in idle
 
     def pass_to(self, worker: int) -> State | None:
-        """Let this worker train. Return the trainer state that it must load first, if any."""
+        """Let this worker train next. Return the trainer state that it must load first; None if it has it."""
         assert self.is_free(worker), f"worker {self.holder} has trained further"
         if worker == self.holder or worker in self._current:
             return None
@@ -44,15 +43,15 @@ class Baton(Generic[State]):
         self._current.discard(worker)
 
     def taken(self, worker: int, state: State | None) -> None:
-        """Note the trainer state of a worker. Any other worker continues from this state. If the state was lost (None),
-        workers continue from the state before."""
+        """Record that `state` was fetched from a worker. Any worker can continue from it. If the worker had no valid
+        state (None), workers continue from the state that was fetched before."""
         self.holder = None
         self._current.discard(worker)
         if state is not None:
             self.state, self._current = state, {worker}
 
     def lost(self, worker: int) -> None:
-        """Note that a new worker, with the state that the run began with, replaces this one."""
+        """Record that this worker is replaced by a new one, which has the trainer state that the run began with."""
         self._current.discard(worker)
         if self.holder == worker:
             self.holder = None

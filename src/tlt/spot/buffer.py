@@ -1,9 +1,10 @@
-"""Training data of the drafter in host memory: tokens and hidden states that the rollout computed.
+"""Training data of the drafter in host memory: tokens and hidden states that the engine computed in rollouts.
 
-Drafters are evaluated on the last finished rollout and trained on those before it (the one-step offset of TLT, arXiv
-2511.16665 section 4.2, plus one step). So they are evaluated on responses that they were not trained on, and every
-response is trained on eventually. The current rollout is used for neither, because its first responses are the short
-and easy ones. If steps are small, several rollouts are kept, because the responses to a few prompts are too similar.
+Drafters are evaluated on the last finished rollout and trained on earlier ones (the one-step offset of TLT,
+arXiv 2511.16665 section 4.2, plus one step). So they are evaluated on responses that they were not trained on, and
+every response is trained on eventually. The current rollout is used for neither, because its first responses are the
+short and easy ones. If steps are small, several rollouts are kept, because the responses to a few prompts are too
+similar.
 """
 
 from __future__ import annotations
@@ -15,59 +16,61 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_WHOLE = 0.5  # finished rollouts keep at most this fraction of `max_tokens`, and the last one half of that
-_OLDER = 0.97  # an item's weight in sampling is multiplied by this for each step of its age
+_WHOLE = 0.5  # fraction of `max_tokens` for all finished rollouts; the last one may use half of it
+_OLDER = 0.97  # factor on an item's sampling weight for each target version that it is older
 
 
 class Harvest(NamedTuple):
-    """n consecutive entries of one sequence (prompt and response); n is at most the window."""
+    """Item of training data: n consecutive entries of one sequence (prompt and response). n is at most the window of
+    `FeatureLayout`. An entry is a token position with the target's hidden states there."""
 
     target_version: int
     start: int
-    """position of the first entry"""
+    """position of the first entry in the sequence: 0 is the first token of the prompt"""
     prompt_length: int
     tokens: Tensor
-    """[n] the token that follows each entry"""
+    """[n] token ids: for each entry, the token at the next position"""
     features: Tensor
-    """[n, F] as laid out by `FeatureLayout`; the last hidden state is after the final norm"""
+    """[n, F] hidden states of the entries, laid out by `FeatureLayout`; the last one is after the final norm"""
     prompt_id: int = 0
 
     @property
     def drafted(self) -> int:
-        """Number of entries that predict a token of the response in this item. Others are not trained on."""
+        """Number of entries whose draft token, two positions later, is in the response and in this item. Other entries
+        are not trained on."""
         return max(0, self.start + len(self.tokens) - max(self.start, self.prompt_length - 2) - 1)
 
     @property
     def end(self) -> int:
-        """Position after the last entry."""
+        """Position in the sequence after the last entry."""
         return self.start + len(self.tokens)
 
     def cut(self, low: int, length: int) -> Harvest:
-        """Return the item's entries [low, low + length)."""
+        """Return a part of this item: the entries [low, low + length), counted from its first entry."""
         part = slice(low, low + length)
         return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
 
 
 class Transcript(NamedTuple):
-    """A response without hidden states, for engines that do not return them. `recompute.py` computes them."""
+    """Response without hidden states, from an engine that does not return them. `recompute.py` computes them later."""
 
     prompt_length: int
     tokens: tuple[int, ...]
     """tokens of the prompt, then of the response"""
     first: int = 0
-    """position of the first entry to train on; entries before it are of earlier turns"""
+    """position of the first entry to train on; earlier positions belong to earlier turns of the episode"""
 
 
 class HarvestBuffer:
-    """Buffer of up to `max_tokens` entries from the current rollout, the last finished one, and `steps` before it.
+    """Buffer of up to `max_tokens` entries: the current rollout, the last finished one, and the `steps` before it.
 
-    If there is no room for all items, the current rollout keeps its newest ones. A finished rollout keeps those that
-    end latest in their sequences. Newer rollouts get room first."""
+    If there is no room for all items, the current rollout keeps its newest items. A finished rollout keeps the items
+    that end latest in their sequences. Newer finished rollouts get room first."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
         self.whole: deque[list[Harvest]] = deque(maxlen=steps + 1)
-        """items of each finished rollout, the oldest rollout first"""
+        """items of each finished rollout, oldest rollout first"""
         self.now: deque[Harvest] = deque()
 
     @property
@@ -77,7 +80,7 @@ class HarvestBuffer:
 
     @property
     def past(self) -> list[Harvest]:
-        """Items of the rollouts before that one, on which drafters are trained."""
+        """Items of the finished rollouts before the last one, on which drafters are trained."""
         return [item for step in list(self.whole)[:-1] for item in step]
 
     @property
@@ -101,8 +104,8 @@ class HarvestBuffer:
             self.tokens -= len(self.now.popleft().tokens)
 
     def add_late(self, harvest: Harvest, past: bool) -> None:
-        """Add an item of the last finished rollout, or of the one before it (`past`), that was computed late. If there
-        is no room, drop the oldest items."""
+        """Add an item whose hidden states were computed after its rollout, which is the last finished one, or the one
+        before it if `past`. If there is no room, drop the oldest items."""
         place = -2 if past else -1
         if harvest.drafted == 0 or len(self.whole) < -place:
             return
@@ -114,7 +117,7 @@ class HarvestBuffer:
             self.tokens -= len(next(step for step in self.whole if step).pop(0).tokens)
 
     def rollout_ended(self) -> None:
-        """Make the current rollout the last finished one. Each finished rollout keeps the items that end latest."""
+        """Make the current rollout the last finished one. If there is no room, drop items that end early."""
         self.whole.append(list(self.now))
         self.now.clear()
         self.tokens = 0
@@ -123,7 +126,7 @@ class HarvestBuffer:
             step[:] = self._latest_ends(step, room * self.max_tokens)
 
     def forget(self) -> None:
-        """Drop the rollouts before the last finished one, because they are of another task."""
+        """Drop all finished rollouts except the last one, because the task has changed."""
         while len(self.whole) > 1:
             self.tokens -= sum(len(item.tokens) for item in self.whole.popleft())
 
@@ -134,9 +137,9 @@ class HarvestBuffer:
                 yield item
 
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
-        """Draw items of `past`, all of one target version, with up to `tokens` entries in total. Newer items and items
-        with later ends are more likely, because drafters fail at late positions first. If the first item drawn is too
-        long, a part of it is returned alone."""
+        """Draw random items of `past` to train on, all of one target version, with up to `tokens` entries in total.
+        Newer items and items that end late in their sequence are more likely, because drafters fail at late positions
+        first. If the first item drawn has more than `tokens` entries, return only a part of it."""
         drawn, room = list[Harvest](), tokens
         for item in _weighted(self.past, rng):
             if not drawn and len(item.tokens) > tokens:
@@ -150,7 +153,8 @@ class HarvestBuffer:
 
 
 def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
-    """Return up to `tokens` entries from many items, at most `longest` from each, sorted by target version."""
+    """Draw random items and cut each to at most `longest` consecutive entries, up to `tokens` entries in total. Return
+    them sorted by target version."""
     drawn: list[Harvest] = []
     for item in _weighted(items, rng):
         if len(item.tokens) > longest:
@@ -161,8 +165,8 @@ def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Ra
 
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
-    """Yield the items in random order, without replacement. Later ends and newer items have larger weights (Efraimidis
-    and Spirakis 2006)."""
+    """Yield all items in a random order, in which newer items and items that end late in their sequence tend to come
+    first (weighted sampling without replacement: Efraimidis and Spirakis 2006)."""
     newest = max((item.target_version for item in items), default=0)
     weights = {id(item): item.end * _OLDER ** (newest - item.target_version) for item in items}
     keys = {name: rng.random() ** (1 / weight) for name, weight in weights.items()}

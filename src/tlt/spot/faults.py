@@ -1,4 +1,4 @@
-"""Fault barrier: a fault of drafter training reduces speed and does not end the run."""
+"""Fault barrier: an error in drafter training is logged and makes the run slower, but does not end it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ D = TypeVar("D")
 
 
 class FaultBarrier:
-    """Object whose `contained` methods do nothing after one of them has raised."""
+    """Base class of objects that are switched off after one of their `contained` methods has raised."""
 
     is_on = True
     passes_on: tuple[type[Exception], ...] = ()
-    """errors of the run itself, which are raised"""
+    """exceptions that `contained` methods raise as usual, because they concern the run itself"""
 
     def switch_off(self) -> None:
         self.is_on = False
 
 
 def contained(default: D) -> Callable[[Callable[Concatenate[Owner, P], R]], Callable[Concatenate[Owner, P], R | D]]:
-    """Decorate a method of a `FaultBarrier`. If it raises, the barrier is switched off; from then on it returns
-    `default`."""
+    """Decorate a method of a `FaultBarrier`. If the method raises, the error is logged and the barrier is switched off.
+    From then on the method does nothing and returns `default`."""
 
     def decorate(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R | D]:
         @wraps(method)

@@ -1,7 +1,8 @@
-"""Loss of the learned drafter: the cross entropy of its distribution q and the target's distribution p.
+"""Loss of the learned drafter: the cross entropy between the target's distribution p and the drafter's distribution q.
 
-From random weights, the total variation and the rejection rate hardly learned, and a mean of KL divergence and total
-variation learned as fast as the cross entropy.
+Other losses were tried from random weights. With the total variation or the rejection rate, the drafter hardly learned.
+With a mean of KL divergence and total variation it learned as fast as with the cross entropy.
+
 Shapes: M draft tokens, T entries, D hidden size, V vocabulary size. p and log q are [M, V].
 """
 
@@ -13,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS = 1 << 22  # largest number of logits in a chunk
+LOGITS = 1 << 22  # maximum number of logits that are computed at a time (a chunk)
 
 
 def logits(x: Tensor, head: Tensor) -> Tensor:
-    """Return [M, V] logits in the dtype of x [M, D], computed in the dtype of the head [V, D]."""
+    """Return logits [M, V] of x [M, D] in the dtype of x. The product with the head [V, D] has the head's dtype."""
     return F.linear(x.to(head.dtype), head).to(x.dtype)
 
 
 def draft_overlap(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
-    """Yield 1 - TV of each draft token, a chunk at a time. The arguments are those of `draft_loss`."""
+    """Yield 1 - TV (total variation of p and q) of each draft token, by chunks. See `draft_loss` for arguments."""
     rows = max(1, LOGITS // len(head))
     for out, entries in zip(outs.split(rows), at.split(rows), strict=True):
         p, q = (torch.softmax(logits(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
@@ -41,12 +42,13 @@ def draft_loss(
     """Return the weighted sum of the losses of M draft tokens, and for each [M] 1 - TV, where TV is the total variation
     of p and q.
 
-    outs: [M, D] the drafter's inputs of the target's current `head` [V, D]. weights: [M]. teacher: [T, D] the target's
-    inputs of its head `known` [V, D]. at: [M] the entry whose distribution each draft token should have.
-    `check_stop` is called for each chunk, and may raise.
+    outs: [M, D] outputs of the drafter, which the target's current `head` [V, D] maps to logits. weights: [M] weight of
+    each loss. teacher: [T, D] last hidden states of the target, which `known` [V, D], the head of their version, maps
+    to logits. at: [M] index of the entry in `teacher` whose distribution p each draft token should have. `check_stop`
+    is called for each chunk, and may raise.
 
-    Draft tokens of the same entry share its distribution, and the gradient with respect to `outs` is computed with the
-    loss. So few logits are computed twice, and no logit is kept after its chunk.
+    The gradient with respect to `outs` is computed together with the loss, and draft tokens of the same entry share p.
+    So few logits are computed twice, and no logit is kept after its chunk.
     """
     total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
     for part in at.argsort().split(max(1, LOGITS // len(head))):

@@ -1,7 +1,7 @@
 """Computation of training data for engines that return no hidden states, such as vLLM: in idle time, one response at a
 time.
 
-One pass over a whole response gives the hidden states of all its tokens.
+One forward pass over a whole response gives the hidden states of all its tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from tlt.spot.teacher import Teacher
 
 class FeatureTeacher(Teacher, Protocol):
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """Return hidden states [N, F] of a sequence [N]. Call `stop` before each layer. If it returns True, raise
-        Interrupted."""
+        """Return the hidden states [N, F] of a sequence of N tokens. Call `stop` before each layer. If it returns True,
+        raise Interrupted."""
         ...
 
 
 class Recompute:
-    """Queue of responses of the last finished rollout, and of the one before it (`past`), up to `most_tokens` / 2
-    tokens of each. The longest is computed first, because drafters fail at late positions first."""
+    """Queue of responses whose hidden states are not computed yet: those of the last finished rollout, and of the one
+    before it (`past`), up to `most_tokens` / 2 tokens of each. The longest response is computed first, because drafters
+    fail at late positions first."""
 
     def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
         self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
@@ -40,21 +41,21 @@ class Recompute:
             self._now.pop(0)
 
     def rollout_ended(self) -> None:
-        """Make the current rollout the last finished one. A response is computed with the later weights of the teacher,
-        and the result has the teacher's version."""
+        """Make the current rollout the last finished one. Hidden states are computed later, with the teacher's weights
+        at that time. The training data have the version of those weights."""
         self._past, self._latest, self._now = self._latest, self._now, []
 
     def forget(self) -> None:
-        """Drop waiting responses of the rollout before the last finished one, because they are of another task."""
+        """Drop waiting responses of the rollout before the last finished one, because the task has changed."""
         self._past = []
 
     def tokens(self, past: bool) -> int:
-        """Return the number of tokens of the waiting responses."""
+        """Return the number of tokens of the waiting responses. `past`: of the rollout before the last finished one."""
         return _tokens(self._waiting(past))
 
     def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
-        """Compute one of the waiting responses, in windows; return [] if none waits. If `stop` returns True, raise
-        Interrupted; the response then still waits."""
+        """Compute the hidden states of the longest waiting response. Return them as items of training data, or [] if no
+        response waits. If `stop` returns True, raise Interrupted; the response then still waits."""
         waiting = self._waiting(past)
         if not waiting:
             return []
@@ -64,8 +65,8 @@ class Recompute:
         return found
 
     def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
-        """Compute the entries from `first` to the last token but one, cut into whole windows and the last window, as
-        tlt's own engine cuts them. Raises Interrupted."""
+        """Compute the hidden states of a response, from position `first` to the last token but one. Cut them into whole
+        windows and the last window, as tlt's own engine does. Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
         if not features.isfinite().all():  # they cannot be trained on

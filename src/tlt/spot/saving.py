@@ -1,7 +1,7 @@
-"""Background saving of the drafter: trained tensors only, in a separate thread, atomically.
+"""Saving of drafters in the background: only trained tensors, in a separate thread, atomically.
 
-Each save is a folder `drafter_<number>` that `speculation.path` accepts. In addition to the weights it has
-`training.safetensors`, from which training continues. It is written under another name, flushed, and renamed.
+Each save is a folder `drafter_<number>` that `speculation.path` accepts. In addition to the weights it has the file
+`training.safetensors`, from which training continues. The folder is written under another name, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tlt.models.families import DecoderOptions
 log = logging.getLogger(__name__)
 
 
-_KEPT = 2  # number of saves in the folder
+_KEPT = 2  # number of newest saves that stay in the folder
 MEAN = "mean."
-"""prefix of the weights to publish in a trainer state"""
+"""prefix of the names of the weights to publish, in a trainer state"""
 TrainerState = dict[str, Tensor]
-"""Copy of a drafter in training, in host memory. By parameter it has `mean.*` (weights to publish), `weight.*` (weights
-in training), `exp_avg.*` and `exp_avg_sq.*` (Adam's moments). It also has `steps`, `reach` and `whitening` of
-`DrafterTrainer`. Its tensors must not be changed."""
+"""Copy of a drafter in training, in host memory: tensors by name. For each parameter there are `mean.*` (weights to
+publish), `weight.*` (weights in training), `exp_avg.*` and `exp_avg_sq.*` (Adam's moments). It also has `steps`,
+`reach` and `whitening` of `DrafterTrainer`. The tensors must not be changed."""
 
 
 def weights_of(state: TrainerState) -> dict[str, Tensor]:
-    """Return the weights to publish, by their names in `EagleLayer`."""
+    """Return the weights to publish of a trainer state, by their names in `EagleLayer`."""
     return {name.removeprefix(MEAN): tensor for name, tensor in state.items() if name.startswith(MEAN)}
 
 
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 class DrafterSaver:
     """Writer of drafters into `folder`. Its thread runs, and keeps the process alive, while saves are waiting. Only the
-    newest two saves are kept."""
+    newest two saves stay in the folder."""
 
     def __init__(self, folder: Path, options: EagleOptions) -> None:
         self.folder, self.options = folder, options
@@ -84,7 +84,7 @@ class DrafterSaver:
 
 
 def write(folder: Path, options: EagleOptions, number: int, state: TrainerState, acceptance_rate: float | None) -> None:
-    """Save a drafter in this thread. Raises OSError or SafetensorError."""
+    """Save a drafter as `folder`/drafter_<number>, in the calling thread. Raises OSError or SafetensorError."""
     final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
     for left_over in folder.glob(".drafter_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -107,7 +107,7 @@ def write(folder: Path, options: EagleOptions, number: int, state: TrainerState,
 
 
 def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
-    """Return the newest complete save; None if there is none."""
+    """Return the newest complete drafter that was saved in this folder; None if there is none."""
     found = _folders(folder)
     for path in reversed(found):
         try:

@@ -1,20 +1,20 @@
 """Schedule of the learned drafter's training.
 
-Training proceeds in stretches of at least 16 micro-batches. After each stretch the candidate, which is the running mean
-of the trained weights, is compared with the drafter in use on held-out data. These are hidden states of the last
-finished rollout; training uses only older rollouts. The candidate is published if it decodes that data in 2 % fewer
-rounds.
+Training proceeds in stretches of at least 16 micro-batches. The candidate is the running mean of the trained weights.
+After each stretch it is compared with the drafter in use on held-out data, which are hidden states of the last finished
+rollout. Training uses only older rollouts. The candidate is published (replaces the drafter in use) if it decodes the
+held-out data in 2 % fewer rounds.
 
     rest    training may use at most 5 % of the rollouts' time
     burst   training may also use idle time that look-ahead leaves, until 8 candidates in a row were not published
 
-Look-ahead comes before training beyond the 5 %, because it saves time at once. Training from random weights begins with
-a burst. A publication and a change of the task begin one too. A run that starts with a trained drafter begins at rest.
+Look-ahead comes before training beyond the 5 %, because it saves time at once. A burst begins when training starts from
+random weights, after a publication, and when the task changes. A run that starts with a trained drafter begins at rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
-training data are dropped, and a new burst begins.
+training data are dropped.
 
-Nothing here imports torch or Ray, or reads a clock.
+This module does not import torch or Ray, and does not read a clock.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Rule:
-    """Constants of the schedule."""
+    """Constants of the schedule of drafter training."""
 
     stretch: int = 16
-    """Micro-batches between two evaluations. An evaluation takes as long as three to five of them."""
+    """Number of micro-batches between two evaluations. One evaluation takes as long as three to five micro-batches."""
     judged: int = 2
-    """micro-batches of held-out data that a candidate is evaluated on"""
+    """number of micro-batches of held-out data on which a candidate is evaluated"""
     better: float = 1.02
-    """minimum ratio of rounds of the drafter in use to those of a candidate, because an evaluation errs by about 2 %"""
+    """rounds of the drafter in use / rounds of a candidate: minimum for publication; evaluations err by about 0.02"""
     burst: int = 8
-    """number of candidates in a row that may fail before training rests"""
+    """number of candidates in a row that are not published, after which training rests"""
     share: float = 0.05
-    """Training with priority over look-ahead, in worker seconds per second of rollout. Training slows another worker on
+    """Worker seconds of training, per second of rollout, that come before look-ahead. Training slows another worker on
     the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
-    """number of rollouts in the running mean of the acceptance rate"""
+    """number of rollouts in the running mean of the drafter's acceptance rate"""
     fallen: float = 0.8
-    """fraction of the running mean; a rollout with a lower acceptance rate counts as fallen"""
+    """A rollout counts as fallen if its acceptance rate is below this fraction of the running mean."""
     times: int = 2
-    """number of fallen rollouts in a row after which the task has changed"""
+    """number of fallen rollouts in a row after which the task counts as changed"""
 
 
 RULE = Rule()
@@ -53,7 +53,7 @@ Due = Enum("Due", "TRAIN EVALUATE")
 
 
 class SpotReport(NamedTuple):
-    """Amount and duration of training in a call."""
+    """Amount of training in one call: micro-batches, tokens, and duration in seconds."""
 
     micro_batches: int = 0
     tokens: int = 0
@@ -64,15 +64,15 @@ class Evaluation(NamedTuple):
     """Comparison of a candidate with the drafter in use, on the same held-out data."""
 
     entries: int = 0
-    """number of tokens that were compared"""
+    """number of held-out tokens that both drafters were evaluated on"""
     in_use: float = 0.0
-    """expected rounds in which the drafter in use would decode them"""
+    """expected number of rounds in which the drafter in use would decode these tokens"""
     candidate: float = 0.0
-    """expected rounds of the candidate; NaN if its weights are not finite"""
+    """expected number of rounds in which the candidate would decode them; NaN if its outputs are not finite"""
     first: float = 0.0
-    """expected number of the candidate's rounds whose first draft token is accepted"""
+    """expected number of the candidate's rounds in which the first draft token is accepted"""
     interrupted: bool = False
-    """whether the call ended before all held-out data were compared"""
+    """whether the evaluation ended before all held-out data were compared"""
     seconds: float = 0.0
 
     @property
@@ -82,31 +82,32 @@ class Evaluation(NamedTuple):
 
 
 def sum_evaluations(parts: Iterable[Evaluation]) -> Evaluation:
-    """Return the evaluation on all held-out data of several parts."""
+    """Return the sum of evaluations on different parts of the held-out data."""
     columns = list(zip(*parts, strict=True)) or [()] * 6
     entries, in_use, candidate, first, interrupted, seconds = columns
     return Evaluation(sum(entries), sum(in_use), sum(candidate), sum(first), any(interrupted), sum(seconds))
 
 
 class Schedule:
-    """Results of training so far. Events are its methods; `due` says what an idle worker should do."""
+    """State of the schedule. Its methods record events of the run; `due` returns what an idle worker should do next."""
 
     def __init__(self, micro_batch_tokens: int, rule: Rule | None = None, begins_at_rest: bool = False) -> None:
         self.rule = rule or RULE
         self.wanted = self.rule.judged * micro_batch_tokens
-        """number of tokens after which an interrupted evaluation is complete"""
+        """number of held-out tokens with which an interrupted evaluation counts as complete"""
         self.micro_batches = 0
-        """micro-batches of the current stretch"""
+        """number of micro-batches so far in the current stretch"""
         self.evaluation = Evaluation()
-        """evaluation of the current candidate so far"""
+        """sum of the interrupted evaluations of the current candidate"""
         self.in_vain = self.rule.burst if begins_at_rest else 0
-        """number of candidates since the last publication or the beginning of the burst, at most `Rule.burst`"""
+        """number of candidates that were not published since the last publication or the beginning of the burst;
+        training rests at `Rule.burst`"""
         self.credit = 0.0
-        """worker seconds that training may use before other idle work; negative after a call that took longer"""
+        """worker seconds that training may use before other idle work; negative after a longer call"""
         self.acceptance: float | None = None
-        """running mean of the acceptance rate of rollouts"""
+        """running mean of the acceptance rate over rollouts; None before the first rollout that used the drafter"""
         self.low = 0
-        """number of fallen rollouts in a row"""
+        """number of rollouts in a row that have fallen (see `Rule.fallen`)"""
 
     @property
     def rests(self) -> bool:
@@ -139,12 +140,12 @@ class Schedule:
         return whole
 
     def publishes(self, whole: Evaluation) -> bool:
-        """Return whether the candidate saves enough rounds. If it is NaN or was not evaluated, it does not."""
+        """Return whether the candidate saves enough rounds to be published. If its rounds are NaN or 0, it does not."""
         return whole.in_use > self.rule.better * whole.candidate > 0.0
 
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
-        """Note a rollout's seconds and its acceptance rate (None: the drafter was not used). Return whether the task
-        has changed."""
+        """Record a rollout's duration in seconds and the drafter's acceptance rate (None: the drafter was not used).
+        Return whether the task has changed."""
         self.credit += self.rule.share * seconds
         if acceptance is None:
             return False
@@ -163,7 +164,7 @@ class Schedule:
         self.begin_stretch()
 
     def begin_stretch(self) -> None:
-        """Begin a stretch, because the current one was evaluated or its training was lost."""
+        """Begin a new stretch, because the candidate was evaluated or the training of the stretch was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     def _pay(self, seconds: float) -> None:
@@ -173,8 +174,8 @@ class Schedule:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule's state as plain data for a checkpoint. The current stretch is left out, because a
-        resumed run continues from the published drafter."""
+        """Return the schedule's state as plain data for a checkpoint. It lacks the current stretch, because a resumed
+        run continues from the published drafter."""
         return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

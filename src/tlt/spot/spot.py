@@ -1,7 +1,7 @@
-"""Drafter training in idle time, in short calls that can be interrupted within a micro-batch.
+"""Drafter training on one worker in idle time, in short calls that can be interrupted within a micro-batch.
 
-Each worker has one trainer. A trainer continues from another one's `state`. A candidate is evaluated on training data
-of the last finished rollout, and was trained on those before it.
+Each worker has one trainer. It can continue from the `state` of another worker's trainer. A candidate is evaluated on
+training data of the last finished rollout, and was trained on data of earlier rollouts.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from tlt.spot.unroll import bundles, pack
 log = logging.getLogger(__name__)
 
 _PIECE = 64  # maximum number of entries from one response, because responses to a prompt are similar
-_STEPS = 64  # rollouts before the last one whose data are kept, if the buffer has room
-_HEADS = 1 << 30  # bytes for the heads of target versions in the training data; two are always kept
-_ENOUGH = 4  # micro-batches of data that training needs, and entries per input of `fc`: a few responses do not suffice
-_AVERAGED = 8  # micro-batches in the mean of weights at the highest learning rate, and more at lower ones
-_SAMPLE = 16  # entries per input of `fc` in the sample for its whitening
+_STEPS = 64  # maximum number of finished rollouts before the last one whose data are kept
+_HEADS = 1 << 30  # bytes for the output heads of the target versions in the training data, at least two
+_ENOUGH = 4  # least data for training: micro-batches, and entries per input of `fc`; a few responses do not suffice
+_AVERAGED = 8  # micro-batches in the running mean of the weights at the highest learning rate; more at lower ones
+_SAMPLE = 16  # entries per input of `fc` in the sample from which its whitening is estimated
 _LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
 
 
 class SpotTrainer:
-    """Trainer of a worker. `layer` is the drafter in use, or a new random one (cold start); it is not changed.
+    """Trainer of one worker. `layer` is the drafter in use, or a new one with random weights (cold start); it is not
+    changed.
 
     The learning rate is the configured one times the fraction of a chain's draft tokens that are rejected. So it falls
-    as the drafter learns, and rises again when the target changes. It never falls to zero, which leaves noise in the
-    weights, so their running mean is published. `recompute` is given if the engine returns no hidden states.
+    as the drafter learns, and rises when the target changes. It never reaches zero, so the weights stay noisy.
+    Therefore their running mean is published. `recompute` is given if the engine returns no hidden states.
     """
 
     def __init__(
@@ -60,14 +61,14 @@ class SpotTrainer:
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
         self.rng = random.Random(seed)
         self.judged_tokens = RULE.judged * config.micro_batch_tokens
-        self._is_whole = False  # whether the rollout with the current target has ended
+        self._is_whole = False  # whether the current target's rollout has ended
         self._is_new_task = False  # whether no training has followed the last change of the task
         self.enough = min(_ENOUGH * max(config.micro_batch_tokens, layer.fc.in_features), config.buffer_tokens // 8)
 
     # -- training data -------------------------------------------------------------------------------------------------
 
     def harvest(self, item: Harvest | Transcript) -> None:
-        """Add an item. The engine calls this as its `on_harvest`."""
+        """Add an item of training data. The engine calls this method as its `on_harvest`."""
         if isinstance(item, Transcript):
             assert self.recompute, "responses without hidden states need `recompute`"
             self.recompute.add(item)
@@ -75,8 +76,8 @@ class SpotTrainer:
             self.buffer.add(item)
 
     def rollout_ended(self) -> None:
-        """Note that the rollout's data are complete, so drafters may be evaluated on them. `target_moved` calls this if
-        no other caller did."""
+        """Record that the current rollout's data are complete, so drafters may be evaluated on them. If nobody calls
+        this, `target_moved` does."""
         if not self._is_whole:
             self._is_whole = True
             if self.recompute:
@@ -84,14 +85,14 @@ class SpotTrainer:
             self.buffer.rollout_ended()
 
     def target_moved(self) -> None:
-        """Note a new target version. Call this after every `target.load`."""
+        """Record that the target has new weights. Call this after every `target.load`."""
         self.rollout_ended()
         self._is_whole = False
         self.trainer.target_moved(self.buffer.versions)
 
     def forget(self) -> None:
-        """Note that the task has changed: drop rollouts before the last finished one, and train again from the first
-        draft token of each chain at the highest rate."""
+        """Adapt to a changed task: drop rollouts before the last finished one. Training then restarts at the highest
+        learning rate, with only the first draft token of each chain."""
         self._is_new_task = True
         self.buffer.forget()
         if self.recompute:
@@ -99,16 +100,16 @@ class SpotTrainer:
 
     @property
     def ready(self) -> bool:
-        """Whether there are enough data to train on, or responses from which to compute them."""
+        """Whether there are enough training data, including responses whose hidden states can be computed."""
         waiting = self.recompute.tokens(past=True) if self.recompute else 0
         return self.buffer.past_tokens + waiting >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
-        """Train on micro-batches for this many seconds: on at least one, but on none if not `ready`. If `stop` returns
-        True, the current micro-batch is dropped. With `recompute`, the seconds include computing the data, so there may
-        be no micro-batch."""
+        """Train for about `seconds`: on at least one micro-batch, or on none if not `ready`. If `stop` returns True,
+        the current micro-batch is dropped. With `recompute`, the seconds include the computation of hidden states, so
+        there may be no micro-batch."""
         began, report, spent = time.perf_counter(), SpotReport(), 0.0
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:
@@ -121,7 +122,7 @@ class SpotTrainer:
         return report
 
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
-        """Train on one micro-batch. Return its number of entries. Raises Interrupted."""
+        """Train on one micro-batch. Return its number of entries (token positions). Raises Interrupted."""
         if self.trainer.steps == 0:
             self._prepare()
         if self._is_new_task:
@@ -135,14 +136,14 @@ class SpotTrainer:
         return len(batch.tokens)
 
     def _prepare(self) -> None:
-        """Estimate the whitening of fc's inputs, before the first step and after 1, 2, 4, ... steps, because the data
-        then have more prompts."""
+        """Estimate the matrix that whitens the inputs of the layer `fc`. This is done before the first step and after
+        1, 2, 4, ... steps, because later data have more prompts."""
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, self.trainer.steps
         sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
     def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
-        """Compute the data of one waiting response. Return whether there are any. Raises Interrupted."""
+        """Compute the hidden states of one waiting response. Return whether data were added. Raises Interrupted."""
         found = self.recompute.take(past, stop) if self.recompute else []
         for item in found:
             self.buffer.add_late(item, past)
@@ -150,12 +151,12 @@ class SpotTrainer:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Update the mean of the weights. A higher learning rate means fewer micro-batches in the mean."""
+        """Update the running mean of the weights. The higher the learning rate, the fewer micro-batches it covers."""
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, self.trainer.rate_scale / _AVERAGED)
 
     def state(self) -> TrainerState | None:
-        """Return a copy of all that training changes, in host memory. If it is not finite, return None and restart
+        """Return a copy in host memory of all that training changes. If a value is not finite, return None and restart
         training from the drafter in use."""
         tensors = {MEAN + name: tensor for name, tensor in self._weights().items()}
         tensors |= self.trainer.state()
@@ -185,9 +186,8 @@ class SpotTrainer:
     # -- publication ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
-        """Compare the candidate, which is the running mean of the weights, with the drafter in use on this worker's
-        held-out data. If `stop` returns True, the call ends within a micro-batch and returns the part that was
-        compared."""
+        """Compare the candidate (the running mean of the weights) with the drafter in use, on this worker's held-out
+        data. If `stop` returns True, end within a micro-batch and return the result for the part that was compared."""
         if not all(bool(tensor.isfinite().all()) for tensor in self.mean):
             self._restart()
             return Evaluation()
@@ -208,12 +208,12 @@ class SpotTrainer:
         return sum_evaluations(done)._replace(seconds=time.perf_counter() - began)
 
     def held_out(self) -> list[Harvest]:
-        """Return pieces of the last finished rollout: the same ones until the target changes."""
+        """Return pieces of responses of the last finished rollout: the same pieces until the target changes."""
         return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
 
     def publish(self, state: TrainerState, acceptance: float | None) -> EagleLayer:
-        """Make the weights of this state the drafter in use. `acceptance`: measured rate of its first draft token.
-        Return a separate layer for `engine.draft_with`."""
+        """Make the weights of this trainer state the drafter in use, and return a separate copy for
+        `engine.draft_with`. `acceptance`: measured acceptance rate of its first draft token."""
         _put(weights_of(state), self.in_use)
         self.in_use.acceptance_rate = acceptance
         return copy.deepcopy(self.in_use)

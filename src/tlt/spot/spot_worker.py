@@ -1,4 +1,4 @@
-"""Training of the drafter on one worker, behind a fault barrier. `cluster/drafter_training.py` makes the calls."""
+"""Drafter training on one worker, behind a fault barrier. `cluster/drafter_training.py` calls it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Stop = Callable[[], bool]
 
 
 class SpotWorker(FaultBarrier):
-    """Drafter training of one worker. `trainer` is None if no drafter is trained. `draft_with` replaces the engine's
-    drafter."""
+    """Drafter training of one worker. `trainer` is None if no drafter is trained. `draft_with` is a function that
+    replaces the engine's drafter."""
 
     def __init__(self, trainer: SpotTrainer | None, draft_with: Callable[[EagleLayer], None]) -> None:
         self.trainer, self._draft_with, self.is_on = trainer, draft_with, trainer is not None
@@ -34,12 +34,12 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def harvest(self, item: Harvest | Transcript) -> None:
-        """Keep training data. This is the engine's `on_harvest`."""
+        """Add training data of the drafter, which the engine passes to this method as its `on_harvest` callback."""
         self._sound.harvest(item)
 
     @contained(None)
     def rollout_ended(self) -> None:
-        """Note that the rollout's training data are complete, although the target has not changed yet."""
+        """Record that the current rollout's training data are complete, before the target changes."""
         self._sound.rollout_ended()
 
     @contained(None)
@@ -48,22 +48,22 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def forget_older_data(self) -> None:
-        """Train no more on rollouts before the last finished one, because the task has changed."""
+        """Drop training data of rollouts before the last finished one, because the task has changed."""
         self._sound.forget()
 
     # -- calls of the driver -------------------------------------------------------------------------------------------
 
     @contained(None)
     def train_drafter(self, start: TrainerState | None, seconds: float, stop: Stop) -> SpotReport | None:
-        """Continue from `start`, if given, for this many seconds and until the current micro-batch ends. Return None if
-        there are too few training data."""
+        """Train for about `seconds`, from the trainer state `start` if it is given. If `stop` returns True, end within
+        a micro-batch. Return None if there are too few training data."""
         if start:
             self._sound.load_state(start)
         return self._sound.train(seconds, stop) if self._sound.ready else None
 
     @contained(None)
     def evaluate_drafter(self, start: TrainerState | None, stop: Stop) -> Evaluation | None:
-        """Evaluate `start`, or without it this worker's trained weights."""
+        """Compare the drafter in training with the one in use. If `start` is given, load this trainer state first."""
         if start:
             self._sound.load_state(start)
         return self._sound.evaluate(stop)
@@ -74,5 +74,5 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def take_drafter(self, state: TrainerState, acceptance: float | None) -> None:
-        """Draft with a published drafter from the next round on."""
+        """Draft with the published drafter of this trainer state from the next round on."""
         self._draft_with(self._sound.publish(state, acceptance))

@@ -1,4 +1,4 @@
-"""Model that a drafter learns from."""
+"""Protocol of the model that a drafter learns from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tlt.models.families import DecoderOptions
 
 
 class Teacher(Protocol):
-    """A model at a version, which changes with the policy: the target of tlt's own engine (`Decoder`), or the policy
-    itself (`rl/teacher.py`)."""
+    """Model that a drafter learns to predict. It is the target of tlt's own engine (`Decoder`) or the policy itself
+    (`rl/teacher.py`). Its version changes with each update of the policy."""
 
     @property
     def options(self) -> DecoderOptions: ...
@@ -28,14 +28,14 @@ class Teacher(Protocol):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, D] embedding of the current version."""
+        """[V, D] token embedding of the current version; V: vocabulary size, D: hidden size"""
         ...
 
     @property
     def head(self) -> Tensor:
-        """[V, D] head of the current version. The returned tensor does not change with the model."""
+        """[V, D] output head of the current version. The returned tensor does not change when the model changes."""
         ...
 
     def cis(self, positions: Tensor) -> Tensor:
-        """Return cos + i sin [M, 1, E/2] of the rotary embedding at positions [M]."""
+        """Return cos + i sin [M, 1, E/2] of the rotary embedding at positions [M]; E: head size."""
         ...

@@ -1,9 +1,9 @@
-"""Training of the learned drafter on hidden states of the rollout, one short step at a time.
+"""Training of the learned drafter on hidden states of rollouts, one short optimizer step at a time.
 
 The drafter learns the target's full distribution. This distribution is recomputed from the target's last hidden state,
-with the head of the same version of the target.
+with the output head of the same version of the target.
 
-Shapes: T entries of a pack, D hidden, E head size, V vocabulary.
+Shapes: T entries (token positions) of a pack, D hidden, I inputs of fc, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FC = "fc.weight"
 _EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
 _FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states in the loss (EAGLE: 10)
-_COUNTED = 2048  # entries from which the vocabulary is chosen
-_DECAY = 0.4  # weight of each draft token in the loss, relative to the one before
+_COUNTED = 2048  # number of entries from which the draft vocabulary is chosen
+_DECAY = 0.4  # weight of each draft token of a chain in the loss, relative to the one before
 _WARMUP_STEPS = 20  # steps over which the learning rate rises linearly
 _MAX_GRAD_NORM = 0.5
 _LATELY = 10  # steps in the running mean `reach`
 
 
 class Interrupted(Exception):
-    """Signal that a step, an evaluation or a computation of training data was stopped. It changed nothing."""
+    """Signal that `stop` ended a step, an evaluation or a computation of training data early. It changed nothing."""
 
 
 class DrafterTrainer:
-    """Owner of the trainable layer, in float32 or wider, and of its optimizer. The target's embedding and head are read
-    at every step, so they are those of its current version. The distribution to learn is that of the version which
-    computed the hidden states; `target_moved` keeps its head."""
+    """Owner of the drafter in training (`layer`), in float32 or wider, and of its optimizer. Each step reads the
+    embedding and the head of the target's current version. The distribution to learn is that of the version which
+    computed the hidden states. `target_moved` keeps the head of that version."""
 
     def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.layer, self.target, self.config = layer, target, config
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         layer.to(target.device, self.dtype)
         self.whitening = torch.eye(layer.fc.in_features, dtype=self.dtype, device=target.device)
-        """[I, I] inputs of fc times this matrix are white"""
-        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # a step of fc, for white inputs
+        """[I, I] matrix; inputs of fc times this matrix are white (second moments of about 1)"""
+        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # one step of fc, for white inputs
         self.parameters = dict(layer.named_parameters()) | {_FC: self._white}
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -63,16 +63,16 @@ class DrafterTrainer:
         self.steps = 0
         """number of optimizer steps"""
         self.reach = float(config.unroll) if layer.trained else 0.0
-        """running mean of the number of accepted draft tokens in a trained chain"""
+        """running mean of the number of accepted draft tokens in a chain of the training data"""
         self.rate_scale = 1.0
-        """factor on the learning rate, set by the caller"""
+        """factor on the configured learning rate, set by the caller"""
         cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
     def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
-        """Estimate the whitening of fc's inputs, and the draft vocabulary, from a sample of the training data. With
-        `from_scratch`, also set the layer to the best linear map to the next hidden state. (eagle3 has no such start,
-        because its fc does not read the embedding.) A sample that is not finite is ignored."""
+        """Estimate the whitening of fc's inputs, and choose the draft vocabulary, from a sample of the training data.
+        If `from_scratch`, also set the layer to the best linear map to the next hidden state. (Not for eagle3, because
+        its fc does not read the embedding.) A sample that is not finite is ignored."""
         sample = list(sample)
         moments = Moments(self.layer, self.target.embedding.to(self.dtype), sample)
         if not moments.inputs.isfinite().all():
@@ -88,8 +88,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _likeliest(self, sample: Sequence[Harvest], count: int) -> Tensor:
-        """Return this number of tokens, those with the largest probability under the target over some entries of the
-        sample, ascending."""
+        """Return `count` token ids, ascending: those with the largest summed probability under the target over some
+        entries of the sample."""
         mass = torch.zeros(self.target.options.vocab_size, dtype=self.dtype, device=self.target.device)
         for batch in islice(packs(sample, _COUNTED, self.target.device, random.Random(0)), 1):
             teacher = self._teacher(batch)[batch.counted][:_COUNTED]
@@ -98,13 +98,12 @@ class DrafterTrainer:
         return mass.topk(count).indices.sort().values
 
     def _rows(self, head: Tensor) -> Tensor:
-        """Return the rows of a head [V, D] on which distributions are compared."""
+        """Return the rows of an output head [V, D] for the tokens over which p and q are compared."""
         rows = self.layer.head(head).to(self.dtype)
         return rows.to(product_dtype(rows))
 
     def target_moved(self, held: Collection[int]) -> None:
-        """Note that the target has new weights: keep its head, and the heads of versions `held` in the training
-        data."""
+        """Record that the target has new weights. Keep its head and the heads of `held` versions of training data."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 
@@ -115,9 +114,9 @@ class DrafterTrainer:
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
-        """Return the mean loss over the depths, weighted by `_DECAY`, and the mean of 1 - TV at each depth (NaN for a
-        depth without entries). Depths after the first have every fourth entry. If `stop` returns True, raise
-        Interrupted at the next depth or chunk of the loss, here or in `backward`."""
+        """Return the mean loss over the depths of a chain, weighted by `_DECAY`, and the mean of 1 - TV at each depth
+        (TV: total variation; NaN for a depth without entries). Depth 0 has all entries, the others every fourth. If
+        `stop` returns True, raise Interrupted at the next depth or chunk of the loss, here or in `backward`."""
 
         def check_stop(gradient: Tensor | None = None) -> None:
             if stop():
@@ -137,8 +136,8 @@ class DrafterTrainer:
     def _draft_tokens(
         self, batch: Pack, depth: int, check_stop: Callable[..., None] = lambda: None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each depth: the drafter's inputs of the head [M, D], and the entries whose distributions they
-        should match [M]. `check_stop` is called at each depth, here and in `backward`."""
+        """Yield for each depth of a chain: the drafter's outputs [M, D], which the target's head reads, and the entries
+        [M] whose distributions they should match. `check_stop` is called at each depth, here and in `backward`."""
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[self.steps % _EVERY :: _EVERY].contiguous()
         for t, out in enumerate(self._unrolled(self.layer, batch, depth, roots)):
@@ -153,8 +152,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def acceptance(self, batches: Iterable[Pack]) -> list[float]:
-        """Return the mean of 1 - TV of each draft token of a chain of `unroll`, over a sample of these entries: the
-        probability that it is accepted if those before it are."""
+        """Return the mean of 1 - TV (total variation) at each draft token of a chain of `unroll`, over a sample of
+        these entries. It estimates the probability that the draft token is accepted if those before it are."""
         overlaps: list[list[Tensor]] = [[] for _ in range(self.config.unroll)]
         for batch in batches:
             head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
@@ -187,7 +186,7 @@ class DrafterTrainer:
                 if stop():
                     raise Interrupted
                 outs[number, t] = out[where]
-        for first, p in self._target_distributions(batch):  # once for all drafters and depths, because it takes long
+        for first, p in self._target_distributions(batch):  # once for all drafters and depths, because it is slow
             for (number, t), out in outs.items():
                 if stop():
                     raise Interrupted
@@ -198,20 +197,19 @@ class DrafterTrainer:
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
     def _target_distributions(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
-        """Yield the target's distributions [M, V] at M consecutive entries, and the number of the first entry, a chunk
-        at a time."""
+        """Yield, by chunks, an entry's index and the target's distributions [M, V] at M entries from it on."""
         known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
         rows = max(1, LOGITS // len(known))
         for first in range(0, len(teacher), rows):
             yield first, torch.softmax(logits(teacher[first : first + rows], known), dim=-1)
 
     def _unrolled(self, layer: EagleLayer, batch: Pack, depth: int, roots: Tensor | None = None) -> Iterable[Tensor]:
-        """Return the drafter's inputs of the head at each depth, as `unroll` yields them."""
+        """Return the drafter's outputs at each depth (inputs of the target's head), as `unroll` yields them."""
         batch = batch._replace(features=batch.features.to(self.dtype))
         return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, depth, roots)
 
     def _teacher(self, batch: Pack) -> Tensor:
-        """Return the target's inputs of the head [T, D]."""
+        """Return the target's last hidden states [T, D], which are the inputs of its head."""
         return batch.features[:, -self.layer.options.hidden_size :].to(self.dtype)
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
@@ -232,8 +230,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """Take the optimizer's step. For fc it is the step of W = fc whitening^-1, whose inputs (times `whitening`) are
-        white. It is added to fc at once, so fc can be published at any time."""
+        """Take the optimizer's step. For fc, Adam optimizes W = fc whitening^-1, whose inputs (times `whitening`) are
+        white. The step is added to fc at once, so fc can be published at any time."""
         fc = self.layer.fc.weight
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening
@@ -268,6 +266,6 @@ class DrafterTrainer:
             self.optimizer.state[self.parameters[name]] = {"step": torch.tensor(float(self.steps)), **moments}
 
     def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
-        """Train once on all items. Yield the result of each `step`, so that a caller may stop in between."""
+        """Train once on all items. Yield the result of each `step`, so that a caller may stop between two steps."""
         for batch in packs(items, self.config.micro_batch_tokens, self.target.device, self.rng):
             yield self.step(batch)

@@ -1,11 +1,11 @@
-"""Forward pass of the learned drafter in training: packed hidden states, unrolled as at inference.
+"""Forward pass of the learned drafter in training: packed hidden states, unrolled over draft tokens as in decoding.
 
-Training-time test (EAGLE-3, arXiv 2503.01840): at depth 0 the layer reads the target's hidden states. At depth t it
-reads its own output of depth t - 1 instead, and attends to the true entries up to its root and to its own chain of
-draft tokens.
+Training-time test (EAGLE-3, arXiv 2503.01840): at depth 0 (first draft token) the layer reads the target's hidden
+states. At depth t it reads its own output of depth t - 1 instead. It attends to the true entries up to the root of its
+chain, and to the earlier draft tokens of this chain.
 
-Sequences are packed one after the other; attention stays inside each. Shapes: T entries of a pack, D hidden, H query
-heads, K key-value heads, E head size.
+Sequences are packed one after the other; attention stays inside each. Shapes: T entries (token positions) of a pack, D
+hidden, H query heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _QUERIES = 256  # maximum number of queries in a block of attention
 
 
 class Pack(NamedTuple):
-    """Items of training data, one after the other."""
+    """Batch of training data: several items, one after the other, without padding."""
 
     tokens: Tensor
-    """[T] the token that follows each entry"""
+    """[T] token ids: for each entry, the next token of its sequence"""
     features: Tensor
-    """[T, F]"""
+    """[T, F] hidden states of the target at each entry, as laid out by `FeatureLayout`"""
     positions: Tensor
-    """[T] true positions in the sequences"""
+    """[T] position of each entry in its original sequence"""
     segments: Tensor
     """[T] index of the item that an entry belongs to"""
     counted: Tensor
-    """[T] bool: whether the entry's draft token 0 is a token of a response"""
+    """[T] bool: whether the first draft token from this entry is a token of a response, not of a prompt"""
     version: int
     """version of the target that computed the hidden states"""
 
 
 def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
-    """Pack items, which must all be of one target version."""
+    """Concatenate items to a pack. All items must be of one target version."""
     lengths = torch.tensor([len(item.tokens) for item in items])
     start = torch.tensor([item.start for item in items]).repeat_interleave(lengths)
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -59,7 +59,7 @@ def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
 
 
 def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: random.Random) -> Iterator[Pack]:
-    """Yield all items once in random order, in packs of up to `tokens` entries, or of one longer item."""
+    """Yield all items once, in random order, as packs of up to `tokens` entries. A longer item is a pack by itself."""
     order = list(items)
     rng.shuffle(order)
     for held in bundles(order, tokens):
@@ -127,8 +127,8 @@ def unroll(
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for products of tensors like x: bfloat16 for float32 if x's device has units for it, because no
-    token depends on how a drafter rounds."""
+    """Return the dtype for matrix products of tensors like x: bfloat16 for float32 if x's device has units for it, else
+    the dtype of x. Lower precision is safe, because no token depends on how a drafter rounds."""
     if x.device.type == "cpu":
         is_fast = torch.cpu.get_capabilities().get("amx_bf16", False)
     else:
@@ -141,7 +141,7 @@ def _fast_products(x: Tensor) -> torch.autocast:
 
 
 class _Block(NamedTuple):
-    """Queries [low, high) of one depth, and the entries [first, last) that some of them attend to."""
+    """Block of attention: queries [low, high) of one depth, and the entries [first, last) that they attend to."""
 
     low: int
     high: int
@@ -152,9 +152,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
-    """Return the blocks of queries at these `places` of the pack. A block has some whole sequences, or a part of one,
-    and only the entries that its queries attend to. Attention is computed block by block, because most pairs of entries
-    do not attend to each other."""
+    """Return the blocks of queries at these `places` of the pack. A block has some whole sequences or a part of one,
+    and the entries that its queries attend to. Attention is computed by blocks, because most pairs of entries are
+    masked."""
     entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = []
     for begin, start, end in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
@@ -171,7 +171,7 @@ def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
 
 def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Cut sequences of these lengths into blocks [low, high) of up to `_QUERIES` entries. Yield (begin, low, high),
-    where the first sequence of the block begins at `begin`."""
+    where `begin` is the start of the block's first sequence."""
     low = end = 0
     for length in lengths:
         begin, end = end, end + length
@@ -187,8 +187,8 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
-    """Attend from the block's queries, of all [K, H / K, M, E], to the true entries (depth 0) and from each query to
-    its own chain of draft tokens (other depths): [K, H / K, high - low, E]."""
+    """Return the attention output [K, H / K, high - low, E] of the block's queries, of all in `query` [K, H / K, M, E].
+    Each attends to the `true` entries (depth 0) and to its `own` chain of draft tokens (other depths)."""
     low, high, first, last, bias = block
     query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
     seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]
@@ -203,7 +203,7 @@ def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tens
 
 
 def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    """Rotate [T, heads, E], with Hugging Face's order of pairs (i, i + E/2)."""
+    """Apply the rotary embedding to x [T, heads, E], with Hugging Face's order of pairs (i, i + E/2)."""
     cos, sin = (table[positions, None] for table in cos_sin)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin

@@ -1,7 +1,7 @@
-"""Two matrices estimated from a sample of training data: one that whitens the inputs of `fc`, and the `fc` that
-predicts the next hidden state best.
+"""Two matrices estimated from a sample of training data: one that whitens the inputs of the drafter's layer `fc`, and
+weights of `fc` that predict the next hidden state best.
 
-Shapes: N entries, I inputs of fc, D hidden.
+Shapes: N entries (token positions), I inputs of fc, D hidden.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from tlt.draft.eagle import EagleLayer
 from tlt.spot.buffer import Harvest
 
 _RIDGE = 1e-3  # fraction of the mean second moment that is added to the diagonal in the regression
-_FLOOR = 0.1  # the same for the whitening, because other prompts have directions that the sample lacks
+_FLOOR = 0.1  # the same for the whitening; larger, because other prompts have directions that the sample lacks
 
 
 class Moments:
-    """Sums over the entries of a sample: inputs by inputs [I, I], and next hidden states by inputs [D, I]; float64.
+    """Second moments of a sample, summed over its entries in float64: `inputs` [I, I] of fc's inputs with themselves,
+    and `following` [D, I] of the next hidden states with the inputs.
 
-    `embedding` [V, D] has the dtype of the products.
+    `embedding` [V, D] sets the dtype of the products.
     """
 
     def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:
@@ -37,12 +38,11 @@ class Moments:
             self.entries += len(x)
 
     def next_hidden(self) -> Tensor:
-        """Return the matrix [D, I] from an entry's inputs to the next entry's hidden state, by ridge regression."""
+        """Return the matrix [D, I] from inputs to the next entry's hidden state, by ridge regression."""
         return torch.linalg.solve(self._raised(_RIDGE), self.following, left=False)
 
     def whitening(self) -> Tensor:
-        """Return the symmetric matrix [I, I] by which inputs [N, I] are multiplied to have second moments of about
-        1."""
+        """Return a symmetric matrix [I, I]. Inputs [N, I] times this matrix have second moments of about 1."""
         values, vectors = torch.linalg.eigh(self._raised(_FLOOR) / self.entries)
         return (vectors * values.rsqrt()) @ vectors.T
 
@@ -52,7 +52,7 @@ class Moments:
 
 
 def fc_inputs(layer: EagleLayer, embedding: Tensor, item: Harvest) -> Tensor:
-    """Return the inputs of fc [N, I] at each entry of an item, from the target's hidden states."""
+    """Return the inputs [N, I] of the drafter's layer `fc` at each entry of an item of training data."""
     features = item.features.to(embedding)
     if layer.options.kind == "eagle3":
         return features[:, : layer.fc.in_features]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class SharedNoise(LogitsProcessor):
-    """Logits processor of vLLM that replaces the logits of each request with a tlt entry by log p + noise."""
+    """Logits processor for vLLM that makes it sample with tlt's shared noise. For each request with a tlt entry in
+    `extra_args`, the logits are replaced by log p + Gumbel noise, of which vLLM takes the argmax."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         from tlt.vllm.noise import NoiseTable
