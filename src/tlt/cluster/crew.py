@@ -333,7 +333,7 @@ class Crew:
         the other workers would give them the state before the update."""
         for index in self.capacity.back():
             self._bring_up(index)
-            log.warning("worker %d is back: the run continues with %d of %d", index, len(self.present), self.size)
+            log.warning("worker %d rejoined: %d of %d workers are present", index, len(self.present), self.size)
 
     def _suspect(self, source: int, state: Handle) -> None:
         """Replace worker `source` if it was lost during its call `state`, for which a new worker waited."""

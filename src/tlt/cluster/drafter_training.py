@@ -234,7 +234,7 @@ class DrafterTraining(FaultBarrier):
         self.number_on()
         saved = load_latest(self.folder, self.target)
         if saved and self.saver and saved.layer.options != self.saver.options:
-            log.warning("the drafter in %s has not the shape of the recipe's, which is used instead", self.folder)
+            log.warning("the drafter in %s has another shape than the recipe's, which is used instead", self.folder)
             return
         if saved:
             self.version, handle = saved.number, self._put(saved.state)

@@ -73,7 +73,9 @@ class Policy(TrainedModel):
             return
         if self._skipped_step == step - 1:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
-        log.warning("no gradient of step %d is finite, so no weight changed: a second such step ends the run", step + 1)
+        log.warning(
+            "no gradient of step %d is finite, so no weight changed: two such steps in a row end the run", step + 1
+        )
         self._skipped_step = step
 
     def early_update(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:

@@ -202,7 +202,7 @@ def _compare(model: Any) -> None:
             f"{len(row.windows)} of its {model.config.num_hidden_layers} layers use transformers' attention registry"
         )
     if sum(window is not None for window in row.windows) < types.count("sliding_attention"):
-        raise CannotShare("its sliding layers do not name their window")
+        raise CannotShare("its sliding-window layers do not pass their window size")
     for response, own in zip(responses, (together[1:3], together[3:]), strict=True):
         tokens = torch.tensor([[*prompt, *response]], device=device)
         alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, 1:]
