@@ -72,8 +72,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 class Runner:
-    """Model runner that decodes each request in a slot. `draft` makes up tokens that may follow. Subclasses put the
-    noise on the logits."""
+    """Model runner that decodes each request in a slot. Subclasses put the noise on the logits."""
 
     def __init__(self, target: Decoder, slots: int, seed: int = 0) -> None:
         self.target, self.slots, self.rng = target, slots, random.Random(seed)
@@ -93,8 +92,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, drafts_of: dict[str, Sequence[int]]) -> None:
-        """Compute one pass over all requests. Keep the draft tokens that greedy decoding confirms, and one more
-        token."""
+        """Compute one pass over all requests. Keep the draft tokens that greedy decoding confirms, and one more."""
         names = list(self.live)
         self.rng.shuffle(names)
         rows = [self.live[name] for name in names]
@@ -141,8 +139,7 @@ class RunnerV2(Runner):
 
 
 class RunnerV1(Runner):
-    """Runner in which `positions` and `query_start_loc` cover all tokens of a pass, as in vLLM. Here each context is
-    computed whole."""
+    """Runner whose `positions` and `query_start_loc` cover all tokens of a pass. Each context is computed whole."""
 
     def __init__(self, target: Decoder, slots: int, seed: int = 0) -> None:
         super().__init__(target, slots, seed)
@@ -241,8 +238,7 @@ class LLM:
         return [getattr(self.worker, method)(*args)]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """Reset the cache as vLLM does: with active rows nothing is reset, unless they are preempted and prefilled
-        again."""
+        """Reset the cache as vLLM does: not with active rows, unless they are preempted and prefilled again."""
         if self.runner.live and not reset_running_requests:
             return
         self.cached_by = self.runner.target.version
@@ -277,8 +273,7 @@ class LLM:
         return bool(self.runner.live)
 
     def step(self) -> list[Any]:
-        """Compute a pass over all requests. Return the tokens of each, and whether it has ended: at a stop token, or at
-        its limit."""
+        """Compute a pass over all requests. Return the tokens of each, and whether it has ended."""
         assert not self.asleep
         self.scheduler_knows_ends = True  # of those that ended before this pass
         if not self.runner.live:

@@ -26,8 +26,7 @@ Loses = Callable[[int, str], str]
 
 
 class Table:
-    """Meeting point of threads that form a group. It sums in the order of ranks. A member that leaves breaks it for
-    all."""
+    """Meeting point of threads that form a group. It sums in the order of ranks. A member that leaves breaks it."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(1)

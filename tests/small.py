@@ -56,8 +56,7 @@ _noise = gumbel_noise  # bound here, so that a bug planted in tlt does not reach
 
 
 class Target:
-    """Random Qwen3 whose next-token distribution depends strongly on the context, and the engine's decoder with the
-    same weights."""
+    """Random Qwen3 whose next-token distribution depends strongly on the context, and the engine's decoder for it."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -110,8 +109,7 @@ class Target:
 
 
 def widen(model: nn.Module) -> nn.Module:
-    """Compute norms and rotary angles in float64. transformers keeps them in float32, but a reference for float64 must
-    not."""
+    """Compute norms and rotary angles in float64. transformers keeps them in float32."""
 
     def norm(self: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
@@ -148,8 +146,7 @@ def plain_distribution(logits: Sequence[float], params: SamplingParams) -> list[
 def make_requests(
     prompts: Iterable[Prompt], params: Sequence[SamplingParams], group: int = 2, epochs: int = 1, run_seed: int = 0
 ) -> list[Request]:
-    """Return requests epoch by epoch, prompt by prompt, each group in order. Sampling parameters are assigned in
-    turn."""
+    """Return requests by epoch, prompt, and index in the group. Sampling parameters are assigned in turn."""
     places = [(epoch, prompt, index) for epoch in range(epochs) for prompt in prompts for index in range(group)]
     return [
         Request(prompt, index, epoch, _seed(run_seed, prompt, epoch, index), params[i % len(params)])
@@ -322,8 +319,7 @@ def decode(
     shuffle: int | None = None,
     after_round: Callable[[Engine], None] | None = None,
 ) -> list[Response]:
-    """Return the responses in the order of `requests`, whatever the order in which they were submitted (`shuffle` is a
-    seed) or finished."""
+    """Return the responses in the order of `requests`, whatever the order of submission (`shuffle` is a seed)."""
     if after_round is not None:
         _after_each_round(engine, after_round)
     submitted = list(requests)
@@ -394,8 +390,7 @@ def draw(engine: Engine, params: SamplingParams, epochs: int, group: int = 2, ru
 def reference_draw(
     target: Target, params: SamplingParams, epochs: int, group: int = 2, run_seed: int = 0
 ) -> np.ndarray:
-    """Return the expected result of `draw`: argmax of log p + g over a table of all contexts. It is fast enough for a
-    million responses."""
+    """Return the expected result of `draw`: argmax of log p + g over a table of all contexts."""
     requests = [(p, e, i) for e in range(epochs) for p in range(len(PROMPTS)) for i in range(group)]
     prompt = np.array([p for p, _, _ in requests])
     seeds = torch.tensor([_seed(run_seed, PROMPTS[p], e, i) for p, e, i in requests], dtype=torch.uint64)
@@ -419,8 +414,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def check_distribution(observed: np.ndarray, distribution: np.ndarray, what: str) -> None:
-    """Compare counts with probabilities by chi-square. Cells that expect fewer than 5 are pooled, and impossible ones
-    must be empty."""
+    """Compare counts with probabilities by chi-square. Cells that expect fewer than 5 are pooled."""
     counts, expected = observed.ravel(), distribution.ravel() * observed.sum()
     impossible = int(counts[expected == 0].sum())
     _require(impossible == 0, f"{what}: {impossible} draws of sequences that the distribution excludes")
@@ -472,8 +466,7 @@ def check_group_independence(draws: np.ndarray, target: Target, params: Sampling
 
 
 def check_request_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
-    """Check that the first two tokens of requests with different prompts, and of one prompt in two epochs, follow the
-    products of their distributions."""
+    """Check that first tokens of two prompts, and of one prompt in two epochs, follow the product distribution."""
     distributions = [target.sequence_distribution(prompt, params, 2) for prompt in PROMPTS]
     _check_product(draws[:, 0, 0, :2], draws[:, 1, 0, :2], distributions[0], distributions[1], "prompts 0 and 1")
     even, odd = draws[0::2, 0, 0, :2], draws[1::2, 0, 0, :2]

@@ -92,6 +92,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     rollout = {"group_size": 2, "max_new_tokens": 12}
     write_recipe(folder / "recipe.toml", tiny_tree(folder, rollout=rollout, train={"steps": 3}))
+    rows = [json.dumps({"question": f"what is {i}?"}) for i in range(20)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return folder
 
 

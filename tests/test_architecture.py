@@ -1,5 +1,4 @@
-"""Structure of the code: imports between layers go one way, functions and files are short, and nothing unpickles or
-evaluates."""
+"""Structure of the code: imports go one way, functions and files are short, and nothing unpickles or evaluates."""
 
 from __future__ import annotations
 

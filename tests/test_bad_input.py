@@ -125,6 +125,7 @@ OPTIONS = {
     "--resume": r"no checkpoint in .*/run/checkpoints: give the folder of a run that has one, or start .* --resume$",
 }
 NO_TOML, NO_TOKENIZER = r"recipe\.toml is not valid TOML", r"has no tokenizer that can be loaded"
+NO_EOS: dict[str, Change] = {"model/tokenizer_config.json": {"eos_token": None}}
 half = rewrite(lambda content: content[: len(content) // 2])
 as_utf16 = rewrite(lambda content: content.decode().encode("utf-16"))
 marked = rewrite(lambda content: b"\xef\xbb\xbf" + content)
@@ -169,19 +170,11 @@ FILES: list[tuple[dict[str, Change], str]] = [
     *(({"model/tokenizer.json": change}, NO_TOKENIZER) for change in (None, half, "{}")),
     ({"model/tokenizer.json": replace(b'"a": 64', b'"a": 9999')}, r"token 9999.*vocabulary of 257"),
     (
-        {
-            "model/config.json": {"eos_token_id": None},
-            "model/tokenizer_config.json": {"eos_token": None},
-            "model/generation_config.json": None,
-        },
+        {"model/config.json": {"eos_token_id": None}, "model/generation_config.json": None, **NO_EOS},
         r"names an end token.*set eos_token_id there, or set rollout\.stop_strings",
     ),
     (
-        {
-            "model/config.json": {"eos_token_id": 300},
-            "model/tokenizer_config.json": {"eos_token": None},
-            "model/generation_config.json": {"eos_token_id": [300, 301]},
-        },
+        {"model/config.json": {"eos_token_id": 300}, "model/generation_config.json": {"eos_token_id": [300]}, **NO_EOS},
         r"names an end token below the vocab_size of 257",
     ),
     ({"model/generation_config.json": {"eos_token_id": "256"}}, r"'256' for an eos_token_id: give a token's number"),

@@ -42,8 +42,7 @@ class Value(NamedTuple):
 
 
 def values(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Value]:
-    """Return the smallest and the largest value of every number in a section, in nested sections, and in tables of
-    lists."""
+    """Return the smallest and the largest value of every number in a section, and in sections and lists in it."""
     for name, field in section.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         for inner in kinds:
@@ -119,8 +118,7 @@ def tree_of(home: Path, group: Sequence[Value]) -> dict[str, Any]:
 
 
 def faults(home: Path, group: Sequence[Value]) -> list[str]:
-    """Run all values at once. If a value is refused by name, continue without it. If a group fails otherwise, halve
-    it."""
+    """Run all values at once. Leave out a value that is refused by name. Halve a group that fails otherwise."""
     if not group:
         return []
     try:

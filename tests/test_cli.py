@@ -141,7 +141,6 @@ GENERATE = "generate MODEL --dtype float64"
         (f"{GENERATE} --prompt a\udcff", "is not UTF-8 text: 'a\\udcff'"),
         (f"{GENERATE} --prompt=", "is empty"),
         ("train RECIPE --workers 0", "cluster.workers"),
-        ("train RECIPE --quiet --json", "not allowed with argument"),
         ("config trian", "there is no section trian: did you mean train?"),
         ("config zzz", "there is no section zzz: give one of model, data,"),
         ("config missing.toml", "there is no recipe at missing.toml"),
@@ -205,6 +204,11 @@ def test_train_starts_a_run_with_its_options(recipe: str, monkeypatch: pytest.Mo
     assert runs[0] == (3, False, [], True)
     assert runs[1] == (1, True, ["train.learning_rate", "run.seed"], True)
     assert [shown for *_, shown in runs[2:]] == [False, False]
+
+
+def test_train_is_quiet_or_prints_json(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert exit_code("train", recipe, "--quiet", "--json") == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:

@@ -1,5 +1,4 @@
-"""The pages of the documentation: their commands run, their links lead to files, and the messages that they explain are
-in the source."""
+"""The pages of the documentation: their commands run, their links lead to files, their messages are in the source."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ def test_packages_are_added_their_parts_are_not_and_a_counter_may_wrap(tmp_path:
     assert rapl.read() == pytest.approx(7)
     (second / "energy_uj").write_text("5000000", encoding="ascii")
     assert rapl.read() == pytest.approx(8)
+    assert Nvml(library([1_500, 2_500])).read() == pytest.approx(4), "all cards"
 
 
 def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
@@ -52,10 +53,6 @@ def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetTotalEnergyConsumption=energy,
     )
-
-
-def test_all_cards_are_added() -> None:
-    assert Nvml(library([1_500, 2_500])).read() == pytest.approx(4)
 
 
 def test_without_a_counter_of_each_card_or_a_readable_package_there_is_no_energy(tmp_path: Path) -> None:
@@ -92,13 +89,13 @@ def test_cpu_time_of_a_child_counts_while_it_lives_and_after(tmp_path: Path) -> 
     assert cpu_seconds(tmp_path / "no proc") >= own - 0.05
 
 
-def meter(tmp_path: Path, used: list[int]) -> Meter:
-    return Meter(rapl=Rapl(tmp_path / "none"), nvml=Nvml(library(used)), proc=tmp_path / "no proc")
+def metered(tmp_path: Path, used: list[int]) -> MeteredTracer:
+    return MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library(used)), proc=tmp_path / "no proc"))
 
 
 def test_the_energy_of_each_phase_is_recorded_and_reset_after_a_step(tmp_path: Path) -> None:
     used = [0]
-    tracer = MeteredTracer(meter(tmp_path, used))
+    tracer = metered(tmp_path, used)
     for millijoules in (3_000, 1_000):
         with tracer.span("rollout"):
             used[0] += millijoules
@@ -126,14 +123,14 @@ def test_the_price_is_that_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_energy_is_not_estimated_if_a_counter_measures_it(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
-    tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
+    tracer = metered(tmp_path, [])
     step = tracer.step_energy(RunConfig(watts_per_core=10.0))
     assert step.keys() & {"cpu_joules", "estimated_cpu_joules", "cost"} == {"cpu_joules"}
 
 
 def test_a_counter_that_fails_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     package = zone(tmp_path, "intel-rapl:0", 0)
-    tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
+    tracer = metered(tmp_path, [])
     (package / "energy_uj").unlink()
     with caplog.at_level(logging.WARNING), tracer.span("rollout"):
         pass
@@ -147,8 +144,7 @@ def test_nothing_is_measured_with_workers_on_other_machines() -> None:
 
 
 def lines(*rewards: float) -> list[dict]:
-    """Return metrics of steps with 10 J and 500 tokens. Every second one compares 3 J of plain decoding with 2 J of the
-    run's own."""
+    """Return metrics of steps with 10 J and 500 tokens. Every second one compares 3 J of plain decoding with 2 J."""
     phases = [{"rollout": {"gpu_joules": 2.0}} | ({"compare": {"gpu_joules": 3.0}} if i % 2 else {}) for i in range(9)]
     return [
         {"step": i, "tokens": 500, "reward": reward, "energy": {"gpu_joules": 10.0, "phases": phases[i]}}

@@ -35,7 +35,4 @@ def test_useful_share_by_hand(workers: list[dict[str, float]], numbers: dict[str
 def test_useful_share_of_a_run_weighs_steps_by_their_seconds() -> None:
     steps = [([{ROLLOUT: 9.0, IDLE: 1.0}], rollout()), ([{ROLLOUT: 0.5, IDLE: 0.5}], rollout())]
     assert useful_share(steps) == pytest.approx(9.5 / 11)
-
-
-def test_a_line_of_an_earlier_version_has_no_seconds_of_workers() -> None:
-    assert useful_share([([], {})]) == 0.0
+    assert useful_share([([], {})]) == 0.0, "a line of an earlier version"

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from mutants.mutant import TESTS, Mutant
-from mutants.mutate import MutationError, mutate, unmutated
+from mutants.mutate import mutate, unmutated
 from mutants.table import MUTANTS
 
 
@@ -62,18 +62,3 @@ def test_a_function_is_found_by_its_qualified_name() -> None:
     )
     assert "return 4" in mutate(source, "A.f", "constant", 1)
     assert "return 3\n" in mutate(source, "A.f.f", "constant", 0)
-
-
-@pytest.mark.parametrize(
-    ("function", "operator", "site", "message"),
-    [
-        ("B.f", "drop", 0, "no function B.f"),
-        ("A", "drop", 0, "is a class"),
-        ("A.f", "flip", 0, "no operator 'flip'"),
-        ("A.f", "drop", 1, "1 sites"),
-        ("A.f", "drop", -1, "no site -1"),
-    ],
-)
-def test_a_mutant_that_does_not_fit_is_refused(function: str, operator: str, site: int, message: str) -> None:
-    with pytest.raises(MutationError, match=message):
-        mutate("class A:\n    def f(self):\n        return 1", function, operator, site)

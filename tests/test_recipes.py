@@ -1,5 +1,4 @@
-"""Every recipe is short and can be trained. The data next to the recipes are the output of their scripts. The reward of
-the forecast recipe is a proper score."""
+"""Every recipe is short and can be trained. Its data are the output of a script. The forecast's score is proper."""
 
 from __future__ import annotations
 

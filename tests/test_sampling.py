@@ -152,8 +152,7 @@ def sampling_of(*rows: tuple[float, int, float], dtype: torch.dtype = torch.floa
 
 
 def brute_force(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float] | None:
-    """Return the distribution in exact sums, or None if the mass of a prefix is too close to top_p for floats to
-    decide."""
+    """Return the distribution in exact sums, or None if a prefix's mass is too close to top_p for floats."""
     best = max(logits)
     weight = [Fraction(math.exp((x - best) / temperature)) for x in logits]
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or None]
@@ -215,8 +214,7 @@ def test_each_row_has_its_own_sampling_parameters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_filter_of_one_row_does_not_affect_the_others(dtype: torch.dtype) -> None:
-    """A row's distribution must not depend on other rows by a bit. top_p = 1 keeps every token, however small its
-    probability."""
+    """Its rows must not differ by a bit. top_p = 1 keeps every token, however small its probability."""
     logits = torch.randn(2, 5000, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4
     alone, _ = sampling_log_probs(logits[:1], sampling_of((1.0, 0, 1.0)))
     mixed, _ = sampling_log_probs(logits, sampling_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
@@ -233,8 +231,7 @@ def test_a_prefix_with_exactly_the_mass_of_top_p_is_enough(top_p: float, kept: i
 
 @pytest.mark.parametrize("top_p", [0.9999, 0.99995])
 def test_the_mass_of_a_long_tail_is_summed_exactly(top_p: float) -> None:
-    """One token, and 100,000 tokens of about 2e-9 each. Next to 1 a float32 has an error of 6e-8, which is 30 of
-    them."""
+    """One token, and 100,000 tokens of about 2e-9. Next to 1 a float32 has an error of 6e-8, or 30 of them."""
     logits = 0.5 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)) - 20
     logits[0, 0] = 0.0
     log_p, full = sampling_log_probs(logits, sampling_of((1.0, 0, top_p)))
@@ -298,8 +295,7 @@ def test_other_rows_do_not_depend_on_the_lowest_temperatures(dtype: torch.dtype)
 
 @pytest.mark.parametrize("across", ["seeds", "positions"])
 def test_argmax_has_the_distribution(across: str) -> None:
-    """Chi-square of 1,000,000 draws of 20 tokens with alpha 1e-6. It finds a total variation of 0.5 % with 95 %
-    power."""
+    """Chi-square of 1,000,000 draws, alpha 1e-6. It finds a total variation of 0.5 % with 95 % power."""
     N, V = 1_000_000, 20
     p = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).softmax(-1)
     counts = torch.zeros(V, dtype=torch.int64)

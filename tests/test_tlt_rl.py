@@ -1,5 +1,4 @@
-"""The distribution's name is the same everywhere. If the other package called tlt is installed too, an error names the
-remedy."""
+"""The distribution's name is the same everywhere. The other package called tlt gets an error with the remedy."""
 
 from __future__ import annotations
 

@@ -103,8 +103,7 @@ def write_recipe(path: Path, tree: dict[str, Any]) -> Path:
 
 
 def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:
-    """Return random sequences of random lengths, each a group of its own, with advantages of both signs. Rollout
-    log-probs and rewards are meaningless."""
+    """Return random sequences, each a group of its own, with advantages of both signs. Log-probs mean nothing."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(shortest: int) -> list[int]:

@@ -12,8 +12,7 @@ from tlt import Tools
 
 
 class Echo:
-    """Environment that replies with the letters of the turn, each shifted in the alphabet. An episode has up to three
-    turns."""
+    """Environment that replies with the turn's letters, shifted in the alphabet. An episode has three turns."""
 
     def reset(self, prompt: Any) -> str | None:
         self.turns, self.opens = 0, prompt.text.startswith("a")

@@ -90,10 +90,6 @@ def prints(prompt: Any, answer: str) -> float:
     return 0.0
 
 
-def allocates(prompt: Any, answer: str) -> float:
-    return float(len(bytearray(int(answer) * 2**20)) > 0)
-
-
 _HOLDS = "import sys, time; held = b'x' * (int(sys.argv[1]) * 2**20); time.sleep(60)"
 
 

@@ -129,8 +129,7 @@ def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch:
 
 
 def test_strategies_take_turns(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The strategy with the fewest tokens has the next turn. So the minimum over strategies never falls while all
-    decode."""
+    """The strategy with the fewest tokens is next, so the minimum over strategies never falls while all decode."""
     before: list[list[int]] = []
     decode, turn = rollout._Bench._decode, rollout._Run.turn
 

@@ -56,8 +56,7 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
 
 
 class InThread:
-    """Run that a benchmark would start as a process, in a thread of this process. Its workers are objects of this
-    process."""
+    """Stand-in for a process of the benchmark: a thread, whose workers are objects of this process."""
 
     def __init__(self, config_file: Path, threads: int, program: str) -> None:
         self.said: Queue[dict[str, float] | None] = Queue()

@@ -341,8 +341,7 @@ def test_special_tokens_named_in_a_reply_are_encoded_as_text(tokenizer: Any) -> 
 
 
 def test_in_a_chat_a_reply_is_a_users_message(tokenizer: Any) -> None:
-    """The template ends a response with the end token. The model wrote it itself, unless a stop string ended the
-    response."""
+    """The template ends a response with the end token, which the model wrote unless a stop string came first."""
     ends = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
     encode, end = replies(tokenizer, ends), tokenizer.eos_token_id
     assert tokenizer.decode(encode("no<eos>", end)) == "<user>no<eos><eos><bot>"

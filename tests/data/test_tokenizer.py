@@ -31,8 +31,7 @@ def a_tokenizer(prefix_space: bool = False) -> Tokenizer:
 
 
 def a_folder(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
-    """Return a model folder of the family qwen2, for which transformers 5 builds Qwen2Tokenizer whatever
-    tokenizer_config.json has."""
+    """Return a folder of the family qwen2, for which transformers 5 always builds Qwen2Tokenizer."""
     Qwen2Config(vocab_size=300).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     given = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>", **config}

@@ -87,8 +87,7 @@ def plain(home: Path) -> Result:
 
 @pytest.mark.parametrize("mode", ["suffix", "learned", "adaptive", "trained"])
 def test_completions_and_final_weights_do_not_depend_on_the_drafter(home: Path, plain: Result, mode: str) -> None:
-    """The run has accumulation, several generations per global step, two iterations over each, and evaluations in
-    between."""
+    """The run has accumulation, several generations per global step, two iterations over each, and evaluations."""
     turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
     clock = SimpleNamespace(perf_counter=lambda: next(turns) * 1e-3)
     with patch("tlt.spot.schedule.Schedule.rests", False), patch("tlt.cluster.local.time", clock):
@@ -111,8 +110,7 @@ def test_the_run_trained_and_evaluated(plain: Result, home: Path) -> None:
 
 
 def test_every_completion_is_decoded_with_the_present_weights(home: Path) -> None:
-    """Fused AdamW does not change version counters of parameters. An engine that relied on them would have old
-    weights."""
+    """Fused AdamW does not change version counters of parameters, so an engine must not rely on them."""
     mine, checked = Rollout(speculation={"drafter": "suffix"}), []
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:

@@ -193,8 +193,7 @@ def test_a_group_may_span_processes(folder: Path) -> None:
 
 
 def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
-    """Take one step of the default optimizer of transformers. Return the parameters' version counters before and
-    after."""
+    """Take a step of transformers' default optimizer. Return the version counters before and after."""
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.05, fused=fused)
     parameter = next(trainer.model.parameters())
     for each in trainer.model.parameters():

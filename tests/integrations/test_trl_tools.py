@@ -167,8 +167,7 @@ class Counter:
 
 @pytest.fixture
 def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Set up TRL with a stand-in for the model's tool calls: a turn makes a call if its first token is even. TRL's own
-    generation raises."""
+    """Set up TRL so that a turn makes a tool call if its first token is even. TRL's own generation raises."""
     pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
     from integrations import real_trl
     from trl.trainer import grpo_trainer

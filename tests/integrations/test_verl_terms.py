@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tlt.integrations.verl_terms import TESTED, Seeds, UnsupportedError, refuse, to_sampling_params
-from tlt.integrations.versions import refuse_version
+from tlt.integrations.verl_terms import Seeds, UnsupportedError, refuse, to_sampling_params
 
 
 def rollout(**changes: Any) -> SimpleNamespace:
@@ -82,13 +81,3 @@ def test_seeds_do_not_depend_on_the_order_of_prompts_and_are_never_repeated() ->
     again.step(4)
     again.step(3)
     assert again.next(5) == first, "counted anew with each step"
-
-
-def test_versions_of_verl_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for version, logged in (("0.9.1", False), ("0.10.0", True)):
-        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
-        refuse_version("verl", "verl", TESTED)
-        assert ("verl 0.10.0 is newer" in caplog.text) == logged
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.8.0")
-    with pytest.raises(UnsupportedError, match=r"verl 0\.8\.0 is too old, tlt supports 0\.9 to 0\.9"):
-        refuse_version("verl", "verl", TESTED)

@@ -63,11 +63,7 @@ def shard(trainer: Any) -> None:
 def sharded(folder: Path) -> dict[str, Any]:
     """Train the same run with DDP and with shards, with and without speculation."""
     found = {}
-    for name, drafter, prepare in (
-        ("ddp", "off", None),
-        ("plain", "off", shard),
-        ("adaptive", "adaptive", shard),
-    ):
+    for name, drafter, prepare in (("ddp", "off", None), ("plain", "off", shard), ("adaptive", "adaptive", shard)):
         path = str(folder / "drafter") if drafter == "adaptive" else None
         rollout = Rollout(speculation={"drafter": drafter, "path": path})
         result = run(folder, rollout, prepare=prepare, **PARTS, max_steps=3)

@@ -1,5 +1,4 @@
-"""Environments that hang, raise, return invalid values or end their process. Each is a named outcome, and the next turn
-continues."""
+"""Environments that raise, return invalid values or end their process: named outcomes, and the next turn continues."""
 
 from __future__ import annotations
 

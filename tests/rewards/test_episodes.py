@@ -86,8 +86,7 @@ def episodes(pool: AtOnce, turns: int | None = TURNS) -> Episodes:
 
 
 def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], float]:
-    """Return the expected episode: argmax of log p + g at the model's positions, and the environment's text at the
-    others."""
+    """Return the expected episode: argmax of log p + g, and the environment's text at its positions."""
     game, noise = Game(), small._noise_of(request)
     tokens, logprobs, replies, reward, begin, turns = [], [], [], 0.0, 0, 0
 

@@ -60,9 +60,6 @@ def outcome_of(name: str, *texts: str, **reward: Any) -> list[tuple[float | None
         return [(response.reward, response.outcome) for response in given]
 
 
-# -- while others decode -----------------------------------------------------------------------------------------------
-
-
 def test_submitted_responses_are_scored_in_the_background() -> None:
     with judges("trouble") as made:
         given = responses("one", "four4", "child")
@@ -104,9 +101,6 @@ def test_a_call_whose_process_was_killed_is_repeated_once() -> None:
         process.kill()
         made(given)
         assert (given[0].reward, given[0].outcome) == (1.0, "")
-
-
-# -- how many processes ------------------------------------------------------------------------------------------------
 
 
 class Stand:
@@ -157,8 +151,9 @@ def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert made_for(stand, 40) == 1
 
 
-def test_waiting_processes_are_many_and_computing_ones_are_limited() -> None:
-    assert made_for(lambda: Stand(1.0), 24) >= 8
+def test_waiting_processes_are_many_and_computing_ones_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.rewards.pool._MOST", 8)
+    assert made_for(lambda: Stand(1.0), 24) == 8
     assert made_for(lambda: Stand(0.5, share=1.0), 8) == 2
 
 
@@ -168,6 +163,12 @@ def test_rewards_that_hang_cost_about_one_timeout() -> None:
     found = outcome_of("trouble", *["hang"] * 12, "four", timeout_seconds=2.0)
     assert found == [(None, "timeout")] * 12 + [(4.0, "")]
     assert time.monotonic() - began < 20
+
+
+def test_a_response_that_ends_its_process_twice_is_a_crash_and_the_others_are_scored() -> None:
+    for workers in (1, 2):
+        found = outcome_of("trouble", "one", "raise", "die", "three", workers=workers)
+        assert found == [(3.0, ""), (None, "error"), (None, "crash"), (5.0, "")]
 
 
 def test_a_process_that_cannot_be_restarted_ends_the_run() -> None:
@@ -226,12 +227,8 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
     pool.close()
 
 
-# -- several at once ---------------------------------------------------------------------------------------------------
-
-
 def test_calls_lost_together_are_repeated_one_by_one() -> None:
-    """If a process does not answer several calls, each is repeated alone. Without this rule later tests would never
-    end, so this test comes first."""
+    """It comes first, because without this rule later tests would never end."""
     sizes: list[int] = []
 
     class Lost(Stand):
@@ -283,9 +280,6 @@ def test_calls_of_a_batch_with_one_that_hangs_are_repeated() -> None:
     assert [outcome for _, outcome in found] == ["", "timeout", ""]
 
 
-# -- what a function is given, and what it may give --------------------------------------------------------------------
-
-
 def test_a_function_may_have_all_parameters() -> None:
     answer = Answer("it is 7", "7", 2, (1, 2), "length")
     assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
@@ -319,9 +313,6 @@ def test_without_any_term_there_is_no_reward() -> None:
     assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
-
-
 def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with judges("prints", tmp_path / "reward.log") as made:
         made(responses("a", "b"))
@@ -333,8 +324,7 @@ def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFi
 def test_an_error_names_the_users_line_and_its_traceback_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The user's function is in the same file as its caller, and the standard library raises. The traceback is written
-    once."""
+    """The user's file has the function and its caller, and the standard library raises. There is one traceback."""
     source = (
         "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef f(prompt, answer): return read(answer)\n"
     )
@@ -386,10 +376,6 @@ def test_a_process_that_cannot_start_shows_its_output(
     with pytest.raises(RewardError):
         make_reward(noisy(tmp_path, fault), [PROMPT], tmp_path / "reward.log")
     assert "imported" in capfd.readouterr().err
-
-
-def test_the_memory_of_a_process_is_limited() -> None:
-    assert outcome_of("allocates", "16", "4096", memory_mb=1024) == [(1.0, ""), (None, "error")]
 
 
 def test_the_memory_of_a_process_and_its_programs_is_limited(caplog: pytest.LogCaptureFixture) -> None:

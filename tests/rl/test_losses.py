@@ -47,7 +47,6 @@ def one_token(ratio: float, advantage: float, clip: Clip) -> tuple[LossOutputs, 
 
 
 # d(ratio)/d(log-prob) = ratio, so an unclipped token has gradient -ratio * advantage
-# d(ratio)/d(log-prob) = ratio, so an unclipped token has gradient -ratio * advantage
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clip"),
     [
@@ -97,16 +96,6 @@ def test_a_far_ratio_stays_finite(surrogate: Any) -> None:
     assert (loss.item(), gradient.item()) == (pytest.approx(math.exp(20.0)), 0.0)
     single = LossInputs(*(torch.tensor([x]) for x in (0.0, -80.0, 1.0, 1.0)), [1])
     assert math.isfinite(surrogate(single, Clip(0.2, 0.2)).loss.item()), "in float32"
-
-
-def two_responses() -> tuple[LossInputs, Tensor]:
-    """Return two responses with token ratios 2, 1/2, 2 and 4, 1, sequence ratios 2^(1/3) = 1.259921 and 4^(1/2) = 2,
-    and A = 1 and -1."""
-    given, policy = inputs([2.0, 0.5, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, -1.0, -1.0], [1 / 6] * 3 + [1 / 4] * 2)
-    return given._replace(lengths=[3, 2]), policy
-
-
-# a token moves its response's ratio by a share of 1/n, and a response is half of the loss
 
 
 def shares(share: LossShare, lengths: list[int]) -> list[float]:
@@ -172,7 +161,8 @@ def test_truncated_weights_by_hand() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_importance_weights_scale_only_the_loss_of_each_token(loss: str) -> None:
-    given, _ = two_responses()
+    given, _ = inputs([2.0, 0.5, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, -1.0, -1.0], [1 / 6] * 3 + [1 / 4] * 2)
+    given = given._replace(lengths=[3, 2])
     surrogate = LOSSES[loss].surrogate
     factors = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
     scaled = surrogate(given._replace(importance=factors), Clip(0.2, 0.3))

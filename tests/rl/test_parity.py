@@ -20,7 +20,7 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.rl.parity import check_parity, speculative_logits, take_weights
+from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.run.parts import make_parts
 from tlt.verify.oracle import last_logits
@@ -236,10 +236,3 @@ def test_a_run_with_two_models_ends_at_its_start_and_at_every_sync(
         sync()
     with pytest.raises(ModelError, match="not one model at version 0"):
         start(config)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 16])
-def test_speculative_logits_are_those_of_transformers(tmp_path: Path, count: int) -> None:
-    tokens, decoder = torch.arange(count) * 7 % VOCAB, make_decoder(sound(tmp_path))
-    wanted = transformers_logits(tmp_path, tokens)
-    torch.testing.assert_close(speculative_logits(decoder, tokens, count // 2), wanted, atol=1e-5, rtol=0)

@@ -204,18 +204,13 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, window: int | Non
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2)
 
 
-def test_no_mask_is_as_large_as_the_row() -> None:
-    row = SharedRow([(50, [10] * 8)], CPU)
+@pytest.mark.parametrize(("prompt", "responses", "masks"), [(50, [10] * 8, [(10, 60)]), (10, [60] * 2, [])])
+def test_no_mask_is_as_large_as_the_row(prompt: int, responses: list[int], masks: list[tuple[int, int]]) -> None:
+    """Long responses need none."""
+    row = SharedRow([(prompt, responses)], CPU)
     tensor = torch.randn(1, 2, 130, 4)
     attend(torch.nn.Module(), tensor, tensor, tensor, None, shared_row=row)
-    assert [mask.shape for mask in row._masks.values()] == [(10, 60)]
-
-
-def test_long_responses_need_no_mask() -> None:
-    row = SharedRow([(10, [60] * 2)], CPU)
-    tensor = torch.randn(1, 2, 130, 4)
-    attend(torch.nn.Module(), tensor, tensor, tensor, None, shared_row=row)
-    assert not row._masks
+    assert [mask.shape for mask in row._masks.values()] == masks
 
 
 # -- models that cannot share ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport, sum_evaluations
+from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport
 
 RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, averaged=3, share=0.125, fallen=0.8, times=2)
 BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
@@ -129,10 +129,7 @@ def test_interrupted_evaluations_add_up() -> None:
     assert schedule.due(is_idle=True) is Due.TRAIN
 
 
-def test_evaluations_are_summed_by_column() -> None:
-    parts = [Evaluation(10, 20.0, 30.0, 4.0, seconds=1.0), Evaluation(1, 2.0, 3.0, 0.5, interrupted=True)]
-    assert sum_evaluations(parts) == Evaluation(11, 22.0, 33.0, 4.5, interrupted=True, seconds=1.0)
-    assert sum_evaluations([]) == Evaluation()
+def test_acceptance_by_hand() -> None:
     assert Evaluation(11, 22.0, 30.0, 6.0).acceptance == 0.2
     assert Evaluation().acceptance == 0.0
 

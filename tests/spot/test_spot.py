@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 import torch
+from test_saving import same
 from test_trainer import rollout
 from twin import Model, make_layer, make_model
 
@@ -69,10 +70,6 @@ def state_of(spot: SpotTrainer) -> TrainerState:
     state = spot.state()
     assert state
     return state
-
-
-def same(one: TrainerState, other: TrainerState) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> None:

@@ -43,11 +43,6 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
 def small(home: Path, **sections: dict[str, Any]) -> Config:
     """Return the smallest recipe that shows a bug: 2 prompts, 2 responses each, 12 tokens."""
     rollout = {"group_size": 2, "max_new_tokens": 12} | sections.pop("rollout", {})

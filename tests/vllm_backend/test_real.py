@@ -41,6 +41,7 @@ from test_episodes import AtOnce
 
 pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")
 ROOT = Path(__file__).parent.parent.parent
+BY_VLLM = ("--engine.backend", "vllm", "--engine.vllm.enforce_eager", "true")
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.6),
@@ -50,17 +51,8 @@ SAMPLINGS = (
 
 
 def recipe(*overrides: str) -> Config:
-    eager = (
-        "--engine.backend",
-        "vllm",
-        "--engine.vllm.enforce_eager",
-        "true",
-        "--engine.kv_memory_mb",
-        "256",
-        "--engine.vllm.block_size",
-        "32",
-    )
-    return load_config(ROOT / "recipes" / "longtail.toml", [*eager, "--rollout.max_new_tokens", "160", *overrides])
+    sizes = "--engine.kv_memory_mb 256 --engine.vllm.block_size 32 --rollout.max_new_tokens 160"
+    return load_config(ROOT / "recipes" / "longtail.toml", [*BY_VLLM, *sizes.split(), *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -288,9 +280,6 @@ found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, s
 for line in (found[:-1], found[-1], refusals):
     print(line)
 """
-
-
-BY_VLLM = ("--engine.backend", "vllm", "--engine.vllm.enforce_eager", "true")
 
 
 def trained(folder: Path, *options: str) -> str:

@@ -129,13 +129,16 @@ def test_other_requests_are_not_changed(target: Any, processor: type) -> None:
     assert runner.live["ours"].tokens == ours(target, asked[1:])[asked[1].seed].token_ids
 
 
-def table_of(slots: int = 1) -> NoiseTable:
-    return NoiseTable(slots, torch.device("cpu"))
+def table_of(*draws: Draw, slots: int = 1) -> NoiseTable:
+    """Return a table with these draws in its first slots."""
+    table = NoiseTable(max(slots, len(draws)), torch.device("cpu"))
+    for slot, draw in enumerate(draws):
+        table.add(slot, draw, 6)
+    return table
 
 
 def test_a_reused_slot_keeps_nothing_of_the_previous_request() -> None:
-    table = table_of()
-    table.add(0, Draw(0, 5, 1, 0.5, 2, 0.5), 4)
+    table = table_of(Draw(0, 5, 1, 0.5, 2, 0.5))
     table.add(0, None, 4)
     logits = torch.randn(1, 9)
     assert torch.equal(table.apply(logits.clone(), torch.tensor([0]), torch.tensor([3])), logits)
@@ -149,7 +152,7 @@ def test_a_request_that_never_ran_has_drawn_nothing() -> None:
 
 def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     """It returns in another slot. The previous request of that slot leaves nothing in it."""
-    table, logits, draw = table_of(2), torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
+    table, logits, draw = table_of(slots=2), torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
     table.add(1, Draw(2, 5, 2, 1.0, 0, 1.0), 6)
     table.apply(logits.clone(), torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3]))
     table.add(0, draw, 6)
@@ -159,8 +162,7 @@ def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     table.add(1, draw, 6)
     table.apply(logits[2:].clone(), torch.tensor([1]), torch.tensor([3]))
     found = table.take({1: (0, 3)})[1]
-    expected = table_of()
-    expected.add(0, draw, 6)
+    expected = table_of(draw)
     expected.apply(logits.clone(), torch.tensor([0, 0, 0]), torch.tensor([1, 2, 3]))
     assert found.logprobs == expected.take({1: (0, 3)})[1].logprobs
     assert (found.drafted, found.drafts) == (3, 1), "tokens, in one pass"
@@ -201,7 +203,7 @@ def test_draws_within_a_prompt_do_not_change_the_record() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_continued_response_has_room(version: int, target: Any, processor: type, tested_version: None) -> None:
-    """Its prompt includes that part."""
+    """Its prompt includes that part. It is longer than any before."""
     asked = requests([replace(SAMPLINGS["temperature 1"], max_new_tokens=302)])[0]
     runner: Any = RunnerV1(target, 1) if version == 1 else RunnerV2(target, 1, processor)
     table = NoisySampling(runner).table if version == 1 else runner.processor.table
@@ -215,14 +217,12 @@ def test_a_continued_response_has_room(version: int, target: Any, processor: typ
 @pytest.mark.parametrize("key", [None, 7])
 def test_two_requests_of_one_key_are_both_drawn(key: int | None) -> None:
     """A caller that needs no log-probs need not give each request its own key."""
-    table, seeds = table_of(2), (5, 6)
-    for slot, seed in enumerate(seeds):
-        table.add(slot, Draw(key, seed, 1, 1.0, 3, 1.0), 4)
+    seeds = (5, 6)
+    table = table_of(*(Draw(key, seed, 1, 1.0, 3, 1.0) for seed in seeds))
     logits = torch.randn(1, 64).expand(2, -1)
     scores = table.apply(logits.clone(), torch.tensor([0, 1]), torch.tensor([0, 0]))
     for slot, seed in enumerate(seeds):
-        alone = table_of()
-        alone.add(0, Draw(1, seed, 1, 1.0, 3, 1.0), 4)
+        alone = table_of(Draw(1, seed, 1, 1.0, 3, 1.0))
         assert torch.equal(scores[slot], alone.apply(logits[:1].clone(), torch.tensor([0]), torch.tensor([0]))[0])
 
 
@@ -238,24 +238,13 @@ def test_scores_are_not_rounded_to_the_dtype_of_the_logits(target: Any, tested_v
     runner = SimpleNamespace(_sample=lambda logits, drafts: given.append(logits))
     noisy = NoisySampling.__new__(NoisySampling)
     noisy.runner, noisy._sample = runner, runner._sample
-    noisy.table = table_of()
-    noisy.table.add(0, Draw(1, 3, 1, 1.0, 0, 1.0), 4)
+    noisy.table = table_of(Draw(1, 3, 1, 1.0, 0, 1.0))
     noisy._rows = lambda drafts: (torch.tensor([0]), torch.tensor([0]))
     logits = torch.zeros(1, 4096, dtype=torch.bfloat16)
     noisy(logits, None)
-    alone = table_of()
-    alone.add(0, Draw(1, 3, 1, 1.0, 0, 1.0), 4)
+    alone = table_of(Draw(1, 3, 1, 1.0, 0, 1.0))
     assert torch.equal(given[0], alone.apply(logits.float(), torch.tensor([0]), torch.tensor([0])))
     assert given[0].dtype == torch.float32
-
-
-def test_a_record_longer_than_any_before_makes_room() -> None:
-    table = table_of()
-    table.add(0, Draw(3, 5, 1, 1.0, 0, 1.0), 1000)
-    for position in (0, 999):
-        table.apply(torch.randn(1, 9), torch.tensor([0]), torch.tensor([position]))
-    logprobs = table.take({3: (0, 1000)})[3].logprobs
-    assert (logprobs[0][0] < 0, logprobs[999][0] < 0) == (True, True)
 
 
 def test_the_noise_arguments_are_read_as_written() -> None:

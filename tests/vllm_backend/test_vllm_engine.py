@@ -42,6 +42,13 @@ def opened(config: Config) -> VllmEngine:
     return engine
 
 
+def engines(home: Path, count: int, drafter: str = "off") -> tuple[VllmEngine, Engine, list[Request]]:
+    """Return an engine of vLLM, our own one, and this number of requests."""
+    config = tiny_config(home, speculation={"drafter": drafter})
+    place = open_workplace(config)
+    return opened(config), Engine(place.target, config.engine), requests(place, count)
+
+
 def requests(place: Any, count: int) -> list[Request]:
     sampling = replace(place.sampling, temperature=0.8)
     return [Request(place.prompts[i % 4], i // 4, 0, random.Random(i).getrandbits(64), sampling) for i in range(count)]
@@ -60,15 +67,12 @@ def facts(responses: dict[int, Response]) -> dict[int, Any]:
 
 @pytest.mark.parametrize("drafter", ["off", "adaptive"])
 def test_responses_are_our_own_engines(drafter: str, started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": drafter})
-    place = open_workplace(config)
-    asked = requests(place, 11)
-    assert facts(decode(opened(config), asked)) == facts(decode(Engine(place.target, config.engine), asked))
+    engine, own, asked = engines(tmp_path, 11, drafter)
+    assert facts(decode(engine, asked)) == facts(decode(own, asked))
 
 
 def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
-    engine, asked = opened(config), requests(open_workplace(config), 6)
+    engine, _, asked = engines(tmp_path, 6, "adaptive")
     engine.start(())
     engine.look_ahead(asked)
     while engine.looks_ahead:
@@ -85,8 +89,7 @@ def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
 
 def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -> None:
     """A worker's two engines share a vLLM, and each slice releases the idle one."""
-    config = tiny_config(tmp_path, speculation={"drafter": "off"})
-    engine, asked = opened(config), requests(open_workplace(config), 6)
+    engine, _, asked = engines(tmp_path, 6)
     expected = facts(decode(engine, asked))
     engine.target._sleeps = True  # as on a GPU
     plain = engine.plain_engine()
@@ -103,8 +106,7 @@ def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -
 
 
 def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "off"})
-    engine, asked = opened(config), requests(open_workplace(config), 2)
+    engine, _, asked = engines(tmp_path, 2)
     llm, step = engine.target.llm, engine.target.llm.step
 
     def ends_all() -> list[Any]:
@@ -118,10 +120,8 @@ def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_
 
 
 def test_a_response_continues_after_an_end_token_that_is_no_stop_token(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "off"})
-    place, engine = open_workplace(config), opened(config)
-    asked = requests(place, 4)
-    expected = decode(Engine(place.target, config.engine), asked)
+    engine, own, asked = engines(tmp_path, 4)
+    expected = decode(own, asked)
     started[-1].end_token = expected[asked[0].seed].token_ids[2]
     assert facts(decode(engine, asked)) == facts(expected)
 
@@ -136,13 +136,12 @@ def test_drafter_training_receives_whole_responses(started: Any, tmp_path: Path)
 
 
 def test_requests_of_this_step_come_first(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
-    engine, asked = opened(config), requests(open_workplace(config), 10)
+    engine, own, asked = engines(tmp_path, 10, "adaptive")
     engine.start(())
     engine.look_ahead(asked[:6])
     for _ in range(3):
         engine.round()
-    assert len(engine.rows) == config.engine.max_rows
+    assert len(engine.rows) == own.config.max_rows
     engine.submit(asked[6:])
     engine.round()
     assert [row.request for row in engine.rows] == asked[6:]
@@ -184,10 +183,8 @@ def test_other_draws_are_refused(started: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_requests_continue_elsewhere_with_their_tokens(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "off"})
-    place = open_workplace(config)
-    asked, engine = requests(place, 6), opened(config)
-    expected = facts(decode(Engine(place.target, config.engine), asked))
+    engine, own, asked = engines(tmp_path, 6)
+    expected = facts(decode(own, asked))
     engine.start(asked)
     responses = [response for _ in range(5) for response in engine.round()]
     left = engine.release_requests([request.seed for request in asked[::2]])
@@ -199,32 +196,29 @@ def test_requests_continue_elsewhere_with_their_tokens(started: Any, tmp_path: P
 
 
 def test_new_weights_are_used_in_the_next_rollout(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "off"})
-    place, engine = open_workplace(config), opened(config)
-    asked = requests(place, 4)
+    engine, own, asked = engines(tmp_path, 4)
     before = facts(decode(engine, asked))
-    moved = {name: tensor * 1.05 for name, tensor in weights_of(config).items()}
+    moved = {name: tensor * 1.05 for name, tensor in weights_of(tmp_path).items()}
     engine.target.load(moved, 1)
-    place.target.load(moved, 1)
+    own.target.load(moved, 1)
     after = facts(decode(engine, asked))
-    assert after == facts(decode(Engine(place.target, config.engine), asked))
+    assert after == facts(decode(own, asked))
     assert after != before
 
 
 def test_new_weights_clear_the_prefix_cache_even_with_active_rows(started: Any, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
-    engine, asked = opened(config), requests(open_workplace(config), 4)
+    engine, _, asked = engines(tmp_path, 4, "adaptive")
     engine.start(())
     engine.look_ahead(asked[:2])
     engine.round()
-    engine.target.load(weights_of(config), 1)
+    engine.target.load(weights_of(tmp_path), 1)
     assert started[-1].cached_by == engine.target.llm.runner.target.version
     engine.start(asked[2:])
     engine.round()
 
 
-def weights_of(config: Config) -> dict[str, torch.Tensor]:
-    return dict(read_safetensors(config.model.path))
+def weights_of(home: Path) -> dict[str, torch.Tensor]:
+    return dict(read_safetensors(home / "model"))
 
 
 def learned(home: Path, kind: Any = "eagle1") -> Path:

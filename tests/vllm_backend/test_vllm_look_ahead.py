@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_vllm_engine import opened, requests, weights_of
-from tiny import tiny_config
+from test_vllm_engine import engines, weights_of
 
-from tlt.build import open_workplace
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Prompt, Request, Row, SamplingParams
 from tlt.vllm.engine import VllmEngine
@@ -85,7 +83,7 @@ def test_known_tokens_after_an_interrupted_row_are_kept(tmp_path: Path) -> None:
     while engine.looks_ahead:
         engine.round()
     before = {request.seed: engine.store.length(request.seed) for request in asked}
-    engine.target.load(weights_of(tiny_config(tmp_path)), 1)
+    engine.target.load(weights_of(tmp_path), 1)
     engine.start(())
     engine.look_ahead(asked)
     engine.round()
@@ -116,8 +114,7 @@ def test_a_request_that_is_too_large_gets_no_look_ahead(tmp_path: Path) -> None:
 
 
 def ahead_of(home: Path) -> tuple[VllmEngine, list[Request]]:
-    config = tiny_config(home, speculation={"drafter": "adaptive"})
-    engine, asked = opened(config), requests(open_workplace(config), 3)
+    engine, _, asked = engines(home, 3, "adaptive")
     engine.start(())
     engine.look_ahead(asked)
     return engine, asked
