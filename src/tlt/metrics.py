@@ -212,7 +212,8 @@ def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the series for plots over steps. The target version is the one that decoded the step."""
+    """Return series to plot over steps, one value for each step. `target_version` is the version of the weights that
+    decoded the step's responses."""
     return {
         "target_version": [line["step"] for line in lines],
         "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in lines],

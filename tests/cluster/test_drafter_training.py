@@ -51,7 +51,7 @@ def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **tr
 
 
 def rule(**changed: Any) -> Any:
-    return patch.object(schedules, "RULE", replace(RULE, **{"stretch": 2, "burst": 10**9, "share": 1e9} | changed))
+    return patch.object(schedules, "RULE", replace(RULE, **{"stretch": 2, "burst": 10**9} | changed))
 
 
 def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, DrafterTraining, TestPool]:
@@ -86,9 +86,7 @@ def plain_long(home: Path) -> str:
 
 def training_of(crew: Any, config: Config) -> DrafterTraining:
     options = decoder_options(read_config(config.model.path))
-    training = DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
-    training.schedule.credit = 1e9  # so that training is always due
-    return training
+    return DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
 
 
 class Published(NamedTuple):

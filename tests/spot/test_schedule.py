@@ -33,7 +33,7 @@ def at_rest() -> Schedule:
 def test_an_evaluation_is_due_after_each_interval() -> None:
     schedule, seen = Schedule(20, RULE), []
     for _ in range(4):
-        seen.append(schedule.due(is_idle=True))
+        seen.append(schedule.due())
         if seen[-1] is Due.TRAIN:
             schedule.trained(SpotReport(1, 20, 0.1))
         else:
@@ -51,14 +51,15 @@ def test_a_burst_ends_after_candidates_that_were_not_published() -> None:
     assert schedule.due() is None
 
 
-def test_a_run_that_begins_at_rest_bursts_after_a_better_candidate() -> None:
+def test_a_run_that_begins_at_rest_stays_at_rest_after_a_better_candidate() -> None:
     schedule = Schedule(20, RULE, begins_at_rest=True)
     assert schedule.rests
     assert schedule.due() is None
     schedule.rollout_ended(2.0, None)
     assert schedule.due() is Due.TRAIN
-    stretch(schedule, BETTER)
-    assert not schedule.rests
+    stretch(schedule, BETTER, seconds=0.25)
+    assert schedule.rests
+    assert schedule.due() is None
 
 
 def test_paused_training_takes_an_eighth_of_the_rollouts() -> None:
@@ -72,7 +73,7 @@ def test_paused_training_takes_an_eighth_of_the_rollouts() -> None:
     assert trained == [0, 2, 5]  # credit: 0.25, -0.125, 0.125, -0.25, 0, 0.25
 
 
-def test_an_evaluation_while_paused_uses_the_time_and_its_publication_begins_a_burst() -> None:
+def test_an_evaluation_while_paused_uses_the_time() -> None:
     schedule = at_rest()
     schedule.rollout_ended(10.0, None)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.5))
@@ -81,7 +82,6 @@ def test_an_evaluation_while_paused_uses_the_time_and_its_publication_begins_a_b
     assert schedule.due() is None, "1.25 s of credit are used"
     schedule.rollout_ended(10.0, None)
     assert schedule.evaluated(BETTER._replace(entries=30))
-    assert not schedule.rests
 
 
 def test_two_rollouts_in_a_row_with_low_acceptance_are_a_change_of_the_task() -> None:
@@ -91,26 +91,23 @@ def test_two_rollouts_in_a_row_with_low_acceptance_are_a_change_of_the_task() ->
     assert changes == [False, False, False, False, True, False]
     assert schedule.acceptance == 0.5, "the new level"
     assert not schedule.rests
-    assert schedule.due() is Due.TRAIN, "of its share"
+    assert schedule.due() is Due.TRAIN
 
 
-def test_a_burst_uses_its_share_and_idle_time_that_is_left() -> None:
-    """A rollout of 8 s allows 1 s. Time that nothing else needs is free."""
-    schedule, seen = Schedule(20, RULE), []
-    for seconds in (5.0, 0.75, 0.5, 9.0):
-        seen.append((schedule.due(), schedule.due(is_idle=True)))
+def test_a_burst_uses_all_idle_time_and_leaves_no_credit() -> None:
+    schedule = Schedule(20, RULE)
+    for seconds in (5.0, 0.75, 9.0):
+        assert schedule.due() is Due.TRAIN
         schedule.trained(SpotReport(0, 20, seconds))
-        if seconds == 5.0:
-            schedule.rollout_ended(8.0, None)
-    assert seen == [(None, Due.TRAIN), (Due.TRAIN, Due.TRAIN), (Due.TRAIN, Due.TRAIN), (None, Due.TRAIN)]
-    assert schedule.credit == -0.25
+        schedule.rollout_ended(8.0, None)
+    assert schedule.credit == 0.0
 
 
 def test_a_change_of_the_task_begins_a_new_interval() -> None:
     schedule = Schedule(20, RULE)
     schedule.rollout_ended(1.0, 0.9)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
-    assert schedule.due(is_idle=True) is Due.EVALUATE
+    assert schedule.due() is Due.EVALUATE
     schedule.evaluated(BETTER._replace(entries=10, interrupted=True))
     schedule.rollout_ended(1.0, 0.1)
     assert schedule.rollout_ended(1.0, 0.1)
@@ -124,9 +121,9 @@ def test_interrupted_evaluations_add_up() -> None:
     part = Evaluation(15, 8.0, 5.0, 3.0, interrupted=True, seconds=0.5)
     assert schedule.evaluated(part) is None
     assert schedule.evaluated(part) is None
-    assert schedule.due(is_idle=True) is Due.EVALUATE
+    assert schedule.due() is Due.EVALUATE
     assert schedule.evaluated(part) == Evaluation(45, 24.0, 15.0, 9.0, True, 1.5)
-    assert schedule.due(is_idle=True) is Due.TRAIN
+    assert schedule.due() is Due.TRAIN
 
 
 def test_acceptance_by_hand() -> None:
@@ -164,7 +161,7 @@ def steps() -> st.SearchStrategy[Callable[[Schedule], tuple[float, float]]]:
     """Apply random events. Return (seconds of rollouts, seconds of training while paused)."""
 
     def work(schedule: Schedule, micro_batches: int, seconds: float, found: Evaluation) -> tuple[float, float]:
-        due, rested = schedule.due(is_idle=True), schedule.rests
+        due, rested = schedule.due(), schedule.rests
         if due is None:
             return 0.0, 0.0
         if due is Due.TRAIN:
@@ -195,7 +192,7 @@ def test_paused_training_takes_its_share_and_one_call(events: list[Callable[[Sch
         if schedule.rests:
             assert trained <= RULE.share * rollouts + 1.0 + 1e-9
         else:
-            assert schedule.due(is_idle=True), "in a burst something is always due"
+            assert schedule.due(), "in a burst something is always due"
         assert 0 <= schedule.in_vain <= RULE.burst
         assert 0 <= schedule.low < RULE.times
         assert schedule.acceptance is None or 0.0 <= schedule.acceptance <= 1.0

@@ -199,12 +199,10 @@ class Coordinator:
 
     def _idle(self, index: int) -> None:
         """Start the first possible kind of idle work on a worker without rows: take rows of another worker, early
-        update, drafter training within its share of the time, look-ahead, more drafter training."""
+        update, drafter training, look-ahead. While it waits for rows it looks ahead, which stops within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if self.allocation.ask_for_rows(index):
-            self._decode_ahead(index)  # until it gets rows, because look-ahead can be stopped within a round
-        elif not (self._update_early(index) or self._train(index) or self._decode_ahead(index)):
-            self._train(index, is_idle=True)
+        if self.allocation.ask_for_rows(index) or not (self._update_early(index) or self._train(index)):
+            self._decode_ahead(index)
 
     def _update_early(self, index: int) -> bool:
         """Let an idle worker compute a shard of the early update. Return whether there was one."""
@@ -214,11 +212,11 @@ class Coordinator:
             self.tracers[index].enter(EARLY)
         return due
 
-    def _train(self, index: int, is_idle: bool = False) -> bool:
-        """Start training or evaluating the drafter on an idle worker, if the schedule permits. `is_idle`: whether the
-        worker has no other work. Return whether a call was started."""
+    def _train(self, index: int) -> bool:
+        """Start training or evaluating the drafter on an idle worker, if the schedule permits. Return whether a call
+        was started."""
         seconds = self.config.cluster.slice_seconds
-        due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds, is_idle)
+        due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds)
         if due:
             self.tracers[index].enter(SPOT)
         return due

@@ -108,7 +108,7 @@ class Crew:
 
     @property
     def calls(self) -> int:
-        """Number of calls of all workers that have not returned."""
+        """Number of pending calls, summed over all workers."""
         return len(self._calls)
 
     def take_kept(self) -> list[Done]:

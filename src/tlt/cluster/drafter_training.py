@@ -91,10 +91,10 @@ class DrafterTraining(FaultBarrier):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     @contained(False)
-    def next_call(self, worker: int, idle: Collection[int], seconds: float, is_idle: bool = False) -> bool:
+    def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
         """Start training (for about `seconds`) or evaluation on `worker`, if it is due. `idle`: all idle workers.
-        `is_idle`: whether the worker has no other work. Return whether a call was started."""
-        due, able = self.schedule.due(is_idle), set(idle) - self._unable
+        Return whether a call was started."""
+        due, able = self.schedule.due(), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
         if not self.baton.is_free(worker):
@@ -199,7 +199,7 @@ class DrafterTraining(FaultBarrier):
         a training call. `handle` is called with each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
-                self.next_call(worker, idle, min(seconds, most), is_idle=True)
+                self.next_call(worker, idle, min(seconds, most))
             if not self.is_on or (self.under_way is None and self.crew.free()):
                 break
             for done in self.crew.done():

@@ -70,7 +70,7 @@ class EarlyUpdate:
         self._begun = {shard: begun for shard, begun in self._begun.items() if begun[0] != worker}
 
     def held_by(self, workers: Sequence[int]) -> list[dict[int, float]]:
-        """Return the early shards that each of these workers has begun, with the fraction done of each."""
+        """Return the early shards that each worker has begun, as one {shard: fraction done} for each worker."""
         return [{k: share for k, (holder, share) in self._begun.items() if holder == worker} for worker in workers]
 
     def take_seconds(self) -> float:

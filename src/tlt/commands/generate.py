@@ -112,7 +112,8 @@ def _data_of_the_run(policy: Path) -> Mapping[str, Any]:
 
 
 def _prompts(asked: Asked, tokenizer: Any, trained_on: Mapping[str, Any]) -> list[Prompt]:
-    """Return the prompts of the command, encoded as in the run whose section [data] is `trained_on`."""
+    """Return the prompts of the command. They are encoded with `trained_on`, the section [data] of the policy's
+    training run. If it is empty, defaults are used."""
     config = _shown_as_in(trained_on, asked, tokenizer)
     encode = encoder(tokenizer, config)
     typed = [_typed(i, text, config, encode) for i, text in enumerate(asked.prompts)]

@@ -91,7 +91,7 @@ def shown_to_model(question: Question, config: DataConfig) -> Question:
         return config.template.replace("{question}", question)
     if config.template != "{question}":
         problem = "data.template is for prompts that are text, but these are lists of messages"
-        raise DataError(f"{problem}: give the prompts as text, or remove the template")
+        raise DataError(f"{problem}: give the prompts as text, or remove data.template")
     return question
 
 

@@ -41,7 +41,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
-        """Return a look-ahead draft as a tree. It is a chain of tokens that are all known in advance."""
+        """Return a look-ahead draft as a tree. The tree is a chain: `root`, then `tokens`, each with probability 1."""
         count = len(tokens) + 1
         order = list(range(count))
         return cls([root, *tokens], [0, *order[:-1]], order, [1.0] * count, [-1] * count, ahead=True)

@@ -127,7 +127,8 @@ class ShardSums:
         self._empty_parameters()
 
     def _known(self, shard: Shard) -> ShardSum | None:
-        """Return the early sum of a shard, if it was begun with exactly the same responses, else None."""
+        """Return the sum that was begun for this shard during the rollout. Return None if there is none, or if it was
+        begun with other responses."""
         known = self.early.get(shard.number)
         return known if known and known.shard == shard else None
 

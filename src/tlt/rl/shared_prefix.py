@@ -211,5 +211,6 @@ def _compare(model: Any) -> None:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Return a 4D mask that transformers does not change. With None it would build [N, N] from the positions."""
+    """Return a [1, 1, 1, 1] mask of True. transformers passes a 4D mask on unchanged. If the mask is None, it builds
+    one of [N, N] from the positions."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -5,11 +5,11 @@ After each stretch it is compared with the drafter in use on held-out data, whic
 rollout. Training uses only older rollouts. The candidate is published (replaces the drafter in use) if it decodes the
 held-out data in 2 % fewer rounds.
 
-    rest    training may use at most 5 % of the rollouts' time
-    burst   training may also use idle time that look-ahead leaves, until 8 candidates in a row were not published
+    burst   training may use all idle time, until 8 candidates in a row were not published
+    rest    training may use at most 5 % of the rollouts' time, so that most idle time is left for look-ahead
 
-Look-ahead comes before training beyond the 5 %, because it saves time at once. A burst begins when training starts from
-random weights, after a publication, and when the task changes. A run that starts with a trained drafter begins at rest.
+A burst begins when training starts from random weights and when the task changes. A run that starts with a trained
+drafter begins at rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped.
@@ -103,20 +103,19 @@ class Schedule:
         """number of candidates that were not published since the last publication or the beginning of the burst;
         training rests at `Rule.burst`"""
         self.credit = 0.0
-        """worker seconds that training may use before other idle work; negative after a longer call"""
+        """worker seconds that training may use while it rests; negative after a longer call"""
         self.acceptance: float | None = None
         """running mean of the acceptance rate over rollouts; None before the first rollout that used the drafter"""
         self.low = 0
-        """number of rollouts in a row that have fallen (see `Rule.fallen`)"""
+        """number of consecutive rollouts, up to now, with an acceptance rate below `Rule.fallen` times the mean"""
 
     @property
     def rests(self) -> bool:
         return self.in_vain >= self.rule.burst
 
-    def due(self, is_idle: bool = False) -> Due | None:
-        """Return whether the worker that holds the trainer state should train or evaluate next; None if it should do
-        other work. `is_idle`: whether there is no other work."""
-        if self.credit <= 0.0 and (self.rests or not is_idle):
+    def due(self) -> Due | None:
+        """Return whether an idle worker should train or evaluate the drafter next; None if it should do other work."""
+        if self.rests and self.credit <= 0.0:
             return None
         return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
 
@@ -133,10 +132,8 @@ class Schedule:
             self.evaluation = whole
             return None
         self.begin_stretch()
-        if self.publishes(whole):
-            self.in_vain = 0
-        elif not self.rests:
-            self.in_vain += 1
+        if not self.rests:
+            self.in_vain = 0 if self.publishes(whole) else self.in_vain + 1
         return whole
 
     def publishes(self, whole: Evaluation) -> bool:
@@ -146,7 +143,8 @@ class Schedule:
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
         """Record a rollout's duration in seconds and the drafter's acceptance rate (None: the drafter was not used).
         Return whether the task has changed."""
-        self.credit += self.rule.share * seconds
+        if self.rests:
+            self.credit += self.rule.share * seconds
         if acceptance is None:
             return False
         if self.acceptance is None:
@@ -168,7 +166,7 @@ class Schedule:
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     def _pay(self, seconds: float) -> None:
-        if self.rests or self.credit > 0.0:  # in a burst, other idle time is free
+        if self.rests:
             self.credit -= seconds
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ class DrafterTrainer:
 
     @property
     def depth(self) -> int:
-        """Number of draft tokens of a chain that are trained: `reach` rounded up, plus one, and at most `unroll`.
-        Draft tokens after a rejected one cost as much and are of no use yet."""
+        """Number of draft tokens of a chain that are trained: `reach` rounded up, plus one, and at most `unroll`. Later
+        tokens are left out, because they cost as much but follow a token that is often rejected."""
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
