@@ -144,6 +144,10 @@ FILES: list[tuple[dict[str, Change], str]] = [
         r"reward\.terms\.0\.wieght: did you mean weight\?",
     ),
     (
+        {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="exact"}]'), "options": "--reward.batched=true"},
+        r"reward\.batched has no effect with \[\[reward\.terms\]\]: set batched in its term$",
+    ),
+    (
         {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="tiny_rewards:f"}]')},
         r"reward\.terms = 'tiny_rewards:f' cannot be imported .*: correct the file or the name",
     ),

@@ -51,7 +51,8 @@ def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **tr
 
 
 def rule(**changed: Any) -> Any:
-    return patch.object(schedules, "RULE", replace(RULE, **{"stretch": 2, "burst": 10**9} | changed))
+    changes = {"stretch": 2, "burst": 10**9, "burst_share": 1e9} | changed
+    return patch.object(schedules, "RULE", replace(RULE, **changes))
 
 
 def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, DrafterTraining, TestPool]:
@@ -86,7 +87,9 @@ def plain_long(home: Path) -> str:
 
 def training_of(crew: Any, config: Config) -> DrafterTraining:
     options = decoder_options(read_config(config.model.path))
-    return DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
+    training = DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
+    training.schedule.credit = 1e9  # so that training is always due
+    return training
 
 
 class Published(NamedTuple):
@@ -241,7 +244,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
 
 
 def test_paused_training_delays_nothing(home: Path, plain: str) -> None:
-    digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, share=0.0)
+    digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, rest_share=0.0)
     assert digest == plain
     assert not any(method in ("train_drafter", "evaluate_drafter") for _, method in pool.log)
     assert all(line["rollout"]["spot"]["rests"] == 1.0 for line in read_metrics(home / "run"))
@@ -328,6 +331,19 @@ def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     assert training.report() == {"version": 1.0, "rests": 0.0}, "of the next rollout"
     training.handle_result(Done(1, "take_state", None))
     assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
+
+
+def test_the_candidate_of_an_absent_worker_is_not_published(home: Path) -> None:
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.next_call(2, [2], 0.5)
+    training.handle_result(Done(2, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
+    training.next_call(2, [2], 0.5)
+    calls.present = [0, 1]
+    training.handle_result(Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
+    calls.taken()
+    training.handle_result(Done(0, "drafter_state", {"mean.a": torch.ones(1)}))
+    assert calls.taken() == []
 
 
 def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:

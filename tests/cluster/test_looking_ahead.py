@@ -267,9 +267,9 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
 
 
-@pytest.mark.parametrize(("rests", "first"), [(False, "train_drafter"), (True, "look_ahead")])
-def test_training_comes_before_look_ahead_unless_it_rests(tmp_path: Path, rests: bool, first: str) -> None:
+@pytest.mark.parametrize(("credit", "first"), [(1.0, "train_drafter"), (0.0, "look_ahead")])
+def test_training_comes_before_look_ahead_while_it_has_credit(tmp_path: Path, credit: float, first: str) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
-    coordinator.training.schedule.in_vain = 8 if rests else 0
+    coordinator.training.schedule.credit = credit
     rolled_out(coordinator, requests(0), requests(20, 21))
     assert next(method for _, method, _ in trace if method in ("train_drafter", "look_ahead")) == first

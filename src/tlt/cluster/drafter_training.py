@@ -72,7 +72,8 @@ class DrafterTraining(FaultBarrier):
     ) -> None:
         training = config.speculation.training
         self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
-        self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=layer is not None and layer.trained)
+        at_rest = layer is not None and layer.trained
+        self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=at_rest, extra=training.extra)
         self.baton = Baton[Handle]()
         self.version = 0
         """number of the published drafter in use; 0 is the drafter that the run started with"""
@@ -112,6 +113,8 @@ class DrafterTraining(FaultBarrier):
         if worker in self.crew.present:
             self.under_way = worker
             self.crew.call(worker, "drafter_state")
+        else:
+            self._to_publish = None  # the candidate is lost with its worker
 
     @contained(None)
     def update_begins(self) -> None:

@@ -28,14 +28,13 @@ _OTHERS: dict[str, Fill] = {
 """parameter names that reward functions for TRL and verl use -> function that returns the argument"""
 
 
-def fills(function: Callable[..., Any], path: str, columns: Collection[str], lists: bool) -> dict[str, Fill]:
+def fills(function: Callable[..., Any], label: str, columns: Collection[str], lists: bool) -> dict[str, Fill]:
     """Return, for each parameter of the user's reward function, a function of (prompt, answer) that gives its argument.
 
-    `path` is the reward's name in the recipe, and `columns` are the columns of the data. A `**kwargs` parameter gets
-    all other columns. If `lists`, the function takes lists and parameter names may be plurals. Raises RewardError for a
-    parameter that cannot be filled.
+    `label` begins error messages, such as `reward.name = 'my_reward:close'`. `columns` are the columns of the data. A
+    `**kwargs` parameter gets all other columns. If `lists`, the function takes lists and parameter names may be
+    plurals. Raises RewardError for a parameter that cannot be filled.
     """
-    label = f"reward.name = {path!r}"
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # written in C

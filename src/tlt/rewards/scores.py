@@ -178,7 +178,7 @@ def _users(
     """
     field = "reward.terms" if config.terms else "reward.name"
     function = imported(term.name, config.folder, field, "module:function")
-    filled = fills(function, term.name, columns, term.batched)
+    filled = fills(function, f"{field} = {term.name!r}", columns, term.batched)
     late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if late and not term.batched:
         return lambda asked: asyncio.run(_all_at_once(function, filled, asked, config.timeout_seconds)), True

@@ -5,11 +5,11 @@ After each stretch it is compared with the drafter in use on held-out data, whic
 rollout. Training uses only older rollouts. The candidate is published (replaces the drafter in use) if it decodes the
 held-out data in 2 % fewer rounds.
 
-    burst   training may use all idle time, until 8 candidates in a row were not published
-    rest    training may use at most 5 % of the rollouts' time, so that most idle time is left for look-ahead
+    burst   training may use 25 % of the rollouts' time, until 8 candidates in a row were not published
+    rest    training may use 5 % of the rollouts' time
 
-A burst begins when training starts from random weights and when the task changes. A run that starts with a trained
-drafter begins at rest.
+Other idle time is left for look-ahead. A burst begins when training starts from random weights and when the task
+changes. A run that starts with a trained drafter begins at rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped.
@@ -37,9 +37,11 @@ class Rule:
     """rounds of the drafter in use / rounds of a candidate: minimum for publication; evaluations err by about 0.02"""
     burst: int = 8
     """number of candidates in a row that are not published, after which training rests"""
-    share: float = 0.05
-    """Worker seconds of training, per second of rollout, that come before look-ahead. Training slows another worker on
-    the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    rest_share: float = 0.05
+    """Worker seconds of training at rest, of all workers together, per second of rollout. Training slows another worker
+    on the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    burst_share: float = 0.25
+    """worker seconds of training in a burst, of all workers together, per second of rollout"""
     averaged: int = 8
     """number of rollouts in the running mean of the drafter's acceptance rate"""
     fallen: float = 0.8
@@ -91,8 +93,11 @@ def sum_evaluations(parts: Iterable[Evaluation]) -> Evaluation:
 class Schedule:
     """State of the schedule. Its methods record events of the run; `due` returns what an idle worker should do next."""
 
-    def __init__(self, micro_batch_tokens: int, rule: Rule | None = None, begins_at_rest: bool = False) -> None:
+    def __init__(
+        self, micro_batch_tokens: int, rule: Rule | None = None, begins_at_rest: bool = False, extra: float = 0.0
+    ) -> None:
         self.rule = rule or RULE
+        self.burst_share = max(self.rule.burst_share, extra)
         self.wanted = self.rule.judged * micro_batch_tokens
         """number of held-out tokens with which an interrupted evaluation counts as complete"""
         self.micro_batches = 0
@@ -103,7 +108,7 @@ class Schedule:
         """number of candidates that were not published since the last publication or the beginning of the burst;
         training rests at `Rule.burst`"""
         self.credit = 0.0
-        """worker seconds that training may use while it rests; negative after a longer call"""
+        """worker seconds that training may use until the end of the rollout; negative after a longer call"""
         self.acceptance: float | None = None
         """running mean of the acceptance rate over rollouts; None before the first rollout that used the drafter"""
         self.low = 0
@@ -115,18 +120,18 @@ class Schedule:
 
     def due(self) -> Due | None:
         """Return whether an idle worker should train or evaluate the drafter next; None if it should do other work."""
-        if self.rests and self.credit <= 0.0:
+        if self.credit <= 0.0:
             return None
         return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
 
     def trained(self, report: SpotReport) -> None:
         self.micro_batches += report.micro_batches
-        self._pay(report.seconds)
+        self.credit -= report.seconds
 
     def evaluated(self, part: Evaluation) -> Evaluation | None:
         """Add a part of the candidate's evaluation. If the evaluation is complete, begin the next stretch and return
         the whole evaluation."""
-        self._pay(part.seconds)
+        self.credit -= part.seconds
         whole = sum_evaluations([self.evaluation._replace(interrupted=False), part])
         if part.interrupted and whole.entries < self.wanted:
             self.evaluation = whole
@@ -143,8 +148,8 @@ class Schedule:
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
         """Record a rollout's duration in seconds and the drafter's acceptance rate (None: the drafter was not used).
         Return whether the task has changed."""
-        if self.rests:
-            self.credit += self.rule.share * seconds
+        share = self.rule.rest_share if self.rests else self.burst_share
+        self.credit = min(self.credit, 0.0) + share * seconds  # time that training did not use is lost
         if acceptance is None:
             return False
         if self.acceptance is None:
@@ -164,10 +169,6 @@ class Schedule:
     def begin_stretch(self) -> None:
         """Begin a new stretch, because the candidate was evaluated or the training of the stretch was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
-
-    def _pay(self, seconds: float) -> None:
-        if self.rests:
-            self.credit -= seconds
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
