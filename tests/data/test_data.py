@@ -169,11 +169,12 @@ def test_held_out_prompts_come_from_all_stages() -> None:
     assert [[p.data["stage"] for p in held_out].count(stage) for stage in range(3)] == pytest.approx([5, 10, 5], abs=1)
 
 
-def test_held_out_prompts_are_evenly_spaced_in_a_file(tmp_path: Path) -> None:
+def test_held_out_prompts_are_evenly_spaced_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = DataConfig(path=write(tmp_path, '{"question": "seen"}'))
     (tmp_path / "held_out.jsonl").write_text("\n".join(f'{{"question": "{q}"}}' for q in ("seen", *"abcdef")))
     held_out = EvalConfig(every=1, size=3, path=str(tmp_path / "held_out.jsonl"))
     assert [p.text for p in load_held_out(config, held_out, encode, load_prompts(config, encode))] == ["a", "c", "e"]
+    assert f"1 of 7 prompts of {held_out.path} are left out of evaluations" in caplog.text
 
 
 def test_a_held_out_file_with_only_training_prompts_is_refused(tmp_path: Path) -> None:
