@@ -333,6 +333,16 @@ def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
 
 
+@pytest.mark.parametrize(("extra", "continues"), [(0.0, False), (0.5, True)])
+def test_a_burst_uses_the_extra_time(home: Path, extra: float, continues: bool) -> None:
+    training = training_of(Calls(), config_of(home, "adaptive", extra=extra))
+    training.schedule.credit = 0.0
+    training.rollout_ended(1.0, None)
+    assert training.next_call(0, [0], 0.5)
+    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.4)))
+    assert training.next_call(0, [0], 0.5) == continues
+
+
 def test_the_candidate_of_an_absent_worker_is_not_published(home: Path) -> None:
     calls = Calls()
     training = training_of(calls, config_of(home, "adaptive"))
