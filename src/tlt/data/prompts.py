@@ -96,10 +96,14 @@ def shown_to_model(question: Question, config: DataConfig) -> Question:
 
 
 def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
-    """Raise DataError if a data file does not exist. This fast check is made before the model is loaded."""
-    for path in (config.path, held_out.path):
-        if path:
-            files_of(path)
+    """Raise DataError, with the name of the field, if a data file does not exist. This fast check is made before the
+    model is loaded."""
+    for key, path in (("data.path", config.path), ("eval.path", held_out.path)):
+        try:
+            if path:
+                files_of(path)
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from None
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
@@ -280,7 +284,8 @@ def _file_rows(config: DataConfig) -> list[Row]:
     if config.answer_column != DEFAULT_ANSWER_COLUMN and all(answer is None for answer in answers):
         names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
         raise DataError(
-            f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: its columns are {names}"
+            f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: set it to one of its "
+            f"columns, {names}"
         )
     # a column named "answer" is kept, even if data.answer_column names another one
     return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]
