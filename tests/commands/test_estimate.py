@@ -29,7 +29,7 @@ def test_the_expected_times_by_hand() -> None:
         "  rollout   4.0 s per step, 8.0 s with plain decoding: 2.00 times as fast",
         "  the rest  2.0 s per step (reward, update, sync)",
         "  a step    6.0 s: 1.67 times as fast as with plain decoding",
-        "600 steps would take 1:00:00, with plain decoding 1:40:00",
+        "600 steps would take 1:00:00, with plain decoding 1:40:00; evaluations and saves come on top",
     ]
 
 

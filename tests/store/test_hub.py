@@ -155,7 +155,7 @@ def test_without_a_connection_the_cache_is_used_or_the_network_named(hub: Hub, m
     local_model("org/tiny")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     assert local_model("org/tiny")[1] == f"org/tiny@{hub.heads[MODEL]}"
-    with pytest.raises(HubError, match=r"the hub cannot be reached \(.*\): check the network, the proxy and HF_ENDPO"):
+    with pytest.raises(HubError, match=r"the hub cannot be reached \(.*\): check the name, the network, the proxy"):
         local_model("org/other")
 
 

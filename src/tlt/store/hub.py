@@ -278,8 +278,8 @@ def _explained(name: _Name, revision: str | None) -> Iterator[None]:
                 "machine with a network"
             ) from error
         raise HubError(
-            f"{missing}, and the hub cannot be reached ({first_line(error.__cause__ or error)}): check the network, "
-            "the proxy and HF_ENDPOINT"
+            f"{missing}, and the hub cannot be reached ({first_line(error.__cause__ or error)}): check the name, "
+            "the network, the proxy and HF_ENDPOINT"
         ) from error
     except Exception as error:
         if isinstance(error, OSError) and not isinstance(error, errors.HfHubHTTPError):  # such as a full disk
