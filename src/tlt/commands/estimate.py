@@ -48,7 +48,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
         changes = {
             "run": config.run.model_copy(update={**run, "mirror": None, "report": False, "overwrite": True}),
             "train": config.train.model_copy(update={"steps": steps}),
-            "eval": config.eval.model_copy(update={"every": 0}),
+            "eval": config.eval.model_copy(update={"every": 0, "path": None}),
         }
         return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
 
@@ -67,8 +67,8 @@ def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
         f"  rollout   {ours:.1f} s per step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast",
         f"  the rest  {rest:.1f} s per step (reward, update, sync)",
         f"  a step    {step:.1f} s: {times:.2f} times as fast as with plain decoding",
-        f"{counted(steps, 'step')} would take {_time(steps * step)}, with plain decoding {_time(steps * step * times)}; "
-        "evaluations and saves come on top",
+        f"{counted(steps, 'step')} would take {_time(steps * step)}, with plain decoding {_time(steps * step * times)}"
+        "; evaluations and saves come on top",
     ]
     if found["differ"]:
         lines.append(ROUNDING)
