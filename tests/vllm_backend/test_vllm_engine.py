@@ -306,7 +306,7 @@ def test_idle_workers_train_the_drafter_of_all(started: Any, tmp_path: Path, mon
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
 
     plain = train(longer(config_of(tmp_path, 2, rollout=SHORT)))[:2]
-    monkeypatch.setattr("tlt.spot.schedule.RULE", replace(RULE, stretch=1, burst=10**9, burst_share=1e9))
+    monkeypatch.setattr("tlt.spot.schedule.RULE", replace(RULE, stretch=1, rest_share=1e9))
     monkeypatch.setattr("tlt.spot.spot._ENOUGH", 1)
     monkeypatch.setattr("tlt.spot.schedule.Schedule.publishes", lambda schedule, whole: whole.entries > 0)
     digest, learned_from, pool = train(longer(run_of(tmp_path, "eagle")), random.Random(5).randrange)

@@ -79,11 +79,10 @@ class RewardConfig(RewardTerm):
 
     @model_validator(mode="after")
     def _one_or_several(self) -> RewardConfig:
-        single = [name for name, field in RewardTerm.model_fields.items() if getattr(self, name) != field.default]
-        if self.terms and "name" in single:
+        if self.terms and self.name != "reasoning_gym":
             raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
-        if self.terms and single:
-            raise ValueError(f"reward.{single[0]} has no effect with [[reward.terms]]: set {single[0]} in its term")
+        if self.terms and self.batched:
+            raise ValueError("reward.batched has no effect with [[reward.terms]]: set batched in its term")
         if self.environment and (self.terms or self.name != "reasoning_gym"):
             raise ValueError(
                 "the environment (reward.environment or data.environment) gives the reward: remove reward.name and "
