@@ -20,6 +20,7 @@ from tlt.models.generations import for_both_generations
 from tlt.models.weights import weight_files
 
 _GENERATION = "generation_config.json"
+_ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it on CPUs
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -48,8 +49,17 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
                 f"the weights in {folder} {what} {min(names)}, and do not fit its config.json: fetch or save it again"
             )
     model.to(device)
+    _align(model)
     model.eval()  # no dropout: old and new log-probs must come from the same function
     return model
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Copy weights whose address is not a multiple of 64 bytes, as in mapped files. The rounding of MKL's products
+    depends on the address, so without this a resumed run could end with other weights."""
+    for parameter in model.parameters():
+        if parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def experts_in(dtype: torch.dtype) -> dict[str, str]:
