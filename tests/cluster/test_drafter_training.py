@@ -180,6 +180,7 @@ def test_resumed_runs_use_the_published_drafter(home: Path, tmp_path: Path, publ
         assert after.schedule.state() == before.schedule.state()
     made = [call[:2] for call in calls.taken()]
     assert made == [(0, "take_drafter"), (1, "take_drafter")] * (changed == "nothing")
+    assert after.report()["version"] == (after.version if changed == "nothing" else 0.0)
     if changed == "nothing":
         assert before.in_use
         assert after.in_use
@@ -341,6 +342,41 @@ def test_a_burst_uses_the_extra_time(home: Path, extra: float, continues: bool) 
     assert training.next_call(0, [0], 0.5)
     training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.4)))
     assert training.next_call(0, [0], 0.5) == continues
+
+
+def test_one_call_is_under_way_at_a_time(home: Path) -> None:
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.next_call(0, [0], 0.5)
+    training.handle_result(Done(0, "decode", None))
+    assert training.under_way == 0, "a call of another kind has returned"
+    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
+    training.next_call(0, [0], 0.5)
+    calls.taken()
+    training.update_begins()
+    assert calls.taken() == []
+
+
+def test_a_holder_with_too_little_data_hands_on_its_state(home: Path) -> None:
+    """The state is not finite, so the stretch begins again."""
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.next_call(0, [0], 0.5)
+    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
+    training.next_call(0, [0], 0.5)
+    training.handle_result(Done(0, "train_drafter", None))
+    calls.taken()
+    assert not training.next_call(1, [0, 1], 0.5)
+    assert calls.taken() == [(0, "drafter_state")]
+    training.handle_result(Done(0, "drafter_state", None))
+    assert training.schedule.micro_batches == 0
+    assert training.next_call(1, [0, 1], 0.5)
+
+
+def test_the_last_call_is_as_short_as_the_time_left(home: Path) -> None:
+    calls, left = Calls(1), iter([0.2, 0.0])
+    training_of(calls, config_of(home, "adaptive")).train_for(lambda: next(left), 0.5, lambda done: None)
+    assert calls.taken() == [(0, "train_drafter", None, 0.2)]
 
 
 def test_the_candidate_of_an_absent_worker_is_not_published(home: Path) -> None:

@@ -15,6 +15,8 @@ from tiny import tiny_config
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
 from tlt.data.tokenizer import load_tokenizer
+from tlt.draft.strategy import Strategy
+from tlt.engine.tuner import Fixed
 from tlt.run.parts import make_parts
 from tlt.spot import schedule
 from tlt.spot.schedule import RULE
@@ -91,6 +93,25 @@ def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path) -> None:
     assert drafter.acceptance_rate == training.worker.trainer.in_use.acceptance_rate
 
 
+def test_the_schedule_gets_the_acceptance_rate_of_the_learned_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, seen = make(config_of(tmp_path)), []
+    rollout.engine.tuner = Fixed(Strategy("eagle", 2, 1, 3))  # pyright: ignore
+    monkeypatch.setattr(training_of(rollout), "rollout_ended", lambda seconds, rate: seen.append(rate))
+    _, stats = decode(rollout, 0)
+    assert seen == [stats.acceptance_rate["eagle"]]
+
+
+def test_a_candidate_is_published_although_the_time_is_over(tmp_path: Path) -> None:
+    rollout = make(config_of(tmp_path))
+    run(rollout, 2)
+    training = training_of(rollout)
+    version = training.version
+    training.train_until(lambda: training._to_publish is not None)
+    assert training.version == version + 1
+
+
 def test_a_failing_trainer_is_turned_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +162,7 @@ def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path, damaged: bool)
     for file in before.folder.glob("*/model.safetensors") if damaged else ():
         file.write_bytes(b"")
     second.load_state(json.loads(json.dumps(first.state())))
+    assert second.engine.tuner.state()["took"] == first.engine.tuner.state()["took"] != []
     assert before.version == after.version > 0
     assert (after.in_use is None) == damaged
     assert before.schedule.state() == after.schedule.state()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tlt.spot.buffer import Harvest, HarvestBuffer
+from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
 
 
 def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:
@@ -89,6 +89,22 @@ def test_a_sample_is_never_larger_than_asked_for(lengths: list[int], tokens: int
     for item in drawn:  # entries keep their true positions, cut or not
         assert item.tokens.tolist() == list(range(item.start, item.end))
         assert item.features[:, 0].tolist() == item.tokens.tolist()
+    left = tokens - sum(len(item.tokens) for item in drawn)
+    others = [item for item in buffer.past if item.start // 100 not in {one.start // 100 for one in drawn}]
+    assert left < tokens // 8 or all(len(item.tokens) > left for item in others), "it is nearly full"
+
+
+def test_newer_rollouts_get_room_first() -> None:
+    buffer = HarvestBuffer(40, steps=2)
+    for version in range(3):
+        buffer.add(harvest(0, 10)._replace(target_version=version))
+        buffer.rollout_ended()
+    assert [item.target_version for item in buffer.items] == [1, 2]
+
+
+def test_pieces_have_draft_tokens() -> None:
+    items = [harvest(0, 8, prompt_length=9), harvest(0, 8)]
+    assert pieces(items, 100, 64, random.Random(0)) == items[1:]
 
 
 def numbered(start: int, length: int) -> Harvest:

@@ -19,6 +19,7 @@ from tlt.spot.buffer import Harvest
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, Schedule
 from tlt.spot.spot import SpotTrainer
+from tlt.spot.spot_worker import SpotWorker
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import pack
 
@@ -70,6 +71,29 @@ def state_of(spot: SpotTrainer) -> TrainerState:
     state = spot.state()
     assert state
     return state
+
+
+def test_an_evaluation_continues_from_the_given_state(model: Model, items: list[Harvest]) -> None:
+    one, other = make_spot(model, items), make_spot(model, items)
+    one.train(0)
+    worker, start = SpotWorker(other, lambda layer: None), state_of(one)
+    worker.evaluate_drafter(start, lambda: False)
+    found = worker.drafter_state()
+    assert found
+    assert same(start, found)
+
+
+@pytest.mark.parametrize(("reach", "scale"), [(0.6, 0.4), (1.0, 0.1)])
+def test_the_mean_of_weights_follows_the_learning_rate(
+    model: Model, items: list[Harvest], reach: float, scale: float
+) -> None:
+    """Of each chain, the share `reach` is accepted. The rate falls with it, to a tenth at least."""
+    spot = make_spot(model, items)
+    spot.trainer.steps, spot.trainer.reach = 1000, reach * CONFIG.unroll
+    before = [mean.clone() for mean in spot.mean]
+    spot.train(0)
+    for old, mean, new in zip(before, spot.mean, spot.trainer.layer.parameters(), strict=True):
+        assert torch.allclose(mean, old.lerp(new.detach(), scale / 8))
 
 
 def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> None:
