@@ -96,7 +96,7 @@ def refuse_wrong_folders(config: Config) -> None:
     field = "model.path"
     try:
         options = decoder_options(read_config(config.model.path))
-        if config.speculation.path and may_be_learned(config.speculation.drafter):
+        if config.speculation.path:
             field = "speculation.path"
             load_drafter(config.speculation.path, options)
     except (ModelError, DrafterError) as error:

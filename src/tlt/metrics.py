@@ -24,7 +24,7 @@ from tlt.files import parse_json
 from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
-_LEAST_SECONDS = 10.0  # duration of the measured rounds, from which plain decoding is estimated
+LEAST_SECONDS = 10.0  # of measured rounds: with less, the estimate of plain decoding varies too much
 
 
 class MetricsError(ValueError):
@@ -159,7 +159,7 @@ def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     then."""
     found = [step for step in steps if step.get("seconds")]
     seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
-    return {"times": plain / seconds} if seconds >= _LEAST_SECONDS else {}
+    return {"times": plain / seconds} if seconds >= LEAST_SECONDS else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:

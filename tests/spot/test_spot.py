@@ -87,7 +87,7 @@ def test_an_evaluation_continues_from_the_given_state(model: Model, items: list[
 def test_the_mean_of_weights_follows_the_learning_rate(
     model: Model, items: list[Harvest], reach: float, scale: float
 ) -> None:
-    """Of each chain, the share `reach` is accepted. The rate falls with it, to a tenth at least."""
+    """The share `reach` of each chain is accepted. The learning rate falls with it, but never below a tenth."""
     spot = make_spot(model, items)
     spot.trainer.steps, spot.trainer.reach = 1000, reach * CONFIG.unroll
     before = [mean.clone() for mean in spot.mean]

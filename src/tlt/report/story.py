@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt.metrics import leaves
+from tlt.metrics import LEAST_SECONDS, leaves
 from tlt.report.read import RunData
 from tlt.wording import counted
 
@@ -37,14 +37,15 @@ class Ratio(NamedTuple):
 
 def ratio(run: RunData, measured: bool) -> Ratio | None:
     """Return the speed-up over plain decoding. If `measured`, it is from the rollouts that run.compare_every repeated
-    with plain decoding; else from estimates for decoding rounds. Return None if no step has both times."""
+    with plain decoding; else from estimates for decoding rounds. Return None if no step has both times, or if less than
+    10 s of decoding rounds were measured."""
     names = ("seconds/compare", "seconds/rollout")
     if not measured:
         names = ("rollout/against_plain/plain_seconds", "rollout/against_plain/seconds")
     plain, ours = (run.column(name) for name in names)
     pairs = np.array([(plain[step], ours[step]) for step in plain if plain[step] and ours.get(step)])
     num_steps, interval = len(pairs), None
-    if not num_steps:
+    if not num_steps or (not measured and pairs[:, 1].sum() < LEAST_SECONDS):
         return None
     if num_steps >= 4:
         times_drawn = np.random.default_rng(0).multinomial(num_steps, np.full(num_steps, 1 / num_steps), size=400)
