@@ -35,6 +35,7 @@ def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_slower_steps
     assert measured.times == pytest.approx(27 / 20)
     assert measured.interval[0] < 27 / 20 < measured.interval[1]
     assert (estimated.times, estimated.steps, estimated.lost) == (2, 8, 0)
+    assert ratio(RunData(tmp_path, steps=found.steps[:1]), False) is None, "one step measured less than 10 s of rounds"
 
 
 @pytest.mark.parametrize("odd", range(6))
