@@ -283,6 +283,14 @@ def test_a_run_that_cannot_be_resumed_is_an_error_with_the_reason(
     check(with_recipe(shutil.copytree(sound, tmp_path / "resumed")), *case, "--resume", capsys)
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 100))
+    said = sentence(fresh(sound, tmp_path), "", capsys)
+    assert re.search(r"a checkpoint needs at least .* GiB, and the disk of .*/run has 0\.00 GiB free: free disk", said)
+
+
 @pytest.mark.parametrize("owner", ["tlt.rl.trained_model.save_file", "tlt.store.checkpoint.flush", "pathlib.Path.open"])
 def test_a_full_disk_is_named(
     owner: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,10 @@ def tree(**sections: dict[str, Any]) -> dict[str, Any]:
     ("override", "said"),
     [
         ("--train.learning_rat=1", "the command line: unknown key train.learning_rat: did you mean learning_rate?"),
+        (
+            "--rollout.num_generations=4",
+            "the command line: unknown key rollout.num_generations: the field is rollout.grou",
+        ),
         ("--trian.steps=1", "the command line: unknown key trian: did you mean train?"),
         ("--speculation.training.unrol=1", "the command line: unknown key speculation.training.unrol: did you mean u"),
         ("--rollout.group_size=many", "the command line: rollout.group_size: input should be a valid integer"),

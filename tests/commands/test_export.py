@@ -195,6 +195,15 @@ def test_a_missing_drafter_is_an_error(tmp_path: Path) -> None:
     assert export(run, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'out'}"]
 
 
+def test_an_export_says_that_a_run_has_no_drafter_and_names_an_unwritable_folder(tmp_path: Path) -> None:
+    train(config := tiny_config(tmp_path))
+    run = Path(config.run.folder)
+    said = export(run, tmp_path / "out", "vllm", "float32")
+    assert said[1:] == [f"there is no drafter in {run}, so the model is served without one (tlt draft train makes one)"]
+    with pytest.raises(ModelError, match=r"/proc/out cannot be written \(.*\): give another folder"):
+        export(run, Path("/proc/out"), "hf", "float32")
+
+
 def test_a_published_drafter_is_preferred_to_that_of_the_recipe(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     old = a_drafter(Path(config.model.path), tmp_path / "drafter")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import qwen3
 from torch import Tensor
 
 from tlt.models import product
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
-from tlt.models.weights import sha256
+from tlt.models.weights import num_weights, sha256
 
 CPU = torch.device("cpu")
 MODEL = qwen3(vocab_size=11, num_hidden_layers=1, attention_bias=True, max_position_embeddings=16)
@@ -53,6 +56,14 @@ def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of
     assert sha256(state) == hashlib.sha256(spelled).hexdigest()
     square = torch.arange(9.0).view(3, 3)
     assert sha256({"a": square, "b": square.T}) == sha256({"a": square, "b": square.T.clone()})
+
+
+def test_the_number_of_weights_is_the_sum_over_all_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "x.safetensors")
+    save_file({"c": torch.zeros(2, 2, 2)}, tmp_path / "y.safetensors")
+    index = {"weight_map": {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert num_weights(tmp_path) == 15 + 7 + 8
 
 
 def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.store.checkpoint import Best, CheckpointError, latest, save
+from tlt.store.checkpoint import Best, CheckpointError, latest, refuse_full_disk, save
 
 
 def write_step(step: int) -> Callable[[Path], None]:
@@ -47,6 +47,13 @@ def test_a_saved_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
         save_step(tmp_path / "several", step)
     os.utime(tmp_path / "several" / "step_00000009")
     assert good_step(tmp_path / "several") == 100
+
+
+def test_weights_and_two_moments_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 3 * 2**30))
+    refuse_full_disk(tmp_path, 2**28, 4)
+    with pytest.raises(CheckpointError, match=r"needs at least 6\.00 GiB, and the disk of .* has 3\.00 GiB free"):
+        refuse_full_disk(tmp_path, 2**28, 8)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

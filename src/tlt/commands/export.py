@@ -19,7 +19,7 @@ from tlt.commands.export_check import check_drafter, check_in_new_process, write
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
-from tlt.files import read_json, refuse_to_overwrite, share
+from tlt.files import errors_as, read_json, refuse_to_overwrite, share
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.hugging_face import load_model, save_model
 from tlt.models.weights import read_safetensors
@@ -51,7 +51,8 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     out = out.resolve()  # the path `.` has no name
     draft = out / ".partial" if out.is_dir() else out.parent / f".{out.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    with errors_as(ModelError, f"{out} cannot be written", "give another folder"):
+        draft.mkdir(parents=True)
     try:
         with working(f"export {source}"):
             written = _export(source, draft, out, to, getattr(torch, dtype), model)
@@ -89,6 +90,10 @@ def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, mo
         written.append(f"the drafter is in {out / 'drafter'}")
     elif to != "hf" and newest_number(source / "drafter"):
         written.append(f"all drafters in {source / 'drafter'} are damaged: the model is served without a drafter")
+    elif to != "hf" and policy != source:
+        written.append(
+            f"there is no drafter in {source}, so the model is served without one (tlt draft train makes one)"
+        )
     (draft / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
     return written
 

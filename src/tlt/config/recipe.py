@@ -23,6 +23,20 @@ from tlt.config.sections import Config
 from tlt.files import decoded, errors_as, is_text
 
 S = TypeVar("S", bound=BaseModel)
+_OF_TRL = {
+    "num_generations": "rollout.group_size",
+    "generation_batch_size": "rollout.prompts_per_step",
+    "max_completion_length": "rollout.max_new_tokens",
+    "num_iterations": "train.epochs",
+    "steps_per_generation": "train.updates_per_step",
+    "max_steps": "train.steps",
+    "beta": "train.kl_weight",
+    "loss_type": "train.loss",
+    "scale_rewards": "train.advantage",
+    "output_dir": "run.folder",
+    "save_steps": "run.save_every",
+}
+"""name in TRL's GRPOConfig -> field with the same meaning"""
 
 
 class ConfigError(ValueError):
@@ -186,6 +200,8 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
+        if ours := _OF_TRL.get(str(fault["loc"][-1])):
+            return f"unknown key {where}: the field is {ours} (docs/from_trl.md)"
         near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(section, fault["loc"][:-1]), n=1, cutoff=0.5)
         return f"unknown key {where}" + (
             f": did you mean {near[0]}?"

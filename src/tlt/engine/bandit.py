@@ -218,7 +218,7 @@ class Bandit:
         this is below the arm's limit. In the first round after a change of drafters, only the new drafter's catch-up is
         learned."""
         if self._switched and arm.drafter != PLAIN.drafter:
-            excess = max(0.0, seconds - self.times.seconds(arm, self._now))
+            excess = seconds - self.times.seconds(arm, self._now)
             known = self.catch_up.get(arm.drafter, excess)
             self.catch_up[arm.drafter] = known + 0.2 * (excess - known)
         elif not width or width >= arm.ahead:

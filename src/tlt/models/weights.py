@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,15 @@ def weight_files(folder: str | Path) -> list[Path]:
         with _opened(path / name):
             pass
     return [path / name for name in names]
+
+
+def num_weights(folder: str | Path) -> int:
+    """Return the number of weights in a checkpoint folder, read from the headers of its files. Raises ModelError."""
+    total = 0
+    for file in weight_files(folder):
+        with _opened(file) as shard:
+            total += sum(math.prod(shard.get_slice(key).get_shape()) for key in shard.keys())  # noqa: SIM118
+    return total
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tlt.build import refuse_wrong_folders, settled
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits
@@ -18,7 +20,7 @@ from tlt.data.sampling_params import eval_sampling
 from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
-from tlt.models.weights import folder_sha256
+from tlt.models.weights import folder_sha256, num_weights
 from tlt.rewards import refuse_unanswered, sources_sha256
 from tlt.rewards.tools import with_tools
 from tlt.rl.groups import from_plain, to_plain
@@ -164,6 +166,9 @@ def _prepare(
 ) -> Run:
     refuse_missing_files(config.data, config.eval)
     refuse_wrong_folders(config)
+    if not config.train.lora.rank:  # adapters are small
+        itemsize = getattr(torch, config.model.dtype).itemsize
+        checkpoint.refuse_full_disk(folder.path, num_weights(config.model.path), itemsize)
     display.note(about_folder(config))
     display.note(f"loading {config.model.hub or config.model.path}")
     tokenizer = load_tokenizer(config.model.path)

@@ -55,6 +55,17 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     return final
 
 
+def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
+    """Raise CheckpointError if the disk of the folder `root` has no room for a checkpoint. It holds the weights and
+    Adam's two moments, each with `bytes_each` bytes."""
+    needed, free = 3 * num_weights * bytes_each, shutil.disk_usage(root).free
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs at least {needed / 2**30:.2f} GiB, and the disk of {root} has {free / 2**30:.2f} GiB "
+            "free: free disk space, or set another --run.folder"
+        )
+
+
 def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> None:
     draft.mkdir()
     write(draft)
