@@ -133,7 +133,7 @@ def open_workplace(config: Config) -> Workplace:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with all values that depend on this machine, as it is recorded for the run.
+    """Return the configuration that is recorded for the run: values that depend on this machine are filled in.
 
     `model.dtype = "auto"` becomes a dtype. `speculation.look_ahead` becomes 0 if workers share CPU cores. With vLLM and
     without look-ahead, `speculation.drafter = "adaptive"` becomes `eagle` if there is a `speculation.path`, else

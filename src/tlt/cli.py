@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
     _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))
 
-    add_estimate(commands.add_parser("estimate", help="measure a few steps of a recipe", epilog=OVERRIDES))
+    add_estimate(commands.add_parser("estimate", help="estimate a run's time from a few steps", epilog=OVERRIDES))
 
     verify = commands.add_parser("verify", help="prove that speculation changes no token", epilog=OVERRIDES)
     verify.add_argument("recipe", help=RECIPE)
@@ -143,7 +143,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--max-new-tokens", type=int, default=512, help="longest response, in tokens")
     generate.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy")
     generate.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
-    generate.add_argument("--top-p", type=float, default=1.0, help="sample from the tokens with this total probability")
+    generate.add_argument("--top-p", type=float, default=1.0, help="total probability of the likeliest tokens kept")
     generate.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     dtypes = ["auto", "float64", "float32", "bfloat16"]
     generate.add_argument("--dtype", default="auto", choices=dtypes, help="auto: bfloat16 on CUDA, else float32")
@@ -178,7 +178,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="STEPS",
-        help="number of policy updates between the target that drafts ahead and the measured one; 0: no look-ahead",
+        help="number of policy updates between the look-ahead drafts and the measured decoding; 0: no look-ahead",
     )
     rollout.add_argument(
         "--only", default="", help="comma-separated prefixes of the strategies to measure; plain is always measured"
@@ -198,7 +198,7 @@ def _add_draft(draft: argparse.ArgumentParser) -> None:
     train.add_argument("--tokens", type=int, default=100_000, help="tokens of training data")
     train.add_argument("--seconds", type=float, default=300, help="training time in seconds, evaluations included")
     train.set_defaults(command=_draft_train)
-    judge = kinds.add_parser("eval", help="accept length and acceptance rate on held-out prompts", epilog=OVERRIDES)
+    judge = kinds.add_parser("eval", help="measure a drafter on held-out prompts", epilog=OVERRIDES)
     judge.add_argument("recipe", help=RECIPE)
     judge.add_argument("--seconds", type=float, default=120, help="decoding time in seconds")
     judge.add_argument("--json", type=Path, help="write the result to this file")

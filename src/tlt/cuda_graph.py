@@ -47,7 +47,7 @@ class Replayed:
                 self._result = compute()
                 return self._result
             self._capture(compute).replay()
-        assert self._result is not None, "captured"
+        assert self._result is not None, "`compute` returned no result"
         return self._result
 
     def _capture(self, compute: Compute) -> torch.cuda.CUDAGraph:

@@ -1,7 +1,7 @@
 """Energy and CPU time of a run: NVML for GPUs, RAPL for CPU packages, /proc for the run's processes.
 
 NVML and RAPL count everything that runs on this machine's cards and packages. CPU time counts the run's own processes.
-Workers on other machines are not seen, so a run that joins a Ray cluster by its address has no CPU time here.
+Counters of other machines cannot be read, so a run that joins a Ray cluster by its address has no energy and CPU time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Rapl:
         self._last: dict[Path, int] = {}
         for zone in sorted(root.glob("*-rapl:*")):
             if zone.name.count(":") == 1:  # a zone with two colons is a part of a package
-                with suppress(OSError, ValueError):  # most systems let only root read it
+                with suppress(OSError, ValueError):  # most systems let only root read this file
                     self._last[zone] = _microjoules(zone / "energy_uj")
 
     def __bool__(self) -> bool:
         return bool(self._last)
 
     def read(self) -> float:
-        """Return the joules used since the first call. Raises OSError and ValueError."""
+        """Return the joules used since this object was made. Raises OSError and ValueError."""
         for zone, before in self._last.items():
             now = _microjoules(zone / "energy_uj")
             if now < before:
@@ -88,7 +88,7 @@ def cpu_seconds(root: Path = _PROC, ticks: int | None = None) -> float:
     parents: dict[int, int] = {}
     spent: dict[int, int] = {}
     for name in filter(str.isdecimal, os.listdir(root)):
-        with suppress(OSError, ValueError, IndexError), open(f"{root}/{name}/stat", "rb") as file:  # it may end now
+        with suppress(OSError, ValueError, IndexError), open(f"{root}/{name}/stat", "rb") as file:  # it may have ended
             fields = file.read().rpartition(b")")[2].split(None, 15)
             parents[int(name)] = int(fields[1])
             spent[int(name)] = sum(map(int, fields[11:15]))  # user and system time, of itself and of its ended children
@@ -169,7 +169,8 @@ def _difference(now: Counters, before: Counters) -> Counters:
 
 
 def _with_estimate(used: Counters, run: RunConfig) -> Counters:
-    """Add joules estimated from CPU time if no counter measures the CPU's joules."""
+    """Return the counters. If none measures the CPU's joules, and `watts_per_core` is set, add joules estimated from
+    CPU time."""
     if run.watts_per_core is None or "cpu_joules" in used or "cpu_seconds" not in used:
         return dict(used)
     return used | {"estimated_cpu_joules": used["cpu_seconds"] * run.watts_per_core}

@@ -49,7 +49,7 @@ from tlt.types import (
 
 
 class Rollout(Protocol):
-    """Protocol of a rollout: decodes requests with the weights of the last `sync`."""
+    """Protocol of a rollout, which decodes requests with the weights of the last `sync`."""
 
     def sync(self, policy: Trainable, version: int) -> None:
         """Load the policy's weights into the engine's target. `version` is the number of policy updates so far."""

@@ -24,11 +24,11 @@ from tlt.files import parse_json
 from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
-LEAST_SECONDS = 10.0  # of measured rounds: with less, the estimate of plain decoding varies too much
+LEAST_SECONDS = 10.0  # least time of measured rounds; with less, the estimate of plain decoding varies too much
 
 
 class MetricsError(ValueError):
-    """A file of metrics cannot be read or written. The message names the file and the remedy."""
+    """Error for a file of metrics that cannot be read or written. The message names the file and the remedy."""
 
 
 def leaves(tree: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,9 @@
 """Triton kernel of the Gumbel noise g: returns the noise alone, or adds it to rows of log-probs.
 
 The operations of `sampling.py` take 1.1 ms on an H100 for 32 rows of 49,152 tokens, and this kernel 0.03 ms. It
-computes `sampling.gumbel_noise`: Philox4x32-10 with key = seed and counter = (v div 4, 0, t, 0), and
-g = -log(-log(1 - u)) in float64, rounded once. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1).
+computes `sampling.gumbel_noise`: for token v at position t, Philox4x32-10 with key = seed and counter = (v div 4, 0, t,
+0), and g = -log(-log(1 - u)) in float64, rounded once. Without a GPU it runs in Triton's interpreter
+(TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
-    """Compute `vllm.noise.write_scores` with Triton: write log p + noise into the rows of `logits` [R, V] in the mask
-    `ours`. Rows outside the mask `noisy` get log p alone."""
+    """Compute `vllm.noise.write_scores` with Triton: write log p + noise into those rows of `logits` [R, V] that the
+    mask `ours` [R] selects. If such a row is outside the mask `noisy` [R], write log p alone. `times` [R] are the
+    positions for the noise."""
     assert logits.stride(1) == log_p.stride(1) == 1, "rows must be contiguous"
     rows, vocab_size = logits.shape
     grid = rows, triton.cdiv(vocab_size, 4 * _LANES)

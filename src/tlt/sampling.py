@@ -152,9 +152,10 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tenso
     """Return (log p, log softmax(logits / temperature)) over [M, ..., V]. p is the distribution after temperature,
     top-k and top-p, in that order.
 
-    It is computed in float32 or float64. Tokens outside top-k or top-p have log p = -inf. If logits are equal, top-k
-    keeps the lower id. Top-p keeps the smallest prefix, by probability and then id, whose mass reaches top_p. A
-    temperature of 0 counts as 1 here, because the caller then adds no noise and takes the argmax.
+    Both are computed in float32, or in float64 if the logits are float64. Tokens outside top-k or top-p have log p =
+    -inf. If logits are equal, top-k keeps the lower id. Top-p keeps the smallest prefix, by probability and then id,
+    whose mass reaches top_p. A temperature of 0 counts as 1 here, because the caller then adds no noise and takes the
+    argmax.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     shape = (-1,) + (1,) * (logits.dim() - 1)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 ROLLOUT, IDLE, EARLY, AHEAD, SPOT, UPDATE, ABSENT = STATES = (
     *("ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT", "UPDATE", "ABSENT"),
 )
-"""States of a worker; a missing worker is in the state ABSENT. All other names of spans are kinds of work: prefill,
-plain, speculative, ahead, spot, judge, early, update, sync, save, ..."""
+"""States of a worker. EARLY is the early update, AHEAD is look-ahead, and SPOT is training of the drafter. A missing
+worker is ABSENT. All other names of spans are kinds of work: prefill, plain, speculative, ahead, spot, judge, early,
+update, sync, save, ..."""
 COMPARE = "COMPARE"
 """state during the comparison with plain decoding; its seconds are not counted in the seconds by state"""
 
@@ -26,7 +27,7 @@ _MOST = 100_000  # largest number of spans kept; the oldest are dropped
 
 
 class TraceError(ValueError):
-    """The trace cannot be written. The message names the file and the remedy."""
+    """Error for a trace that cannot be written. The message names the file and the remedy."""
 
 
 class Span(NamedTuple):
@@ -84,7 +85,8 @@ class Tracer:
         self._state = state, self._end_stay()
 
     def drain(self) -> list[Span]:
-        """Return all recorded spans (named time intervals) and remove them. One covers the current state until now."""
+        """Return all recorded spans and remove them. They include a span for the time in the present state until now,
+        if `enter` was called."""
         self._end_stay()
         spans, self._spans = list(self._spans), deque(maxlen=_MOST)
         return spans

@@ -1,4 +1,4 @@
-"""Types shared by several packages. They do not need torch, so that they can be read, sent and tested without it."""
+"""Types shared by several packages. This module does not import torch, so the types can be used without it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SamplingParams:
 
 
 def column(row: Any, name: str) -> Any:
-    """Return the value of `row` under a name, or under a dotted path such as `reward_model.ground_truth`; None if there
-    is none."""
+    """Return the value of `row` under a name, or under a dotted path such as `reward_model.ground_truth`; None if the
+    row has no such value."""
     if not isinstance(row, dict) or name in row:
         return row.get(name) if isinstance(row, dict) else None
     first, _, rest = name.partition(".")
@@ -131,9 +131,10 @@ class Row:
     ahead: bool = False
     """whether this is a look-ahead row, whose tokens become a draft for a later rollout instead of a response"""
     decoded: PassCounts = field(default_factory=PassCounts)
-    """counters of the passes that decoded it"""
+    """counters of the target passes over this row"""
     proposed: str = ""
-    """one letter per token: the source of the accepted draft token, see `engine.state.source_of`"""
+    """one letter per token: the source of the draft token that was accepted (`engine.state.source_of`), or `.` if none
+    was"""
     replies: list[Reply] = field(default_factory=list)
     """replies of the environment so far"""
 
@@ -171,7 +172,8 @@ class Response:
     full_logprobs: list[float]
     """log-probs under softmax(logits / temperature) over the whole vocabulary, comparable with the trainer's"""
     finish_reason: str
-    """`stop` or `length`; for an episode also `turns` or `reply`, see `tlt.rewards.episodes`"""
+    """`stop` or `length`; for an episode also `turns` or `reply` (`tlt.rewards.episodes`); `aborted` if `AsyncEngine`
+    was interrupted"""
     text: str = ""
     """the prompt's prefill and the decoded text"""
     reward: float | None = None
@@ -183,7 +185,7 @@ class Response:
     advantage: float | None = None
     """None if the policy is not trained on this response"""
     decoded: PassCounts = field(default_factory=PassCounts)
-    """counters of the passes that decoded it"""
+    """counters of the target passes that decoded this response"""
     proposed: str = ""
     """same as `Row.proposed`"""
     old_logprobs: list[float] | None = None
@@ -229,7 +231,7 @@ class RolloutStats(PassCounts):
     rounds: int = 0
     prefill_tokens: int = 0
     ahead_tokens: int = 0
-    """tokens of look-ahead drafts decoded for future steps"""
+    """tokens of look-ahead drafts that were decoded for future steps"""
     preemptions: int = 0
     drafter_failures: int = 0
     drafter_tokens: int = 0
@@ -246,9 +248,11 @@ class RolloutStats(PassCounts):
     alarms: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of each drafter whose rate has fallen below half of its rate when it was published"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """seconds of prefill, draft, verify, commit, and of drafter training that delayed the rollout (`spot`)"""
+    """seconds of prefill, draft, verify and commit; of look-ahead (`ahead`) and of the early update (`early`) in idle
+    time; and of drafter training that delayed the rollout (`spot`)"""
     against_plain: dict[str, float] = field(default_factory=dict)
-    """`seconds` of rounds without a prefill, and `plain_seconds`, their estimated time with plain decoding"""
+    """`seconds` of timed rounds (without prefill, preemption or capture of a CUDA graph), and `plain_seconds`, the
+    estimated seconds with plain decoding"""
     spot: dict[str, float] = field(default_factory=dict)
     """drafter training: drafter version, accept length of the current drafter and of the candidate, whether training is
     paused"""
@@ -360,7 +364,8 @@ class StepMetrics:
     update: dict[str, float]
     rollout: dict[str, Any]
     batch: dict[str, float] = field(default_factory=dict)
-    """number of waves, and numbers of groups trained on, dropped (by reason) or kept for the next step"""
+    """Counts by name: `waves` (1 + further samplings of prompts, see `rollout.max_waves`), groups in the update, groups
+    kept for the next step, and groups or responses with a fault (docs/metrics.md)."""
     outcomes: dict[str, int] = field(default_factory=dict)
     """number of responses without a reward, by reason"""
     episodes: dict[str, Any] = field(default_factory=dict)

@@ -259,7 +259,7 @@ def test_training_workers_are_interrupted(home: Path) -> None:
     def dies(worker: int, method: str) -> str:
         return "after" if method == "decode" and next(decodes) == 40 else ""
 
-    always = patch("tlt.spot.schedule.RULE", replace(RULE, burst=10**9, burst_share=1e9))
+    always = patch("tlt.spot.schedule.RULE", replace(RULE, burst=10**9))
     with always, patch.object(ThreadWorker, "train_drafter", train_drafter):
         assert train(config, lambda n: next(turn), dies)[:2] == expected
     assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}

@@ -51,7 +51,7 @@ def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **tr
 
 
 def rule(**changed: Any) -> Any:
-    changes = {"stretch": 2, "burst": 10**9, "burst_share": 1e9} | changed
+    changes = {"stretch": 2, "burst": 10**9} | changed
     return patch.object(schedules, "RULE", replace(RULE, **changes))
 
 
@@ -332,16 +332,6 @@ def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     assert training.report() == {"version": 1.0, "rests": 0.0}, "of the next rollout"
     training.handle_result(Done(1, "take_state", None))
     assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
-
-
-@pytest.mark.parametrize(("extra", "continues"), [(0.0, False), (0.5, True)])
-def test_a_burst_uses_the_extra_time(home: Path, extra: float, continues: bool) -> None:
-    training = training_of(Calls(), config_of(home, "adaptive", extra=extra))
-    training.schedule.credit = 0.0
-    training.rollout_ended(1.0, None)
-    assert training.next_call(0, [0], 0.5)
-    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.4)))
-    assert training.next_call(0, [0], 0.5) == continues
 
 
 def test_one_call_is_under_way_at_a_time(home: Path) -> None:

@@ -33,7 +33,7 @@ def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
 
     monkeypatch.setattr("tlt.engine.backend.profile", even)
-    monkeypatch.setattr(schedule, "RULE", replace(RULE, stretch=1, burst=10**9, burst_share=1e9))
+    monkeypatch.setattr(schedule, "RULE", replace(RULE, stretch=1, burst=10**9))
 
 
 def make(config: Config) -> LocalRollout:

@@ -22,6 +22,21 @@ def test_chains_that_were_cut_count_only_their_verified_tokens() -> None:
     assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
 
 
+def test_lasting_rates_are_over_more_rounds_and_change_only_with_their_own() -> None:
+    """8 rows accept one of two tokens, and 256 rounds later 8 rows accept none."""
+    model = AcceptanceModel()
+    model.add(EAGLE, [2] * 8, [2] * 8)
+    for _ in range(256):
+        model.age()
+    assert model.chances(EAGLE, 2, [0.1]) == pytest.approx([0.1, 0.1], abs=0.1)
+    assert model.lasting(EAGLE, 2, 0.5) == pytest.approx([9 / 10, 0.9 * 2 / 10])
+    model.add(EAGLE, [2] * 8, [1] * 8)
+    kept = 255 / 256
+    assert model.lasting(EAGLE, 1, 0.5) == pytest.approx([(8 * kept + 1) / (8 * kept + 10)])
+    model.forget("eagle")
+    assert model.lasting(EAGLE, 1, 0.5) == [0.5]
+
+
 def test_an_evaluation_counts_as_a_few_rows() -> None:
     model = AcceptanceModel()
     model.assume("eagle", 0.5)

@@ -239,6 +239,21 @@ def test_a_drafter_published_in_a_rollout_is_used_at_once(rows: int) -> None:
     assert ("eagle", 1) not in tuner.seen.seen, "nothing is known of it"
 
 
+def test_acceptance_is_not_forgotten_while_plain_decoding_is_faster() -> None:
+    """Large batches are decoded plainly for so long that no recent round used the drafter."""
+    world = World(per_token=0.5)
+    tuner = Bandit(CHAINS, world.profile)
+    play(tuner, world, 1, 200)
+    deep = Strategy("eagle", 4, 1, 5)
+    before = tuner.tokens(deep)
+    for _ in range(400):
+        tuner.choose(64, 300.0, ())
+        tuner.record(RoundResult(PLAIN, 33.0, [1] * 64, True))
+    assert tuner.tokens(deep) == pytest.approx(before, rel=0.15)
+    tuner.choose(1, 300.0, BOTH)
+    assert tuner.current.drafter == "eagle"
+
+
 def test_a_slowly_improving_drafter_is_used_in_every_bucket() -> None:
     """This happened in training. In rounds with one row the first drafter was useless, and plain rounds gave no
     information about its successors, each a little better. In other rounds the drafter was used all the time."""
@@ -336,6 +351,22 @@ def test_the_catch_up_of_a_drafter_does_not_count_against_its_strategy() -> None
     played = play(bandit, world, 4, 400)
     assert sum(arm.drafter == "eagle" for arm in played.arms) > 360
     assert played.regret < 0.13
+
+
+def test_the_catch_up_is_the_mean_of_slow_and_fast_rounds() -> None:
+    """A drafter without catch-up alternates with plain decoding. Its rounds take 0.5 s more or less than profiled."""
+    eagle = next(arm for arm in ARMS if arm.drafter == "eagle")
+    bandit = Bandit([PLAIN, eagle], lambda: {1: {PLAIN: 1.0, eagle: 1.0}}, {"eagle": 0.9})
+    for _ in range(8):
+        bandit.record(RoundResult(bandit.choose(1, 300.0, ()), 1.0, [1], scored=True))
+    used = 0
+    while used < 100:
+        if bandit.choose(1, 300.0, ("eagle",)) == eagle:
+            used += 1
+            bandit.record(RoundResult(eagle, 1.5 if used % 2 else 0.5, [eagle.depth + 1], scored=True))
+            bandit.choose(1, 300.0, ())
+        bandit.record(RoundResult(PLAIN, 1.0, [1], scored=True))
+    assert abs(bandit.catch_up["eagle"]) < 0.1
 
 
 WITH_AHEAD = with_ahead(ARMS)

@@ -120,8 +120,8 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
         "time": ["Useful share of worker time: 65.0%.", "verify\t8 s\t5.0%", "Timeline of"],
         "learning": ["Mean reward", "gcd", "Gradient norm", "mean@2", "99.9 % of tokens"],
         "tokens": ["Longest", "look-ahead 19%, learned drafter 56%, suffix 13%, nobody (the model's own) 13%"],
-        "groups": ["Of the 16 newest groups, steps 0 to 7.", "reward 0.500 · step 0 · gcd · What is 0?"],
-        "drafter": ["Acceptance rate by depth: eagle", "depth 1\ndepth 2\n\nOf the drafts", "Version of the drafter"],
+        "groups": ["Chosen from the 16 newest groups, steps 0 to 7.", "reward 0.500 · step 0 · gcd · What is 0?"],
+        "drafter": ["Acceptance rate by depth: eagle", "depth 1\ndepth 2\n\nA depth counts", "Version of the drafter"],
         "energy": [
             *("measured\t80 s\t10 s", "Does speculation save energy?", "sums include the comparisons"),
             "measured\t40 s\t32 s\t0.80",

@@ -285,7 +285,7 @@ def test_an_error_whose_state_cannot_be_saved_names_what_is_left(
 
     monkeypatch.setattr(checkpoint, "save", save)
     display = Failing(1, "save") if save_every else Failing(2, "rollout")
-    with failing(rf"the steps since then cannot be saved \(the disk is full\); {left}"):
+    with failing(rf"the newest steps cannot be saved \(the disk is full\); {left}"):
         train(afresh(home, train={"steps": 3}, run={"save_every": save_every}), display=display)
 
 

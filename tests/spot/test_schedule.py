@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport
 
-RULE = Rule(
-    stretch=2, judged=2, better=1.02, burst=3, averaged=3, rest_share=0.125, burst_share=0.25, fallen=0.8, times=2
-)
+RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
 BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
 
 
@@ -34,7 +32,6 @@ def at_rest() -> Schedule:
 
 def test_an_evaluation_is_due_after_each_interval() -> None:
     schedule, seen = Schedule(20, RULE), []
-    schedule.rollout_ended(8.0, None)
     for _ in range(4):
         seen.append(schedule.due())
         if seen[-1] is Due.TRAIN:
@@ -97,16 +94,16 @@ def test_two_rollouts_in_a_row_with_low_acceptance_are_a_change_of_the_task() ->
     assert schedule.due() is Due.TRAIN
 
 
-@pytest.mark.parametrize(("extra", "share"), [(0.0, 0.25), (0.5, 0.5)])
-def test_a_burst_uses_its_share_of_the_rollouts_or_the_extra_time(extra: float, share: float) -> None:
-    schedule = Schedule(20, RULE, extra=extra)
+def test_a_burst_uses_all_idle_time_and_owes_none_afterwards() -> None:
+    schedule = Schedule(20, RULE)
+    for _ in range(RULE.burst):
+        assert schedule.due() is Due.TRAIN
+        schedule.trained(SpotReport(RULE.stretch, 40, 100.0))
+        assert schedule.due() is Due.EVALUATE
+        schedule.evaluated(WORSE._replace(seconds=100.0))
     assert schedule.due() is None
-    schedule.rollout_ended(8.0, None)
+    schedule.rollout_ended(1.0, None)
     assert schedule.due() is Due.TRAIN
-    schedule.trained(SpotReport(0, 20, 8.0 * share - 0.5))
-    assert schedule.due() is Due.TRAIN
-    schedule.trained(SpotReport(0, 20, 0.5))
-    assert schedule.due() is None
 
 
 def test_a_change_of_the_task_begins_a_new_interval() -> None:
@@ -123,7 +120,6 @@ def test_a_change_of_the_task_begins_a_new_interval() -> None:
 def test_interrupted_evaluations_add_up() -> None:
     """40 tokens are needed. Two parts of 15 are too few, and with a third one they are enough."""
     schedule = Schedule(20, RULE)
-    schedule.rollout_ended(99.0, None)
     schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
     part = Evaluation(15, 8.0, 5.0, 3.0, interrupted=True, seconds=0.5)
     assert schedule.evaluated(part) is None
@@ -196,8 +192,8 @@ def test_paused_training_takes_its_share_and_one_call(events: list[Callable[[Sch
         if not rested:
             rollouts = trained = 0.0
         rollouts, trained = rollouts + seconds, trained + at_rest
-        if schedule.rests:  # the last call may be longer, and the burst before may leave a quarter of a rollout
-            assert trained <= RULE.rest_share * rollouts + 1.25 + 1e-9
+        if schedule.rests:  # the last call may be longer, and the burst before may leave an eighth of a rollout
+            assert trained <= RULE.rest_share * rollouts + 1.125 + 1e-9
         assert 0 <= schedule.in_vain <= RULE.burst
         assert 0 <= schedule.low < RULE.times
         assert schedule.acceptance is None or 0.0 <= schedule.acceptance <= 1.0

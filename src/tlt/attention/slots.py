@@ -164,7 +164,7 @@ class SlotAttention:
 
     def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
         ahead, old, heads = plan.ahead, plan.old + plan.nodes, self.shape.num_kv_heads
-        assert ahead is not None, "a draft's plan"
+        assert ahead is not None, "`plan` must be the plan of a draft"
         (span,) = plan.spans
         span = span._replace(tokens=min(self.tokens, span.tokens + new))
         chain, seen = new == plan.nodes == 1, ahead.seen
@@ -188,7 +188,7 @@ class SlotAttention:
     # longer than all of its work here.
 
     def _heads(self, first: int, rows: int) -> np.ndarray:
-        """Return the flat index [rows, 1, K], among all (slot, head, index), where each head of each slot begins."""
+        """Return the flat index in a layer's memory at which each head of each slot begins, [rows, 1, K]."""
         heads = self.shape.num_kv_heads
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
@@ -197,7 +197,7 @@ class SlotAttention:
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
     def _both(self, places: np.ndarray) -> Tensor:
-        """Return the flat memory indices of keys, followed by those of their values. `places` are those of the keys."""
+        """Return the flat memory indices `places` of keys, followed by the indices of their values."""
         return self._tensor(np.add.outer((0, self.memory[0].shape[1]), places.ravel()).ravel())
 
     def _tensor(self, array: np.ndarray) -> Tensor:

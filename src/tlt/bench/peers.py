@@ -46,7 +46,7 @@ def _transformers(
     def generate_batch() -> None:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        # the default cache takes most of the free memory, which takes seconds; this one just fits the prompts
+        # allocating the default cache, most of the free memory, takes seconds; this one just fits prompts and responses
         pages = len(prompts) * (1 + (ids.shape[1] + new_tokens) // 256)
         cache = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=max(256, ids.numel()))
         rows = [list(p) for p in prompts]

@@ -41,7 +41,9 @@ from tlt.store.hub import from_hub
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128  # tokens of a prompt and of its response, in the comparison with other engines
-_HALF_WIDTH = 0.02  # relative half-width of adaptive's 95 % interval at which repeats end; at most 2 * `repeats`
+# After `repeats` repeats, more follow until the 95 % interval of adaptive has this relative half-width, up to twice as
+# many.
+_HALF_WIDTH = 0.02
 _TRIALS = 3  # measurements of each number of threads
 _TURN = 0.1  # duration of a turn in seconds
 _FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # number of responses per repeat that rounding may change

@@ -24,10 +24,10 @@ class Placement(NamedTuple):
     log_file: str
     """path of the file that receives all output of the worker's process, including errors"""
     cores: Sequence[int] = ()
-    """indices of the CPU cores of the worker; empty (default) if the run joined a Ray cluster: no restriction"""
+    """indices of the CPU cores that the worker may use; empty (default): all. Empty if the run joined a cluster."""
     folder: str = ""
-    """Folder of the Ray that the run started on this machine. Workers meet there to form process groups, so no port is
-    open. Empty (default) if the run joined a Ray cluster."""
+    """Folder of the Ray instance that the run started on this machine. Workers meet there to form process groups, so
+    they open no port. Empty (default) if the run joined a Ray cluster."""
 
 
 class Actor:

@@ -18,7 +18,7 @@ from tlt.cluster.worker import AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
-_GOES_ON, _ALIKE = 1.5, 0.5  # factors for the expected length: on the own draft's, on the longest sibling's
+_GOES_ON, _ALIKE = 1.5, 0.5  # factors of the expected length: on the request's draft, on its group's longest draft
 
 
 class LookingAhead:
@@ -32,7 +32,7 @@ class LookingAhead:
         self.slots, self.most_steps = slots, most_steps
         self.store = AheadStore(most_tokens)
         self.tokens = 0
-        self.accept_length = self.accept_length_ahead = 1.0  # tokens per pass in the last rollout, without/with drafts
+        self.accept_length = self.accept_length_ahead = 1.0  # tokens per pass, without/with look-ahead drafts
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> look-ahead requests that it decodes

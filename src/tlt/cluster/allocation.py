@@ -14,8 +14,8 @@ from tlt.types import Response, RolloutStats, Row
 
 class Allocation:
     """Allocation of a rollout's rows (requests with their tokens so far) to workers. Each worker decodes its share. A
-    worker whose share is empty takes rows from the queue, or from another worker if the queue is empty. `slots`: number
-    of rows that fit into a worker. `forecast` predicts whether moving rows saves time."""
+    worker whose share is empty takes rows from the queue, or from another worker if the queue is empty. `slots`:
+    maximum number of rows of a worker. `forecast` predicts whether moving rows saves time."""
 
     def __init__(self, crew: Crew, slots: int, forecast: Forecast) -> None:
         self.crew, self.slots, self.forecast = crew, slots, forecast

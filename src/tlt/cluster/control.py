@@ -66,7 +66,7 @@ class Control:
 
     def check(self) -> None:
         """Check whether the control process accepts connections, at most every 5 s. After 3 failed checks in a row,
-        raise ClusterError. It is raised only once, so that the run can then save."""
+        raise ClusterError. The error is raised only once, so that the run can then save."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

@@ -1,8 +1,8 @@
 """Coordinator, which decides what each worker does next. The states of workers (decoding, idle, ...) are in
 `tlt.trace`.
 
-It runs in the driver, as one loop over the worker calls that return. No token depends on its decisions, because any
-worker may decode any request, from the start or from the point where another worker stopped.
+It runs in the driver, as one loop that handles worker calls as they return. No token depends on its decisions, because
+any worker may decode any request, from the start or from the point where another worker stopped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch, WorkerNow
 
-_AHEAD = 2  # duration of a look-ahead call in slices; after it the worker gets new requests
+_AHEAD = 2  # duration of a look-ahead call in slices (`cluster.slice_seconds`), after which requests are reassigned
 _LAST = 5  # duration of a decode call in slices if the worker has one row, because a call costs some milliseconds
 _HANGS = 30.0  # timeout in seconds for interrupted idle work; a worker that exceeds it is replaced
 _REPLY = 0.02  # seconds between two checks for replies of environments
@@ -199,7 +199,8 @@ class Coordinator:
 
     def _idle(self, index: int) -> None:
         """Start the first possible kind of idle work on a worker without rows: take rows of another worker, early
-        update, drafter training, look-ahead. While it waits for rows it looks ahead, which stops within a round."""
+        update, drafter training, look-ahead. While the worker waits for rows, it looks ahead, because look-ahead stops
+        within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
         if self.allocation.ask_for_rows(index) or not (self._update_early(index) or self._train(index)):
             self._decode_ahead(index)

@@ -59,12 +59,12 @@ class Crew:
         self.trouble = ""
         """last failure: reason why a worker was lost, or why the process group of the workers broke"""
         self._in_a_row = [0] * pool.size
-        self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and that call
+        self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and call `state`
         self._calls: dict[Handle, tuple[int, str]] = {}
         self._since = [0.0] * pool.size  # when each worker began its present call
         self._kept: list[Done] = []  # calls that returned while another call was waited for
         self._number = 0  # number of the last interruptible call
-        self._broken = ""  # joint call during which a worker was lost; `call_jointly` sets the timeout of the others
+        self._broken = ""  # joint call during which a worker was lost; `call_jointly` has another timeout for it
 
     @property
     def present(self) -> list[int]:
@@ -77,7 +77,7 @@ class Crew:
 
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
         """Start a call of a worker's method. Return its handle; `done` returns its result. If the worker is left out,
-        return None without a call, because it takes the run's state when it returns."""
+        return None without a call, because it takes the run's state when it rejoins."""
         if index not in self.present:
             return None
         if not self.pending(index):
@@ -147,7 +147,7 @@ class Crew:
         for index in begun:
             self._since[index] = time.monotonic()
         too_few: ClusterError | None = None
-        for index in in_vain:  # all of them, so that calls to the other workers wait for none of these again
+        for index in in_vain:  # raise after all are left out, so that no later call waits for one
             try:
                 self._leave_out(index, f"worker {index} has not started ({self.pool.capacity()})")
             except ClusterError as error:
@@ -172,7 +172,7 @@ class Crew:
     def _outcome(self, handle: Handle) -> Done:
         index, method = self._calls.pop(handle)
         began, self._since[index] = self._since[index], time.monotonic()
-        if method == "state":  # not used by the driver; if it failed, the `take_state` that waits for it fails too
+        if method == "state":  # not used by the driver; if this call failed, the waiting `take_state` fails too
             return Done(index, method, None)
         try:
             result = self.pool.result(handle)
@@ -185,11 +185,11 @@ class Crew:
             raise _shard_lost("another worker", method, str(error)) from None
         except Exception as error:
             if method != "take_state":
-                if not isinstance(error, ValueError):  # a ValueError is a sentence for the user as it is
+                if not isinstance(error, ValueError):  # the text of a ValueError is complete for the user
                     error.add_note(f"raised by worker {index} during {method}")
                 self._leave_under_way()
                 raise
-            self.replace(index, method, str(error))  # the worker could not be built at its place
+            self.replace(index, method, str(error))  # for example, the new worker's node lacks the model
             return Done(index, method, None, lost=True)
         if method == "take_state":
             self.ready.add(index)
@@ -197,7 +197,7 @@ class Crew:
             self.trouble = result.reason
             return Done(index, method, result)
         self.deadlines.took(method, self._since[index] - began)
-        if method == "update":  # an update needs most memory, so a worker that completes one is healthy
+        if method == "update":  # an update needs the most memory, so a worker that completes one is healthy
             self._in_a_row[index] = 0
         return Done(index, method, result)
 
@@ -249,9 +249,9 @@ class Crew:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
         """Call a method in which workers exchange data, and wait until all have returned. `arguments` has the arguments
-        by worker. Return the results, or None if a worker was lost or the process group broke; others then return
-        Broken. A worker that does not return in time after that is replaced. `meanwhile` is called repeatedly while
-        waiting."""
+        by worker. Return the results, or None if a worker was lost or the process group broke. Then the
+        other workers return Broken, and one that does not return within `_PATIENCE` seconds is replaced. `meanwhile` is
+        called repeatedly while waiting."""
         for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -275,7 +275,7 @@ class Crew:
         return [results[i] for i in arguments] if until == math.inf else None
 
     def wait_until_ended(self, methods: Collection[str], patience: float) -> None:
-        """Wait until no worker runs these methods. Replace a worker after `patience` seconds."""
+        """Wait until no worker runs these methods. After `patience` seconds, replace the workers that still do."""
         until = time.monotonic() + patience
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:

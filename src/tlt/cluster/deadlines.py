@@ -11,11 +11,11 @@ _SHORT = {
 """Methods whose calls take one slice or move little data. The duration of all other methods grows with the model."""
 _LATELY = 5  # number of recent calls of a long method that determine its timeout
 _TIMES = 10.0  # timeout of a long method, as a multiple of its longest recent call
-_UNKNOWN = 12.0  # timeout of the first call of a long method, relative to `patience`; it may build the model
+_UNKNOWN = 12.0  # timeout of the first call of a long method, relative to `patience`; the call may build the model
 
 
 class Deadlines:
-    """Timeouts of worker calls, by method. `patience`: seconds for short calls, and the minimum for long calls."""
+    """Timeouts of worker calls, by method. `patience`: timeout in seconds of short calls, and minimum of others."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience

@@ -1,15 +1,15 @@
-"""Drafter training in idle time: the part of the driver, for one worker and for many.
+"""Driver's part of drafter training in idle time, for one worker and for many.
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
-with enough training data of earlier rollouts (spot/spot.py). With many workers, the coordinator offers each idle worker
-that neither takes rows of another worker nor updates early. A single worker trains only if `speculation.training.extra`
-is set. The baton (spot/baton.py) passes the trainer state from worker to worker. If the worker that trained last is
-decoding and another one is idle, the driver fetches the state first.
+with enough training data of earlier rollouts (spot/spot.py). With many workers, the coordinator proposes each idle
+worker that neither takes rows of another worker nor updates early. A single worker trains only if
+`speculation.training.extra` is set. The baton (spot/baton.py) passes the trainer state from worker to worker. If the
+worker that trained last is decoding and another one is idle, the driver fetches the state first.
 
 The candidate is the drafter in training. If it is better than the drafter in use, it is published: all workers draft
-with it from their next round on. In either case training continues from it. If a worker is lost, the others continue
-from the state that was fetched last. A resumed run continues from the last published drafter and its optimizer state,
-without training data. The driver calls these methods of the workers (spot/spot_worker.py):
+with it from their next round on. In either case training continues from the candidate. If a worker is lost, the
+others continue from the state that was fetched last. A resumed run continues from the last published drafter and its
+optimizer state, without training data. The driver calls these methods of the workers (spot/spot_worker.py):
 
     train_drafter, evaluate_drafter   idle calls, of one worker at a time
     drafter_state                     copy of the trainer state, for the next worker or for publication
@@ -73,7 +73,7 @@ class DrafterTraining(FaultBarrier):
         training = config.speculation.training
         self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
         at_rest = layer is not None and layer.trained
-        self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=at_rest, extra=training.extra)
+        self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=at_rest)
         self.baton = Baton[Handle]()
         self.version = 0
         """number of the published drafter in use; 0 is the drafter that the run started with"""
@@ -128,7 +128,7 @@ class DrafterTraining(FaultBarrier):
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None
             if done.lost:
-                self._to_publish = None  # its replacement has other weights, which were not evaluated
+                self._to_publish = None  # the worker's replacement has weights that were not evaluated
         match done:
             case Done(lost=True):
                 self._lost(done.worker)
@@ -167,7 +167,7 @@ class DrafterTraining(FaultBarrier):
 
     def _took_state(self, worker: int, state: TrainerState | None) -> None:
         acceptance, self._to_publish = self._to_publish, None
-        if state is None:  # not finite
+        if state is None:  # its values were not finite
             self.baton.taken(worker, None)
             self.schedule.begin_stretch()
             return
@@ -237,7 +237,7 @@ class DrafterTraining(FaultBarrier):
         self.number_on()
         saved = load_latest(self.folder, self.target)
         if saved and self.saver and saved.layer.options != self.saver.options:
-            log.warning("the drafter in %s has another shape than the recipe's, which is used instead", self.folder)
+            log.warning("the drafter in %s has another shape than the recipe's; using the recipe's", self.folder)
             return
         if saved:
             self.version, handle = saved.number, self._put(saved.state)

@@ -63,7 +63,7 @@ class EarlyUpdate:
             self._forget(done.worker)
         elif done.method == METHOD:
             self._seconds += done.result.seconds
-            if self._begun.get(done.result.shard, (-1, 0.0))[0] == done.worker:  # else its rollout has ended
+            if self._begun.get(done.result.shard, (-1, 0.0))[0] == done.worker:  # else the shard is outdated
                 self._begun[done.result.shard] = done.worker, done.result.share_done
 
     def _forget(self, worker: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from tlt.rl.parallel import ProcessGroup, Rendezvous
 
 Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""function that joins a process group: (address of the rendezvous, rank, number of members, workers of the recipe,
-device) -> process group"""
+"""function that joins a process group: (address of the rendezvous, rank, number of members, number of workers in the
+recipe, device) -> process group"""
 
 
 class Membership:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 Handle = Any
-"""Handle of a worker call. As an argument of another call it stands for its result, which workers send directly."""
+"""Handle of a worker call or of a stored value. As an argument of a call it stands for the result or value."""
 
 
 class WorkerLost(Exception):
@@ -31,7 +31,7 @@ class Pool(Protocol):
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:
-        """Return `Worker.updated`, read during the worker's current call; None without an answer in `seconds`."""
+        """Return `Worker.updated`, read during the worker's current call; None without an answer within `seconds`."""
         ...
 
     def put(self, value: Any) -> Handle:

@@ -92,7 +92,7 @@ class ClusterPolicy:
             metrics = self.coordinator.update(batch, step)
         except Exception:
             if not self.crew.shards:
-                with suppress(Exception):  # the error of the update is raised
+                with suppress(Exception):  # the error of the update is more important
                     self.crew.call_all("rollback")
                     self.version = step
             raise
@@ -106,7 +106,7 @@ class ClusterPolicy:
         return self.crew.call_for_policy("policy_state")
 
     def save(self, folder: Path) -> None:
-        """Let the first worker write the files to a folder that the driver sees too."""
+        """Let one worker write the policy's files to a folder that the driver sees too."""
         self.crew.call_for_policy("save", str(folder.resolve()))
 
     def load_optimizer(self, folder: Path) -> None:
@@ -124,7 +124,7 @@ class ClusterPolicy:
 def join(
     pool: Pool, config: Config, turns: Turns | None = None, longest_prompt: int | None = None
 ) -> tuple[ClusterRollout, ClusterPolicy]:
-    """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. With
+    """Return the rollout and the policy of a pool's workers. Check that all present workers have the same policy. With
     `longest_prompt` (in tokens), also check that an update fits the workers' memory. Raises ClusterError,
     ConfigError."""
     try:
@@ -132,7 +132,7 @@ def join(
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
         coordinator = Coordinator(crew, config, turns)
         policy = ClusterPolicy(coordinator)
-        policy.sha256()  # waits until all have started, because a rendezvous has a short timeout
+        policy.sha256()  # also waits until all workers run, because a rendezvous has a short timeout
         if config.train.shard:
             coordinator.group_update.shard_policy()
         if longest_prompt is not None:

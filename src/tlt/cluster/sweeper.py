@@ -1,7 +1,9 @@
-"""A small process that outlives the driver. After the end of the driver it kills the remaining
-processes of the driver's Ray and removes its folder.
+"""Small process that outlives the driver. After the driver has ended, it kills the remaining processes of the driver's
+Ray and removes Ray's folder.
 
-    python -m tlt.cluster.sweeper DRIVER FOLDER        waits for the end of its standard input, which the driver holds
+    python -m tlt.cluster.sweeper DRIVER FOLDER
+
+DRIVER is the driver's process id. The sweeper starts its work when its standard input, a pipe from the driver, closes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _GRACE = 5.0  # seconds that Ray has to end by itself before its processes are k
 
 
 def marked(folder: str) -> list[int]:
-    """Return the ids of the processes of the Ray with this folder, which have it in `MARK`. Zombies are left out."""
+    """Return the ids of all processes whose environment variable `MARK` is this folder. Zombies are left out."""
     wanted = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):

@@ -188,7 +188,8 @@ class Worker:
         self._wanted = number
 
     def train_drafter(self, start: TrainerState | None, seconds: float, number: float = math.inf) -> SpotReport | None:
-        """Train the drafter (`SpotWorker.train_drafter`). `number` is above 0 and those of earlier idle calls."""
+        """Train the drafter (`SpotWorker.train_drafter`). `number` is the idle call's number for `interrupt`. It is
+        above 0 and above the numbers of earlier idle calls."""
         with self.tracer.span("spot"):
             return self.spot.train_drafter(start, seconds, lambda: self._wanted >= number)
 

@@ -1,7 +1,7 @@
 """Pool of workers on Ray: one actor (`actor.py`) for each worker, with its own CPU cores or its own device.
 
 Without `cluster.address`, the run starts its own Ray on this machine. Only this user can open the folder of that Ray.
-It listens on loopback and ends with the run. `sweeper` ends it even if the driver is killed.
+Ray listens on loopback and ends with the run. `sweeper` ends it even if the driver is killed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RayPool:
         return self._ray.put(value)
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        if not self._is_updating:  # an update can end before Ray ends the workers, and a save needs it complete
+        if not self._is_updating:  # an update may still complete before Ray ends the workers, and then be saved
             self._control.check()
         waiting = list(handles)
         with unwrap_given_up():
@@ -234,7 +234,7 @@ def _import_ray(alone: bool) -> Any:
     # else Ray prints the errors of workers whose calls are not waited for, after another worker has failed
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if alone:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on all interfaces, loopback or not
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray listens on all interfaces, not just loopback
     if alone and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -170,7 +170,7 @@ class Curve:
         self.trainer = trainer
         self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
         self.seconds = self.longest = 0.0
-        """`seconds` of all evaluations so far, and seconds of the longest one (`longest`)"""
+        """duration in seconds of all evaluations so far (`seconds`), and of the longest one (`longest`)"""
         self.points: list[dict[str, Any]] = []
         """One entry per evaluation: seconds of training, accept length of a chain in validation, and acceptance rate by
         depth in validation (`held_back`) and in training (`taught`)"""
@@ -296,8 +296,8 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
         table.add_row(result["strategy"], *numbers, *rates)
     console.print(table)
     console.print(
-        "accept length: tokens committed per target pass, including its own, ± half of the 95 % interval; times plain: "
-        "tokens per second divided by those of plain decoding on this machine; 1, 2, ...: acceptance rate at this "
-        "depth if the tokens before it were accepted. Strategies: depth d, branching b, nodes verified n.",
+        "accept length: tokens committed per target pass, including the target's own, ± half of the 95 % interval; "
+        "times plain: tokens per second divided by those of plain decoding on this machine; 1, 2, ...: acceptance rate "
+        "at this depth if the tokens before it were accepted. Strategies: depth d, branching b, nodes verified n.",
         style="dim",
     )

@@ -46,7 +46,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="tlt-estimate-") as folder:
         run = {"folder": folder, "compare_every": 1, "save_every": 0, "trackers": [], "completions_mb": 0}
         changes = {
-            "run": config.run.model_copy(update={**run, "mirror": None, "report": False, "overwrite": True}),
+            "run": config.run.model_copy(update={**run, "mirror": None, "overwrite": True}),
             "train": config.train.model_copy(update={"steps": steps}),
             "eval": config.eval.model_copy(update={"every": 0, "path": None}),
         }

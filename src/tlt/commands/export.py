@@ -111,7 +111,7 @@ def _published_drafter(run: Path, policy: Path) -> Path | None:
 
 def _named_drafter(run: Path) -> Path | None:
     """Return the folder of the drafter that a run's recipe names; None if it names none. If that folder is missing,
-    return None, or raise DrafterError if the run published no drafter."""
+    return None if the run published a drafter of its own, else raise DrafterError."""
     recipe = run / "config.json"
     named = (read_json(recipe).get("speculation") or {}).get("path") if recipe.is_file() else None
     if not named or _is_drafter(Path(named)):

@@ -16,7 +16,7 @@ def _data(config: Config) -> None:
             "reward.name = 'reasoning_gym' needs data.tasks: for your own data use 'math', 'exact' or 'module:function'"
         )
     if config.eval.every and config.data.environment:
-        raise ValueError("eval.every cannot be used with data.environment: remove it")
+        raise ValueError("eval.every cannot be used with data.environment: set eval.every = 0")
     if config.eval.every and config.data.path and not config.eval.path:
         raise ValueError("eval.every needs eval.path, a file of held-out prompts, if data.path is given")
 
@@ -43,7 +43,7 @@ def _engine(config: Config) -> None:
         _for_vllm(config)
     elif config.engine.vllm:
         raise ValueError(
-            f"engine.vllm.{min(config.engine.vllm)} needs engine.backend = 'vllm': set that, or remove it "
+            f"engine.vllm.{min(config.engine.vllm)} needs engine.backend = 'vllm': set that, or remove engine.vllm "
             "(--engine.vllm '{}' if the recipe has it)"
         )
 
@@ -77,7 +77,7 @@ def _cluster(config: Config) -> None:
             "or set train.shard = false"
         )
     if shard and config.train.lora.rank:
-        raise ValueError("train.shard cannot be used with train.lora.rank: set one of them to false or 0")
+        raise ValueError("train.shard cannot be used with LoRA: set train.shard = false or train.lora.rank = 0")
 
 
 def _train(config: Config) -> None:

@@ -36,18 +36,18 @@ class DataConfig(Section):
     """Name of an installed environment of the package `verifiers`. It provides prompts, replies to the model and
     rewards (docs/environments.md). Give one of `tasks`, `path` and `environment`."""
     environment_arguments: dict[str, JsonValue] = {}
-    """Settings of the taskset of `environment`, such as { game = "Hangman-v0" }."""
+    """Settings of the environment's taskset, named as in `verifiers`, such as { game = "Hangman-v0" }."""
     prompt_column: str = "question"
     """Column of the data in `path` that contains the prompt: text, or a list of messages with role and content. A
     dotted name such as `extra.prompt` reads a nested field."""
     answer_column: str = "answer"
-    """Column of `path` with the right answer. A dotted name such as `reward_model.ground_truth` reads a nested
-    field."""
+    """Column of the data in `path` that contains the right answer. A dotted name such as `reward_model.ground_truth`
+    reads a nested field."""
     template: str = "{question}"
     """Template of the text that the model sees. `{question}` is replaced by the prompt's text."""
     chat: bool = False
-    """Apply the tokenizer's chat template. The text of `template` becomes the user's message. Prompts that are lists of
-    messages need it."""
+    """Apply the tokenizer's chat template. The text of `template` becomes the user's message. This is required if
+    prompts are lists of messages."""
     system: str = ""
     """System message for prompts that have none. Needs `chat`."""
     chat_arguments: dict[str, JsonValue] = {}
@@ -58,8 +58,8 @@ class DataConfig(Section):
     prefill: str = ""
     """Text at the beginning of each response. The model continues it. Rewards receive it as a part of the response."""
     size: int = Field(default=2000, gt=0, le=1_000_000)
-    """Number of prompts generated from `tasks`, which is one epoch. For `environment`, the largest number of its
-    tasks."""
+    """Number of prompts generated from `tasks`. They are one epoch. If `environment` is given, at most this number of
+    its tasks are used."""
     seed: int = Field(default=0, ge=0)
     """Random seed of the prompts that are generated from `tasks`."""
     shuffle: bool = True
@@ -78,7 +78,7 @@ class DataConfig(Section):
                 "data set's name on the Hugging Face hub) or data.environment (an environment of verifiers)"
             )
         if self.environment_arguments and not self.environment:
-            raise ValueError("data.environment_arguments needs data.environment: remove it")
+            raise ValueError("data.environment_arguments needs data.environment: set it, or remove the arguments")
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
         if (self.system or self.chat_arguments or self.now) and not self.chat:

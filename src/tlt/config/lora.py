@@ -9,8 +9,8 @@ from tlt.config.section import Section
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
-    """Rank of the LoRA adapters (arXiv 2106.09685, by PEFT). The policy's own weights are then frozen. 0 turns LoRA
-    off."""
+    """Rank of the LoRA adapters (arXiv 2106.09685), which PEFT adds to the policy. The policy's own weights are then
+    frozen. 0 turns LoRA off."""
     alpha: float = Field(default=32.0, gt=0, le=10_000)
     """Scale of the LoRA adapters: the output of each is multiplied by alpha / rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

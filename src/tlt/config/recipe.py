@@ -36,7 +36,7 @@ _OF_TRL = {
     "output_dir": "run.folder",
     "save_steps": "run.save_every",
 }
-"""name in TRL's GRPOConfig -> field with the same meaning"""
+"""name in TRL's GRPOConfig -> field that replaces it; the value may differ (docs/from_trl.md)"""
 
 
 class ConfigError(ValueError):

@@ -49,9 +49,9 @@ BACKENDS = {
     "tlt": BackendEntry("tlt.engine.backend:OwnBackend"),
     "vllm": BackendEntry("tlt.vllm.backend:VllmBackend"),
 }
-# The last number of a shape: a chain of the learned drafter ends before a token that is reached with a probability
-# below 0.3. Values from 0.2 to 0.4 were equally
-# fast at batch sizes 1 and 4, and 0.5 was slower.
+# The last number of a shape is a minimum probability. For the learned drafter it is 0.3: a chain ends before a token
+# that is reached with a smaller probability. Values from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5
+# was slower.
 DRAFTERS = {
     "eagle": DrafterEntry(
         "tlt.draft.learned:make",

@@ -52,7 +52,7 @@ class RewardTerm(Section):
 
 class RewardConfig(RewardTerm):
     terms: list[RewardTerm] = []
-    """Several reward terms that are summed. Give either these or `name`."""
+    """Several reward terms, whose weighted scores are summed. Give either `terms` or `name`."""
     environment: str | None = Field(default=None, pattern=r"^\w[\w.]*:\w+$")
     """Environment of episodes with several turns, your own `module:Class`. It replies to the model's turns and gives
     the reward, so that no `name` or `terms` are needed (docs/environments.md)."""
@@ -62,10 +62,11 @@ class RewardConfig(RewardTerm):
     """Text before the answer, such as `Answer:`. The answer begins after its last occurrence in the response. If a
     response lacks it, the answer is empty. By default the answer begins with the response."""
     answer_end: str = ""
-    """Text after the answer, such as `</answer>`. The answer ends before its first occurrence. If a response lacks it,
-    the answer is empty. By default the answer ends with the response."""
+    """Text after the answer, such as `</answer>`. The answer ends before its first occurrence after `answer_marker`. If
+    there is none, the answer is empty. By default the answer ends with the response."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
-    """Timeout in seconds for a reward, or for a reply of the environment. After it the response has no reward."""
+    """Timeout in seconds for a reward, or for a reply of the environment. If it is exceeded, the response has no
+    reward."""
     workers: int | None = Field(default=None, gt=0)
     """Largest number of processes that compute rewards at the same time (default: half the number of CPU cores).
     Processes that only wait, for example for a network, are not counted."""
@@ -89,7 +90,7 @@ class RewardConfig(RewardTerm):
                 "[[reward.terms]]"
             )
         if self.turns and not self.environment:
-            raise ValueError("reward.turns needs reward.environment: remove it")
+            raise ValueError("reward.turns needs reward.environment: set it, or remove reward.turns")
         return self
 
     @property

@@ -45,8 +45,8 @@ class RunConfig(Section):
     price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
     """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
     overwrite: bool = False
-    """Start a new run in a folder that already holds one. The old run is moved into a subfolder, and removed when the
-    new run saves its first checkpoint."""
+    """Start a new run in `folder` even if an older run is there. The older run is moved into a subfolder, and removed
+    when the new run saves its first checkpoint."""
 
     @field_validator("trackers")
     @classmethod

@@ -79,8 +79,8 @@ class EngineConfig(Section):
     max_rows: int = Field(default=64, gt=0)
     """Largest number of requests that are decoded in one batch. Further requests wait."""
     kv_memory_mb: int | Literal["auto"] = "auto"
-    """Largest size of the key-value cache in MiB. `auto` is 80 % of the CUDA memory, or a quarter of the host memory on
-    CPUs, that is free when a rollout begins. With vLLM `auto` is 1024, because vLLM never frees its cache. A request
+    """Largest size of the key-value cache in MiB. `auto` is a share of the memory that is free when a rollout begins:
+    80 % on CUDA, a quarter on CPUs. With vLLM `auto` is 1024, because vLLM never frees its cache. A request
     that does not fit waits. If the cache is full during decoding, requests are preempted and resumed later."""
     prefill_tokens: int = Field(default=2048, gt=0)
     """Maximum number of tokens in one prefill pass, including padding. A longer prompt gets a pass of its own."""
@@ -125,8 +125,8 @@ class TrainConfig(Section):
     """Number added to the standard deviation before an advantage is divided by it (TRL uses 1e-4)."""
     loss: Literal["ppo", "grpo", "dapo", "dr_grpo", "gspo"] = "ppo"
     """Loss of the policy, with a clipped importance ratio. ppo: mean over tokens. grpo: mean over responses. dapo: mean
-    over tokens, with a higher upper clip. dr_grpo: sum over tokens divided by rollout.max_new_tokens. gspo: mean over
-    responses, with one ratio per response instead of one per token."""
+    over tokens, with a higher upper clip. dr_grpo: mean over responses of the sum over tokens divided by
+    rollout.max_new_tokens. gspo: mean over responses, with one ratio per response instead of one per token."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """The importance ratio is clipped below 1 - clip_low (default 0.2, and 3e-4 for gspo)."""
     clip_high: float | None = Field(default=None, gt=0)
@@ -136,7 +136,8 @@ class TrainConfig(Section):
     mask_truncated: bool = False
     """Leave truncated responses out of the loss. Their rewards still count in the advantages of their group."""
     kl_weight: float = Field(default=0.0, ge=0, le=1e30)
-    """Weight of the KL divergence from the initial model. That is kept in memory as a second model. 0 turns it off."""
+    """Weight of the KL divergence from the initial model, which is then kept in memory as a second model. 0 turns the
+    KL term off."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL term: `loss` adds the KL divergence to the loss of each token, `reward` subtracts its sum over
     the response from the reward."""
@@ -171,7 +172,8 @@ class TrainConfig(Section):
     This saves memory and costs time."""
     deterministic: bool = True
     """Sum gradients in a fixed order on CUDA, so that two runs with the same responses end with bit-identical weights.
-    If an operation of the model has no such implementation, the run ends with an error. Set this to false then."""
+    If an operation of the model has no deterministic implementation, the run ends with an error. Then set this to
+    false."""
     lora: LoraConfig = LoraConfig()
     shard: bool = False
     """Shard parameters, gradients and optimizer state of the decoder layers over the workers (FSDP2), for a model that
@@ -186,10 +188,11 @@ class EvalConfig(Section):
     samples: int = Field(default=4, gt=0, le=10_000)
     """Number of responses to each held-out prompt in an evaluation."""
     size: int = Field(default=64, gt=0, le=250_000)
-    """Number of held-out prompts, from `data.tasks` with another seed or `path`. Training prompts are left out."""
+    """Largest number of held-out prompts. They are read from `path`, or generated from `data.tasks` with another seed.
+    Training prompts are left out."""
     path: str | None = None
-    """File of held-out prompts if `data.path` is given, with the same columns. A name on the hub has the form of
-    `data.path`, such as `openai/gsm8k:main/test`."""
+    """File of held-out prompts, or a data set on the Hugging Face hub such as `openai/gsm8k:main/test`. It has the
+    form and the columns of `data.path`. Required if `data.path` is given and `every` is above 0."""
     hub: str | None = None
     """Name and commit of the data set, if `path` is a name on the Hugging Face hub. A run records them here, so that
     --resume loads the same commit."""

@@ -16,9 +16,11 @@ class DrafterTrainConfig(Section):
 
     unroll: int = Field(default=7, gt=0, le=16)
     """Largest number of consecutive draft tokens that the drafter is trained on. It predicts each token from its own
-    output for the previous token. In use is the mean number of accepted draft tokens plus one, up to this."""
+    output for the previous token. Training covers one draft token more than are accepted on average, at most
+    `unroll`."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Peak learning rate of the drafter. It falls as the drafter improves, or over the time of `tlt draft train`."""
+    """Peak learning rate of the drafter. In a run it falls as more draft tokens are accepted. In `tlt draft train` it
+    falls linearly with time."""
     micro_batch_tokens: int = Field(default=1024, gt=0)
     """Number of tokens in a micro-batch of drafter training. Each micro-batch is one optimizer step."""
     idle: bool = True
@@ -44,9 +46,9 @@ class SpeculationConfig(Section):
     """Folder of a learned drafter, as made by `tlt draft train`. A relative path is looked up in the recipe's folder
     first, then in the working directory."""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
-    """Architecture of a new drafter. `eagle1` reads the target's last hidden state. `eagle3` reads hidden states of
-    three layers. For `eagle3` four hidden states per token are saved, including the last one, instead of one. A drafter
-    from `path` has its own kind."""
+    """Architecture of a new drafter. `eagle1` reads the target's last hidden state, which is saved for each token.
+    `eagle3` reads hidden states of three layers, and four per token are saved: these and the last one. A drafter from
+    `path` has its own kind."""
     window: int = Field(default=512, gt=0)
     """Attention window of a new drafter, in tokens. Hidden states of the last `window` tokens are kept for each active
     request."""
@@ -61,10 +63,11 @@ class SpeculationConfig(Section):
     min_chance: float = Field(default=0.5, ge=0, lt=1)
     """Smallest estimated probability that a draft token is reached. Less likely draft tokens are not verified."""
     history_tokens: int = Field(default=200_000, gt=0)
-    """Number of response tokens of earlier epochs that the drafter `suffix` keeps. The oldest are dropped."""
+    """Number of tokens of prompts and responses that the drafter `suffix` keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
-    """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. Idle
-    workers decode them, or a single worker on a GPU whose batch has room. Needs `adaptive`. 0 turns it off."""
+    """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. This
+    is done by idle workers, or by a single worker on a GPU when few of its responses are left. Needs `adaptive`. 0
+    turns look-ahead off."""
     look_ahead_tokens: int = Field(default=16_000_000, gt=0)
     """Number of tokens of look-ahead drafts kept in host memory, four bytes each. The oldest are dropped."""
     training: DrafterTrainConfig = DrafterTrainConfig()

@@ -22,7 +22,8 @@ def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
 
 def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = False) -> None:
     """Raise DataError if a prompt has a token outside the model's vocabulary. Raise ModelError if a prompt with the
-    longest possible response exceeds the model's context length. `held_out` means prompts of evaluations."""
+    longest possible response exceeds the model's context length. `held_out`: whether the prompts are for
+    evaluations."""
     options = decoder_options(read_config(config.model.path))
     refuse_foreign_tokens(prompts, options.vocab_size)
     section = "eval" if held_out and config.eval.max_new_tokens else "rollout"

@@ -29,7 +29,7 @@ Row = tuple[Question, dict[str, Any]]
 
 DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
 _MOST_TASKS = 50
-_NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart, because reasoning-gym uses seed + i for item i of a task
+_NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # added to seeds; far apart, because item i of a task uses seed + i
 
 
 def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
@@ -108,7 +108,8 @@ def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
     """Load the held-out prompts for evaluations: up to eval.size prompts that are not in `training`. They are taken at
-    equal distances from eval.path, or from data.tasks with another seed. Empty if eval.every is 0. Raises DataError."""
+    equal distances from eval.path, or from data.tasks with another seed. If eval.every is 0, there are none. Raises
+    DataError."""
     if not held_out.every:
         return []
     tasks = [] if held_out.path else config.tasks

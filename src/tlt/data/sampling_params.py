@@ -13,7 +13,8 @@ from tlt.types import SamplingParams
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
-    """Return the sampling parameters of a rollout. Raises ModelError without end tokens and stop strings."""
+    """Return the sampling parameters of a rollout. Raises ModelError if there is neither an end token nor a stop
+    string."""
     vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
     stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
     if not stops and not strings:

@@ -16,8 +16,8 @@ import numpy as np
 
 from tlt.types import MAX_DRAFT_TOKENS, Request, Response, Row
 
-_LEAST = 4  # smallest limit of a chain in tokens; also the first limit after a divergence
-_CONTEXT = 4  # number of last tokens that are searched in old responses after a divergence
+_LEAST = 4  # smallest limit of a chain's length in tokens; also the first limit after a divergence
+_CONTEXT = 4  # number of a row's last tokens that are searched for in old responses after a divergence
 
 
 class Ahead(NamedTuple):
@@ -28,25 +28,26 @@ class Ahead(NamedTuple):
     tokens: np.ndarray
     """[n] int32 tokens of the old response"""
     version: int
-    """target version that decoded the last part of the response"""
+    """newest target version that decoded a part of the response"""
     ended: bool
 
     @classmethod
     def of(cls, decoded: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
-        """Return a draft with the tokens of a row or a response. `rest` are older tokens that are expected to follow
-        them. `ended`: the response is complete."""
+        """Return a draft with the tokens of a row or a response. `rest` are tokens of an older response that are
+        expected to follow. `ended`: the response is complete."""
         tokens = decoded.tokens if isinstance(decoded, Row) else decoded.token_ids
         both = np.array([*tokens, *rest], dtype=np.int32)
         return cls(decoded.request.seed, decoded.request.prompt.token_ids, both, version, ended)
 
 
 class AheadStore:
-    """Store of look-ahead drafts by the request's seed. Beyond `most_tokens` tokens in all, the oldest are dropped."""
+    """Store of look-ahead drafts by the request's seed. If they have more than `most_tokens` tokens in total,
+    the drafts that were stored first are dropped."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens, self.tokens = most_tokens, 0
         self._kept: OrderedDict[int, Ahead] = OrderedDict()
-        self._groups: dict[tuple[int, ...], dict[int, None]] = {}  # seeds by prompt, in order
+        self._groups: dict[tuple[int, ...], dict[int, None]] = {}  # seeds by prompt, in order of arrival
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -107,7 +108,7 @@ class Pointer:
         self.sources = sources
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # index of the next token in `old`; None after a divergence
-        self.is_own, self.is_over = True, False  # whether `old` is its own; whether the row is longer than that
+        self.is_own, self.is_over = True, False  # whether `old` is the row's own; whether the row is beyond its end
         self.width, self.proposed = MAX_DRAFT_TOKENS, 0  # limit of a chain; length of the last chain
         self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
         self.shift = 0  # position in the row's own old response minus position in the row
@@ -133,7 +134,7 @@ class Pointer:
 
     def _part(self, at: int) -> None:
         """Handle a committed token that differs from the old response at index `at`. It is treated as a substitution:
-        the row's own old response continues with the token after it."""
+        the row is assumed to continue in its own old response at index `at` + 1."""
         if self.is_own:
             self.shift = at + 1 - self.length
             self.is_over = at == len(self.old)

@@ -1,8 +1,9 @@
 """Online counts of accepted draft tokens. They decide which nodes of a draft tree are worth verifying.
 
-Given the noise, two quantities predict acceptance: a draft token's rank among its siblings, and its lead over the next
-noisy score (log q plus noise). log q itself adds almost nothing. So each drafter has counts per cell: (class of draft
-token, depth, rank, lead).
+Given the noise, two quantities predict acceptance: a draft token's rank among its siblings, and its lead in the noisy
+score (log q plus noise). The best sibling's lead is over the second best. Every other sibling's lead is over the best,
+so it is not positive. log q itself adds almost nothing. So each drafter has counts per cell: (class of draft token,
+depth, rank, lead).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 CLASSES = 4  # number of classes of draft tokens that a drafter may distinguish
 _EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings fall into the last cell
+_DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings count at the last index
 _OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
 _SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
@@ -45,14 +46,14 @@ class Calibration:
         [B, W, k or k + 1] are the children's noisy scores, best first. `classes` [B, W] are the classes of the draft
         tokens (None: all 0)."""
         k = min(branching, scores.shape[-1])
-        lead = scores[..., :k] - scores[..., :1]  # infinite for tokens that may not be drafted or were not proposed
+        lead = scores[..., :k] - scores[..., :1]  # -inf for tokens that were not proposed or may not be drafted
         lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
         cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
         return cell if classes is None else cell + classes[..., None] * (_DEPTHS * _PLACES * _LEADS)
 
     def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None:
-        """Count one verified tree: each child of an accepted node (in `path`) was accepted or not. The root has cell
-        -1."""
+        """Count, for one verified tree, which children of accepted nodes were accepted. `cells` and `parents` are those
+        of the tree. `path` has the accepted nodes, the root included."""
         reached = set(path)
         for node in range(1, len(cells)):
             if parents[node] in reached:
@@ -70,8 +71,8 @@ class Calibration:
         ]
 
     def renew(self) -> None:
-        """Reduce the weight of the old drafter's counts when a new drafter replaces it. Otherwise, nodes that the old
-        drafter never got accepted would never be tried again."""
+        """Reduce the weight of the old drafter's counts when a new drafter replaces it. Otherwise, cells in which the
+        old drafter's draft tokens were always rejected would never be tried again."""
         less = np.minimum(1.0, _PREDECESSOR_WEIGHT / np.maximum(self.seen, 1.0))
         self.seen *= less
         self.agreed *= less

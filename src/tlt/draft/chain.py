@@ -2,8 +2,7 @@
 
 All levels are drafted, including unlikely ones, which the host would skip. The chain is cut afterwards.
 
-Shapes: B rows and M missing cache entries, both padded, D hidden size, V tokens that can be proposed, K key-value
-heads, T entries of a slot.
+Shapes: B rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ReplayedChain:
         rows, entries, depth, *_ = shape
         device = drafter.target.device
         vocab_size = drafter.options.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
-        # shared by chains of one size, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
+        # shared by chains of equal rows and depth, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
         alike = [chain.noise for chain in drafter.chains.values() if chain.noise.shape[:2] == (rows, depth)]
         self.noise = alike[0] if alike else torch.zeros(rows, depth, vocab_size, device=device)
         self.sampling = [
@@ -51,7 +50,8 @@ class ReplayedChain:
     def __call__(
         self, drafter: EagleDrafter, missing: Missing, sampling: SamplingTensors, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return draft tokens [B, depth], and their two best scores [B, depth, 2] under the noise [B, depth, V]."""
+        """Return draft tokens [B, depth], and each level's two highest noisy scores [B, depth, 2]. `noise` is
+        [B, depth, V], also if the drafter can propose only some tokens."""
         count = len(noise)
         self.noise[:count] = noise if drafter.vocabulary is None else noise[..., drafter.vocabulary]
         for fixed, given in zip(self.sampling, (sampling.temperature, sampling.top_k, sampling.top_p), strict=True):
@@ -63,7 +63,7 @@ class ReplayedChain:
         columns = [(missing.rows, entries), (missing.positions, entries)]
         columns += [(column, rows) for column in (missing.last, ends, np.array(missing.starts), blind)]
         padded = [np.pad(column, (0, size - len(column)), constant_values=-1) for column, size in columns]
-        self.missing.copy_(torch.from_numpy(np.concatenate(padded)))  # one transfer
+        self.missing.copy_(torch.from_numpy(np.concatenate(padded)))  # one transfer to the device
         tokens, scores = self.replayed(lambda: self._compute(drafter))
         return tokens[:count], scores[:count]
 

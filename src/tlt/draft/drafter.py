@@ -1,7 +1,7 @@
-"""Protocol of drafters. A new drafter is one file that returns draft log-probs (log q) for the nodes of a level, and
-one line in `tlt.config.registry`. `tree.py` builds the trees.
+"""Protocol of drafters. A drafter proposes children for the nodes of draft trees, one level at a time, with their
+log-probs (log q). `tree.py` builds the trees. A new drafter needs one file and one line in `tlt.config.registry`.
 
-Shapes: B active rows, in the engine's order; W nodes per row in a level; K candidates per node; V vocabulary.
+Shapes: B active rows, in the engine's order; W nodes per row in a level; K candidates per node; V vocabulary size.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Level(NamedTuple):
 
 class Candidates(NamedTuple):
     """Draft log-probs (log q) of the next token at each node. `log_q` [B, W, K] belongs to the token ids `ids`
-    [B, W, K]. If `ids` is None, it covers the whole vocabulary in order (K = V). Padding has log q -inf."""
+    [B, W, K]. If `ids` is None, `log_q` covers the whole vocabulary in order (K = V). Padding has log q -inf."""
 
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B, W] class of the draft tokens proposed at each node, below calibration.CLASSES, for example by match length;
-    each class is calibrated separately"""
+    """[B, W] class of the draft tokens proposed at each node, from 0 to calibration.CLASSES - 1, for example by match
+    length. Acceptance is counted separately for each class. None: all are of class 0."""
 
 
 class Drafter(Protocol):
@@ -85,13 +85,14 @@ class Drafter(Protocol):
 
 
 class Sources(NamedTuple):
-    """Inputs from which a drafter can be built by its `make` function: see `tlt.config.registry`."""
+    """Input of the function `make` of a drafter's module (see `DRAFTERS` in `tlt.config.registry`)."""
 
     target: Decoder
     layer: EagleLayer | None
     """weights of the learned drafter; None if there is none"""
     history_tokens: int
-    """maximum number of tokens from earlier epochs that the suffix drafter keeps"""
+    """Maximum number of tokens (of prompts and responses) that the suffix drafter keeps. It drops the oldest first,
+    except those of active requests."""
 
 
 @dataclass
@@ -126,8 +127,8 @@ class ChainDrafter(Protocol):
 
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Draft a chain for each row, as repeated calls of `predict` would. Return the tokens [B, depth], and at each
-        level the two best scores under the noise [B, depth, 2]. `alive` [B]: rows to draft for. `noise` [B, depth, V]:
-        noise of each level for the whole vocabulary."""
+        level the two highest noisy scores [B, depth, 2] (log q plus noise). `alive` [B]: rows to draft for. `noise`
+        [B, depth, V]: noise of each level for the whole vocabulary."""
         ...
 
 
@@ -135,9 +136,9 @@ class DraftCache(Protocol):
     """Access to the target's keys and values, for drafters that attend to them."""
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of one node per row, `depth` after the row's last committed token, and the
-        attention of these nodes. The attention also stores their keys and values, until the target's next pass
-        overwrites them. Call this method once for each depth of a draft, from 0 on."""
+        """Return the positions [B, 1] of one node per row, and the attention function of these nodes. A node's position
+        is `depth` after that of the row's last committed token. The function also stores the nodes' keys and values,
+        until the target's next pass overwrites them. Call this method once for each depth of a draft, from 0 on."""
         ...
 
 

@@ -8,7 +8,7 @@ entry replaces them.
 `fc`. Attention reads the normed embedding and the normed fused states.
 
 - `eagle1` (arXiv 2401.15077): `fc` fuses only the last hidden state with the embedding. There is no input norm and no
-output norm. It reads a quarter of eagle3's hidden states.
+output norm. eagle1 reads a quarter of eagle3's hidden states.
 
 Saved tensors have the names and shapes of the published checkpoints. Shapes: M entries, D hidden size, H query heads,
 K key-value heads, E head size, F size of a token's hidden states.
@@ -194,7 +194,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
             raise ValueError("config.json is not that of a drafter; a run saves its drafters in drafter/ of its folder")
         raw = config["tlt_drafter"]
         acceptance_rate = config.get("acceptance_rate", config.get("agreement"))  # older folders have the second key
-        raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders have the whole vocabulary
+        raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders lack it and use all tokens
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

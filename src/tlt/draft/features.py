@@ -76,7 +76,7 @@ class FeatureWindow:
         if place == len(self._features):
             used = min(max(self.length), self.capacity)
             self._features, self._tokens = _grown(self._features, used), _grown(self._tokens, used)
-        # the ring has only the last `capacity` entries of the former row
+        # the ring has only the last `capacity` entries of the row that was at this place before
         self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
         self.length[place] = kept
 
@@ -90,7 +90,7 @@ class FeatureWindow:
         """Copy entries [first, length) of row `source` to row `target`, as far back as `source` still has them."""
         self._settle()
         held = max(self.first[source], self.length[source] - self.capacity)
-        used = min(length, self.capacity)  # later places hold no entry below `length`
+        used = min(length, self.capacity)  # later indices of the ring hold no entry below `length`
         self._features[target, :used] = self._features[source, :used]
         self._tokens[target, :used] = self._tokens[source, :used]
         self.first[target], self.length[target] = min(max(first, held), length), length

@@ -2,8 +2,9 @@
 
 - EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose
   fc has a bias; speculators has no EAGLE-1.
-- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head. They number the
-  target's layers differently, so config.json has both. speculators has its own config and other tensor names.
+- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head. The two
+  number the target's layers differently, so config.json has both numberings. speculators has its own config and other
+  tensor names.
 
 Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets of tensors.
 They draft without the shared noise, so only the drafter's likeliest token can be accepted.
@@ -45,7 +46,7 @@ def write_drafter(
     path.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(layer, to, words)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")  # the drafter's own dtype: SGLang loads it as this
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")  # SGLang loads the drafter in this dtype
     config = (
         _speculators_config(layer.options, target)
         if to == "speculators"
@@ -98,7 +99,7 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
     }
     if options.kind == "eagle1":
         return config
-    nested = [tap - 1 for tap in options.taps]  # SGLang names a hidden state by the layer that it leaves, and adds 1
+    nested = [tap - 1 for tap in options.taps]  # SGLang numbers a hidden state by the layer before it
     return config | {
         "draft_vocab_size": options.vocab_size,
         "num_aux_hidden_states": len(options.taps),
@@ -133,14 +134,14 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json entries of the drafter's rotary embedding. They are the target's if the fused decoder
-    supports it. Otherwise there is no rope scaling, as in `families.decoder_options`."""
+    supports its family. Otherwise there is no rope scaling, as in `families.decoder_options`."""
     if target.get("model_type") in FAMILIES:
         return {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base_of(target.get("rope_parameters") or target)}}
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:
-    """Return config.json's entries of the attention window, for vLLM's EAGLE-3 and speculators. SGLang has none."""
+    """Return the config.json entries of the attention window, for EAGLE-3 in vLLM and speculators. SGLang has none."""
     return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
 
 

@@ -14,7 +14,7 @@ from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
 from tlt.models.product import Product
 from tlt.sampling import SamplingTensors, sampling_log_probs
 
-_TABLE = 1 << 23  # maximum elements of the table with every token's contribution to the first product
+_TABLE = 1 << 23  # maximum number of elements of `table`, which has each token's contribution to the first product
 
 
 class FusedLayer:
@@ -24,14 +24,14 @@ class FusedLayer:
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         """Fuse the weights. Call `begin` before use."""
         self.options = o = layer.options
-        self.target = target  # its embedding is read at every use, because it changes with its version
+        self.target = target  # the embedding is read at every use, because it changes with the target's version
         wide = torch.float64 if target.dtype == torch.float64 else torch.float32
         state = {name: t.detach().to(target.device, wide) for name, t in layer.state_dict().items()}
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")
         self.norms = {n: RMSNorm(state[n + ".weight"], o.rms_norm_eps) for n in norms if n + ".weight" in state}
 
         def normed(name: str, weight: Tensor) -> Tensor:
-            """Return `weight` [D, ...] times the weight of the norm `name`. It is applied to the norm's `unit`."""
+            """Return `weight` [D, ...] times the weight of the norm `name`, for use on the norm's `unit`."""
             return self.norms[name].weight[:, None] * weight
 
         q, k = (to_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")

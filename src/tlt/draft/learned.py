@@ -70,7 +70,7 @@ class EagleDrafter:
         self.window = window
         shape = HeadShape(1, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         self.attention = attention_for(shape)
-        self.ready: list[int] = []  # entries below this one are in the cache
+        self.ready: list[int] = []  # by row: entries below this one are in the cache
         self.chains: dict[ChainShape, ReplayedChain] = {}
         self._addresses: tuple[Tensor, ...] = ()
         self.fused.begin()
@@ -119,7 +119,7 @@ class EagleDrafter:
     def _catch_up(self, alive: np.ndarray) -> Missing:
         """Return the entries that the caller must write to the cache now. They count as written from now on. Rows that
         are not `alive` are caught up later."""
-        if len(self.ready) > self.attention.slots:  # allocated at the first use, so that other rollouts need no memory
+        if len(self.ready) > self.attention.slots:  # at the first use, so that unused drafters need no memory
             self.attention.resize(max(8, 2 ** (len(self.ready) - 1).bit_length()), self.window.capacity)
         starts, lengths = self.window.starts, self.window.lengths
         todo: list[tuple[int, int]] = []

@@ -44,7 +44,7 @@ class QuantizedDrafter:
     def predict(self, level: Level) -> Candidates:
         decoder = self.copy.decoder(self.target)
         positions, attend = self.cache.draft_pass(level.depth)
-        positions = positions.clamp(max=decoder.options.max_positions - 1)  # the draft of a row that nears its end
+        positions = positions.clamp(max=decoder.options.max_positions - 1)  # a draft may exceed the last position
         hidden = decoder.forward(torch.from_numpy(level.tokens), positions, attend)
         if not torch.isfinite(hidden[torch.from_numpy(level.alive[:, 0])].sum()):
             raise ArithmeticError("the int8 copy of the model computed a value that is not finite")

@@ -20,8 +20,8 @@ from tlt.draft.features import FeatureView
 from tlt.types import Request
 
 _ORDERS = (8, 4, 2)  # lengths of matched context in tokens, the longest first
-_ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of an unseen token after this context
-_CLASSES = {8: 3, 4: 2, 2: 1}  # classes of the calibration, by the length of the match; 0 is none
+_ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of unseen tokens, by length of the context
+_CLASSES = {8: 3, 4: 2, 2: 1}  # classes of the calibration, by the length of the match; 0: no match
 _MATCHES = 16  # number of occurrences used, the newest first
 
 
@@ -46,7 +46,7 @@ class _History:
         self.sequences: dict[int, list[int]] = {}
         self.tokens = 0  # tokens of a request that was decoded again count twice
         self._index: dict[tuple[int, ...], list[_Occurrence]] = {}
-        self._waiting: dict[int, tuple[list[int], int]] = {}  # sequences with new tokens, and the number of older ones
+        self._waiting: dict[int, tuple[list[int], int]] = {}  # sequences with new tokens, and their indexed length
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
         self.tokens += len(tokens)

@@ -29,7 +29,7 @@ from tlt.sampling import SamplingTensors, gumbel_topk
 @dataclass
 class DraftTree:
     """Draft tree of one row. Its lists are indexed by node. `chance` is the estimated probability that a node is
-    accepted, and `cells` is its cell of the calibration (-1 for the root)."""
+    accepted, and `cells` is the node's calibration cell (see `Calibration`; -1 for the root)."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [0])
@@ -48,7 +48,7 @@ class DraftTree:
 
 
 class Roots(NamedTuple):
-    """Roots of the draft trees of B rows, and the data of the rows that limits the trees."""
+    """Roots of the draft trees of B rows, and the limits that each row sets to its tree."""
 
     tokens: np.ndarray
     """[B] last committed token of each row"""
@@ -59,7 +59,7 @@ class Roots(NamedTuple):
     sampling: SamplingTensors
     """sampling parameters of the B requests, for the drafter"""
     device: torch.device
-    """device on which the noise is"""
+    """device of the noise, on which candidates are ranked"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]
@@ -79,8 +79,8 @@ class _Inputs(NamedTuple):
 
 
 class _Grown(NamedTuple):
-    """Nodes of one level of all trees, [B, M] each. An entry with a chance of 0 is no node. `parents` are numbers in
-    the whole tree."""
+    """Nodes of one level of all trees, [B, M] each. An entry with a chance of 0 is no node. `parents` are node numbers
+    in the whole tree of the row."""
 
     tokens: np.ndarray
     parents: np.ndarray
@@ -93,7 +93,7 @@ def grow(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
     """Draft a tree for each row. Candidates are ranked on the device. The rest runs in NumPy, because it is small."""
-    with np.errstate(invalid="ignore"):  # -inf marks tokens that may not be drafted
+    with np.errstate(invalid="ignore"):  # tokens that may not be drafted have score -inf
         inputs = _Inputs(drafter, roots, strategy, noise_of, vocab_size, calibration)
         return _grow_chains(inputs) if strategy.branching == 1 else _grow_trees(inputs)
 
@@ -247,6 +247,6 @@ def stack(trees: Sequence[DraftTree], device: torch.device, nodes: int = 1) -> T
     if (parents == chain).all():
         return batch
     visible = np.tile(np.eye(N, dtype=bool), (B, 1, 1))
-    for n in range(1, N):  # parents come first, so their row is complete
+    for n in range(1, N):  # a parent has a smaller number, so its row of `visible` is complete
         visible[:, n] |= visible[np.arange(B), parents[:, n]]
     return batch._replace(visible=torch.from_numpy(visible).to(device))

@@ -23,28 +23,28 @@ ABORTED = "aborted"
 
 
 class AsyncEngine:
-    """Engine in a thread of its own. Only this thread uses the engine.
+    """Wrapper of an engine, which runs in a thread of its own. Only this thread uses the engine.
 
-    If nothing is left to decode, the thread calls `when_idle`, for example to train the drafter. Its arguments are the
-    engine and a function that returns True when the call must return. After `close`, waiting callers get an exception,
-    and new calls raise RuntimeError.
+    If nothing is left to decode, the thread calls `when_idle`, for example to train the drafter. `when_idle` gets the
+    engine and a function that returns True once `when_idle` must return. After `close`, waiting callers and new calls
+    get a RuntimeError.
     """
 
     def __init__(self, engine: RolloutEngine, when_idle: WhenIdle | None = None) -> None:
         self._engine, self._when_idle = engine, when_idle
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waited_for: dict[int, Future[Response]] = {}
-        """future response of each active request, by the request's seed"""
+        """future response of each unfinished request, by the request's seed"""
         self._failed = False
         """whether a round has failed since the engine was last started"""
-        self._closed, self._lock = False, Lock()  # nothing may be queued after `close`
+        self._closed, self._lock = False, Lock()  # the lock prevents orders after `close`
         self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
         self._thread.start()
 
     async def generate(self, request: Request) -> Response:
-        """Decode a request. Return the response, which has the tokens so far if it was interrupted. If the caller is
-        cancelled, the request is dropped. Raises ValueError for a request that cannot be decoded, or if another active
-        request has its seed."""
+        """Decode a request and return its response. An interrupted response has the tokens decoded so far. If the
+        caller is cancelled, the request is dropped. Raises ValueError for a request that cannot be decoded, or if
+        another unfinished request has the same seed."""
         response: Future[Response] = Future()
         response.set_running_or_notify_cancel()  # a cancelled caller must not affect the others
         try:
@@ -56,8 +56,8 @@ class AsyncEngine:
             raise
 
     async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Call `act` with the engine after the current round, and return its result. If this call makes the engine drop
-        requests, for example by a restart, their callers get a RuntimeError."""
+        """Call `act` with the engine after the current round, and return its result. If `act` makes the engine drop
+        requests, for example by a restart, the callers of these requests get a RuntimeError."""
 
         def acted(engine: RolloutEngine) -> T:
             try:
@@ -87,7 +87,7 @@ class AsyncEngine:
         return result
 
     async def interrupt(self) -> list[int]:
-        """End all active requests and return their seeds. Their callers get the tokens so far."""
+        """End all unfinished requests and return their seeds. Their callers get responses with the tokens so far."""
         return await self.between_rounds(self._interrupt)
 
     def close(self) -> None:
@@ -136,10 +136,10 @@ class AsyncEngine:
         try:
             for response in self._engine.round():
                 self._waited_for.pop(response.request.seed).set_result(response)
-        except Exception as error:  # pass it to all callers and restart the engine
+        except Exception as error:  # pass the error to all callers and restart the engine
             self._fail(list(self._waited_for), error)
             self._failed = True
-            with suppress(Exception):  # then the next request raises the error
+            with suppress(Exception):  # if the restart fails, the next request tries again and raises its error
                 self._restart()
 
     def _fail(self, seeds: Iterable[int], error: Exception) -> None:

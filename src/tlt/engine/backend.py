@@ -87,8 +87,9 @@ def make_engine(
     tracer: Tracer | None = None,
     store: AheadStore | None = None,
 ) -> Engine:
-    """Return tlt's own engine for a recipe. The target must have weights. `layer` replaces the learned drafter that the
-    recipe names. If the recipe's drafter is `adaptive`, the first rollout begins with a start-up profile."""
+    """Return tlt's own engine for a recipe. The target needs weights only when the first rollout starts. `layer`
+    replaces the learned drafter that the recipe names. If the recipe's drafter is `adaptive`, the first rollout begins
+    with a start-up profile."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
     return Engine(

@@ -1,10 +1,10 @@
 """Tuner that measures strategies and uses the fastest, which may be plain decoding. A strategy is called an arm.
 
-Speed is tokens per second. Tokens are predicted from all rounds of a drafter (`AcceptanceModel`). Seconds depend on the
-bucket (active rows and context length). They come from the start-up profile, then from the medians of timed rounds. An
-arm that could be faster than the fastest one is tried, if a round of it is affordable: all drafts together may lose 1 %
-of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an epsilon-greedy bandit here,
-which tries strategies at any cost.)
+Speed is tokens per second. The tokens of a round are predicted from the drafter's acceptance rates (`AcceptanceModel`).
+The seconds of a round depend on the bucket (active rows and context length). They come from the start-up profile, then
+from the medians of timed rounds. An arm that may be faster than the best one so far is tried if one round of it is
+affordable: all drafts together may lose 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665,
+section 5, has an epsilon-greedy bandit here, which tries strategies at any cost.)
 
 This module does not import torch. `bench/tuner.py` runs it with recorded tables.
 """
@@ -26,18 +26,19 @@ from tlt.engine.tuner import RoundResult
 _ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all arms
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the current one
-_LOST = 0.01  # share of the seconds that drafts may lose against plain decoding
-_FIRST_ROUNDS = 128  # at the beginning, drafts may lose 1 % of the seconds of this many plain rounds
-_FREE = 1.03  # factor by which additional rows may lengthen a round
-_MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
-_HOPED_ACCEPTANCE = 0.8  # assumed for a drafter without evaluation, to decide whether it could be the fastest
-_ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
-_AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longest chain sets the width of the pass
-_LOOK_AHEAD: Source = ("ahead", 1)  # the source of look-ahead chains
+_LOST = 0.01  # share of the time that drafts may lose against plain decoding
+_FIRST_ROUNDS = 128  # at the beginning, drafts may lose 1 % of the time of this many plain rounds
+_FREE = 1.03  # factor by which look-ahead rows may lengthen a round
+_MEMORY = 1 - 1 / 512  # factor on the seconds spent and lost so far, applied at every timed round
+_HOPED_ACCEPTANCE = 0.8  # rate assumed for a drafter that was never evaluated, to decide whether to try it
+_ACCEPTANCE_AHEAD = 0.97  # assumed acceptance rate of look-ahead tokens before any was verified
+_AHEAD = (4, 8, 16, 32, 63)  # limits on look-ahead chains, in tokens; the longest chain sets the width of the pass
+_LOOK_AHEAD: Source = ("ahead", 1)  # source under which look-ahead tokens are counted
 
 
 def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
-    """Return plain decoding and these drafters' strategies in the registry: chains, and trees if `trees` is true."""
+    """Return plain decoding, and the strategies that the registry lists for these drafters: chains, and trees if
+    `trees` is true."""
     shapes = {name: DRAFTERS[name].chains + DRAFTERS[name].trees * trees for name in drafters}
     return [PLAIN, *(Strategy(name, *shape) for name, some in shapes.items() for shape in some)]
 
@@ -51,7 +52,7 @@ class Bandit:
     """Tuner that measures strategies and uses the fastest.
 
     `measure()` is called before the first rollout and returns the start-up profile: rows -> strategy -> seconds of a
-    round. Other numbers of rows are interpolated. `chances[drafter]` is the drafter's acceptance rate, if it is known
+    round. Other numbers of rows are interpolated. `chances` has the acceptance rate of each drafter whose rate is known
     at the start. A drafter with rate 0 is never the fastest, so it is not used.
     """
 
@@ -66,13 +67,13 @@ class Bandit:
         self.times = RoundTimes(measure)
         self.seen, self.seen_ahead = AcceptanceModel(), AcceptanceModel()  # of draft tokens, of look-ahead tokens
         self.current = PLAIN  # the fastest arm
-        self.catch_up: dict[str, float] = {}  # extra seconds of a drafter's first round after another drafter's
+        self.catch_up: dict[str, float] = {}  # extra seconds of each drafter's first round after another drafter
         self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
         self._rounds = 0
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
-        self._switched = self._is_try = False  # whether this round uses another drafter, whether it tries an arm
+        self._switched = self._is_try = False  # whether this round uses another drafter than the last, and is a try
         for drafter, chance in self.chances.items():
             self.seen.assume(drafter, chance)
 
@@ -82,7 +83,7 @@ class Bandit:
         bucket = bucket_of(rows, context)
         moved, self._now = bucket != self._now, bucket
         self._rounds += 1
-        # losses are measured against plain decoding
+        # plain decoding is timed first, because losses are measured against it
         is_plain_known = self.times.rounds(PLAIN, bucket) >= _ENOUGH_ROUNDS
         arms = [arm for arm in self._arms if arm == PLAIN or arm.drafter in usable]
         arm = self.current
@@ -97,13 +98,13 @@ class Bandit:
         return arm
 
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
-        """Set `current` to the fastest arm, by the acceptance rates so far. Return an arm that could be even faster
-        with a good drafter, if a round of it is affordable even if it is slower. Else return `current`."""
+        """Set `current` to the arm that is the fastest by the acceptance rates so far. Return an arm that may be even
+        faster (`_hoped_tokens`), if the expected loss of one round of it is affordable. Else return `current`."""
         seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
         plain = seconds[PLAIN]
-        # a try may last one round, so it is charged the whole catch-up
+        # a try may last only one round, so this round is charged the whole catch-up
         most = _LOST * max(self.spent, _FIRST_ROUNDS * plain) - self.lost
         losses = {arm: self._seconds_now(arm, bucket, rounds=1) - known[arm] * plain for arm in arms}
         affordable = [arm for arm in arms if arm == self.current or losses[arm] <= most]
@@ -112,14 +113,17 @@ class Bandit:
         return min(better, key=lambda arm: (self.times.rounds(arm, bucket), -hoped[arm]), default=self.current)
 
     def _fastest(self, speeds: Mapping[Strategy, float]) -> Strategy:
-        """Return the fastest arm. But return plain decoding, or else the current arm, if it is less than 2 % slower."""
+        """Return the arm with the highest of the `speeds`. But return plain decoding if it is less than 2 % slower.
+        Else return the current arm if it is less than 2 % slower."""
         best = max(speeds, key=lambda arm: speeds[arm])
         kept = (arm for arm in (PLAIN, self.current) if arm in speeds and speeds[best] < (1 + _MARGIN) * speeds[arm])
         return next(kept, best)
 
     def _with_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
-        """Return the fastest strategy: with which limit on look-ahead tokens per row, and with or without `arm` for the
-        rows that have no look-ahead draft. This is decided every round, because those rows change."""
+        """Return the faster of two choices: `arm` for all rows, or look-ahead drafts for the rows that have one. In the
+        second case, choose the limit on look-ahead tokens per row, and `arm` or plain decoding for the other rows.
+        `offers`: number of look-ahead tokens that each row can propose. The choice is made every round, because the
+        offers change."""
         known, longest = np.array(offers), max(offers)
         others = len(known) - np.count_nonzero(known)
         widths = [w for w in self._widths if w <= longest] + [w for w in self._widths if w > longest][:1]
@@ -138,8 +142,8 @@ class Bandit:
         return best
 
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
-        """Return the expected seconds of a round with at most `width` look-ahead tokens per row. If the longest chain
-        is shorter, interpolate between this limit and the next lower one."""
+        """Return the expected seconds of a round with at most `width` look-ahead tokens per row. If the longest chain,
+        of `longest` tokens, is shorter, interpolate between this limit and the next lower one."""
         below = max((w for w in self._widths if w < width), default=0)
         points = {w: self._seconds_now(base._replace(ahead=w), bucket) for w in (below, width)}
         return interpolate(points, min(longest, width))
@@ -147,24 +151,27 @@ class Bandit:
     # -- estimates -----------------------------------------------------------------------------------------------------
 
     def tokens(self, arm: Strategy) -> float:
-        """Return the expected tokens per row in a round, from the acceptance rates so far."""
-        return self._tokens(arm, 0.0)
+        """Return the expected tokens per row in a round, from the acceptance rates of recent rounds. A drafter without
+        recent rounds has its lasting rates."""
+        return self._tokens(arm, self.seen.lasting((arm.drafter, 1), arm.depth, self.chances.get(arm.drafter, 0.0)))
 
     def _hoped_tokens(self, arm: Strategy) -> float:
-        """Return the tokens per row in a round, if the arm's drafter is as good as the rounds so far allow."""
-        return self._tokens(arm, self.chances.get(arm.drafter, _HOPED_ACCEPTANCE))
+        """Return the expected tokens per row in a round. Before any round, the acceptance rate is taken as that of the
+        drafter's last evaluation, or as 0.8 without one."""
+        return self._tokens(arm, [self.chances.get(arm.drafter, _HOPED_ACCEPTANCE)])
 
-    def _tokens(self, arm: Strategy, prior: float) -> float:
-        """Return the expected tokens per row in a round. `prior` is the acceptance rate assumed before any round."""
-        rates = self.seen.chances((arm.drafter, 1), arm.depth, [prior])
+    def _tokens(self, arm: Strategy, prior: Sequence[float]) -> float:
+        """Return the expected tokens per row in a round. `prior` has acceptance rates by level, which are used
+        without recent rounds."""
+        rates = self.seen.chances((arm.drafter, 1), arm.depth, prior)
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
-            rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])
+            rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior[0]) for rate in rates])
         return float(np.cumprod([1.0, *rates]).sum())
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:
-        """Return the mean seconds of the arm's next `rounds` rounds. They include the catch-up of the arm's drafter if
-        the last round used another drafter."""
-        extra = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
+        """Return the mean seconds of the arm's next `rounds` rounds. If the last round used another drafter, they
+        include the catch-up of the arm's drafter (`catch_up`)."""
+        extra = max(0.0, self.catch_up.get(arm.drafter, 0.0)) if arm.drafter != self._last.drafter else 0.0
         return self.times.seconds(arm, bucket) + extra / rounds
 
     def plain_seconds(self, rows: int, context: float) -> float:
@@ -174,14 +181,14 @@ class Bandit:
 
     def free_rows(self, rows: int) -> int:
         """Return the largest number of rows whose plain round takes at most 3 % longer than one of `rows` rows, by the
-        start-up profile. But return `rows` if drafting at its fastest would slow down by more than 3 % per row. On a
-        GPU it hardly does. On a CPU, drafting pays off with few rows only."""
+        start-up profile. But return `rows` if each row would then get over 3 % fewer tokens per second from the fastest
+        strategy. On a GPU this hardly happens. On a CPU it does, because drafting pays off with few rows only."""
         most = self.times.most_rows(rows, _FREE)
         free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
         return most if free else rows
 
     def _hoped_speed(self, rows: int) -> float:
-        """Return the tokens per row and second of the fastest arm, with the tokens of `_hoped_tokens`."""
+        """Return the tokens per second and row of the fastest arm for this number of rows, by `_hoped_tokens`."""
         return max(self._hoped_tokens(arm) / self.times.profiled(arm, rows) for arm in self._arms)
 
     def brief_rows(self) -> int:
@@ -214,9 +221,9 @@ class Bandit:
             self.seen_ahead.add(_LOOK_AHEAD, levels, right)
 
     def _learn_seconds(self, arm: Strategy, seconds: float, width: int) -> None:
-        """Learn the seconds of a round, whose longest look-ahead draft had `width` tokens. The round does not count if
-        this is below the arm's limit. In the first round after a change of drafters, only the new drafter's catch-up is
-        learned."""
+        """Learn the seconds of a round, whose longest look-ahead draft had `width` tokens (0: none). A draft shorter
+        than the arm's limit makes a faster round, which does not count. In the first round after a change of drafters,
+        only the catch-up of the new drafter is learned."""
         if self._switched and arm.drafter != PLAIN.drafter:
             excess = seconds - self.times.seconds(arm, self._now)
             known = self.catch_up.get(arm.drafter, excess)
@@ -225,7 +232,8 @@ class Bandit:
             self.times.add_rounds(self._now, arm, [seconds])
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Forget the counts of the replaced drafter. The acceptance rate of the new one, if known, counts as 8 rows."""
+        """Forget the counts of the replaced drafter. `chance`, the new one's acceptance rate (None: unknown), counts as
+        8 rows."""
         self.seen.forget(drafter)
         self.chances.pop(drafter, None)
         if chance is not None:

@@ -26,7 +26,8 @@ _WATCHED = 1000  # number of drafts in the running acceptance rate
 class AcceptanceRate:
     """Acceptance rates of a drafter's first draft token: `now`, over its last 1,000 drafts, and `published`.
 
-    `published` was measured in training. If it was not, it is the rate over the first 1,000 drafts in the engine."""
+    `published` is the rate that was measured when the drafter was trained. Without such a measurement, it is the rate
+    over the first 1,000 drafts in the engine."""
 
     def __init__(self, published: float | None) -> None:
         self.published = published
@@ -50,7 +51,8 @@ class AcceptanceRate:
 
 
 class Drafters:
-    """Per-row store of all drafters. Each drafter follows all rows, because any may be used in the next round."""
+    """Per-row store of all drafters. Each drafter follows all rows, because any drafter may be used in the next
+    round."""
 
     def __init__(self, drafters: Iterable[Drafter], cache: KVCache) -> None:
         self.cache = cache

@@ -49,8 +49,9 @@ class Engine(Generates):
     """Rollout engine of a worker. `tuner` picks the strategy of each round (default: plain decoding).
 
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
-    row. `on_harvest` is called with them when a window is full and when a response ends. `store` has look-ahead drafts,
-    which a row uses instead of the drafter. `kv_tokens` limits the cache, in tokens.
+    row. `on_harvest` is called with these hidden states when a window is full and when a response ends. `store` has
+    look-ahead drafts, which a row uses instead of the drafter. `kv_tokens` limits the cache, in tokens (default:
+    `config.kv_memory_mb`).
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Engine(Generates):
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
         """Remove the requests with these seeds, active or waiting, between two rounds. Return their unfinished rows.
-        Another engine that resumes these gives the same tokens."""
+        Another engine that resumes these rows decodes the same tokens."""
         return self.rollout.scheduler.withdraw(seeds)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
@@ -149,7 +150,7 @@ class Engine(Generates):
                 self.store.put([Ahead.of(row, rollout.version)])
 
     def swap(self, drafter: Drafter) -> None:
-        """Replace the drafter of the same name, between two rounds or before a round's draft."""
+        """Replace the drafter that has the same name. Call this between two rounds, or before a round's draft."""
         self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
         self.tuner.renew(drafter.name, drafter.acceptance_rate)
 
@@ -279,8 +280,8 @@ class Engine(Generates):
         ]
 
     def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return the drafter's trees for finite rows without a look-ahead chain, and trees without drafts for
-        others."""
+        """Return a tree for each row. Only rows whose values are finite, and that have no look-ahead chain, get draft
+        tokens."""
         strategy, trees = now.strategy, None
         drafter = self.drafters.usable.get(strategy.drafter)
         if drafter is not None:

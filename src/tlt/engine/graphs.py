@@ -5,7 +5,7 @@ of which the device computes for 3 ms. Replayed, the pass takes 4 ms. A CUDA gra
 the number of rows, and of positions that they attend to, is padded to a few sizes (bucketed graphs: arXiv 2511.16665,
 section 5).
 
-Shapes: B rows, N nodes per row, D hidden size, F size of a token's features.
+Shapes: B rows, N nodes per row, D hidden size, F size of a token's features (hidden states kept for the drafter).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, SlotPlan
 from tlt.cuda_graph import Replayed, rounded_up
 
-_LEAST_TOKENS = 512  # positions of the smallest graph; reading masked keys costs less than capturing more graphs
+_LEAST_TOKENS = 512  # least number of positions in a graph; reading masked keys costs less than capturing more graphs
 
 Forward = Callable[[Tensor, Tensor, SlotPlan], tuple[Tensor, ...]]
 """Function (tokens [B, N], positions [B, N], attention plan) -> hidden states [B, N, D], and also features [B, N, F] if
@@ -35,15 +35,17 @@ class Shape(NamedTuple):
     tokens: int
     """number of positions that each row attends to"""
     branches: bool
+    """whether some tree may branch, so that a mask of visible nodes is needed"""
 
 
 class GraphedPasses:
-    """CUDA graphs of target passes over slots 0.., by padded shape. A pass overwrites the last output of its shape."""
+    """CUDA graphs of target passes over the first slots of the cache, one for each padded shape. A pass overwrites the
+    hidden states that the last pass of its shape returned."""
 
     def __init__(self, slots: SlotAttention, device: torch.device) -> None:
         self.slots, self.device = slots, device
         self.passes: dict[Shape, PaddedPass] = {}
-        self._memory: Callable[[], Tensor | None] = lambda: None  # weak, so that a released cache is freed
+        self._memory: Callable[[], Tensor | None] = lambda: None  # a weak reference, so that a released cache is freed
 
     @torch.inference_mode()
     def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:

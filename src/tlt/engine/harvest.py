@@ -11,13 +11,13 @@ from tlt.draft.features import FeatureWindow
 from tlt.spot.buffer import Harvest
 from tlt.types import Row
 
-_GROWN = 16  # tokens of a row between two checks for full windows; the ring has room for more than a window
+_GROWN = 16  # new tokens of a row between two checks for full windows; the ring buffer has room for them
 
 
 class Harvester:
     """Writer of each round's hidden states to the feature window.
 
-    It calls `give` with full windows, and with the last window of a finished row. If `give` is None, hidden states are
+    It passes each full window to `give`, and the last window of each finished row. If `give` is None, hidden states are
     kept for drafters only. `version` is the target version.
     """
 

@@ -21,7 +21,7 @@ from tlt.models.decoder import Attend
 from tlt.types import Row
 
 _GRAIN = 64  # capacity grows in steps of this many tokens
-_CUDA_GRAIN = 512  # new memory needs new CUDA graphs
+_CUDA_GRAIN = 512  # the same on a CUDA device; larger, because new memory needs new CUDA graphs
 AUDIT = "TLT_AUDIT"
 """Environment variable. If it is 1, a ledger checks the contents of all slots after every round."""
 
@@ -63,13 +63,13 @@ class KVCache:
         if place != last:
             self.copy(last, place, mover.kv_length)
             self._rows[place], self._held[place] = mover, self._held[last]
-            if not mover.finite:  # else the next row would find its values there
+            if not mover.finite:  # the moved row's values also stay in slot `last`, which a later row will use
                 self.wipe(last, 0)
         self._rows.pop()
 
     def held(self, slot: int) -> tuple[int, ...]:
         """Return the prompt whose keys and values are at the beginning of a slot, active or free; () if there is none.
-        Those of the prompt's last token are not included."""
+        The prompt's last token has no keys and values there."""
         return self._held[slot] if slot < len(self._held) else ()
 
     # -- capacity ------------------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ class KVCache:
             self.ledger.wiped(slot, start)
 
     def check(self, version: int) -> None:
-        """Raise AssertionError if there is a ledger and a slot lacks the keys and values of its row, or in a free slot
-        of the prompt in `held`."""
+        """If there is a ledger, raise AssertionError unless each active slot has the keys and values of its row, and
+        each free slot those of the prompt `held(slot)`."""
         if self.ledger:
             contexts = [row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

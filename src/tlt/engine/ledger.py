@@ -1,8 +1,8 @@
 """Debug check of the key-value cache: a record of the inputs from which each position was computed.
 
 The keys and values of a token depend on the target's weights and on all tokens up to it. So each position has a
-checksum of the target version, and of all tokens and positions up to its own. It is copied and moved with the keys and
-values.
+checksum of the target version, and of all tokens and positions up to its own. Checksums are copied and moved with the
+keys and values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.attention.backend import TreeBatch
 
-_PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd; sums and products wrap modulo 2^64
+_PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd hash factors; sums and products wrap modulo 2^64
 
 
 class Ledger:

@@ -11,8 +11,8 @@ import torch
 
 from tlt.attention.backend import HeadShape
 
-_SHARES = {"cuda": 0.8, "cpu": 0.25}  # of free memory; on a CPU other workers and the update need memory too
-_GROUPS = {  # limit, use, and statistics with the reclaimable part of the use, by the version of Linux control groups
+_SHARES = {"cuda": 0.8, "cpu": 0.25}  # shares of free memory; on a CPU, other workers and the update need memory too
+_GROUPS = {  # version of Linux control groups -> files of limit, use and statistics, statistic of reclaimable use
     2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 }
@@ -28,7 +28,7 @@ def cache_tokens(mib: int | Literal["auto"], shape: HeadShape) -> int:
 def free_bytes(device: torch.device, groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the free bytes of a CUDA device, or of the host within the limit of this process's container."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own reserve
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free inside PyTorch
         return torch.cuda.mem_get_info(device)[0] + unused
     return min([psutil.virtual_memory().available, *_left_in_groups(groups)])
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from tlt.sampling import gumbel_noise
 from tlt.types import Row
 
-_WINDOW_BYTES = 256 * 2**20  # 64 rows of 50,000 token ids have 21 positions, so look-ahead chains of 20 tokens
-_MAX_WINDOW = 64
-_LEAST_CALL = 2**17  # minimum number of values in a call, because on a CPU a call costs as much as 2^14 values
+_WINDOW_BYTES = 256 * 2**20  # for 64 rows and 49,152 token ids: 21 positions, so look-ahead chains of 20 tokens
+_MAX_WINDOW = 64  # largest width of the ring in positions
+_LEAST_CALL = 2**17  # least number of values to compute in a call; on a CPU, a call itself costs as much as 2^14 values
 
 
 class NoiseWindow:
@@ -49,7 +49,7 @@ class NoiseWindow:
     def prepare(self, positions: Sequence[int], depth: int) -> None:
         """Compute the noise of positions[b] .. positions[b] + depth of every row b. If one row lacks some, all rows are
         filled in the same call. With a small vocabulary, further positions are filled, so that calls are few."""
-        if len(self.seeds) > len(self.ring):  # grown here, once for all new rows, because a copy may take two rounds
+        if len(self.seeds) > len(self.ring):  # grown once for all new rows: a copy may take as long as two rounds
             grown = torch.zeros(2 ** (len(self.seeds) - 1).bit_length(), *self.ring.shape[1:], device=self.device)
             grown[: len(self.ring)] = self.ring
             self.ring = grown

@@ -58,7 +58,7 @@ def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutSta
     for place, (row, good) in enumerate(zip(fresh, finite, strict=True), start=first):
         if not good:
             row.finite = False
-            cache.wipe(place, row.kv_length)  # a prefill pads shorter rows
+            cache.wipe(place, row.kv_length)  # a prefill pads shorter rows, and the padding may not be finite
     return sum(row.kv_length - known[id(row)] for row in fresh if not row.ahead)
 
 

@@ -178,7 +178,7 @@ class Generates:
 
 def refuse_impossible(request: Request, most_tokens: int, what: str, remedy: str) -> None:
     """Raise ValueError for a request that cannot be decoded. A prompt and its response may have `most_tokens` tokens.
-    In the message, `what` begins the clause on this limit, such as "the model supports", and `remedy` ends it."""
+    In the message, `what` begins the clause on this limit, such as "the model supports", and `remedy` comes last."""
     prompt, new = request.prompt, request.sampling.max_new_tokens
     if not prompt.token_ids:
         raise ValueError(f"prompt {prompt.prompt_id} is empty: give it at least one token")

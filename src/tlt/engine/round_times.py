@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from tlt.draft.strategy import PLAIN, Strategy
 
 _WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each strategy in a bucket
-_ENOUGH_ROUNDS = 4  # rounds of a look-ahead strategy before it is timed
+_ENOUGH_ROUNDS = 4  # rounds of a look-ahead strategy before their seconds replace the profile's
 
 X = TypeVar("X", bound=float)
 
@@ -32,7 +32,8 @@ def bucket_of(rows: int, context: float) -> Bucket:
 
 
 def interpolate(points: Mapping[X, float], x: float) -> float:
-    """Return the value at `x`, by linear interpolation between the points, or that of the nearest point beyond them."""
+    """Return the value at `x`, by linear interpolation between the points. Beyond them, return the value of the
+    nearest."""
     below = max((k for k in points if k <= x), default=min(points))
     above = min((k for k in points if k >= x), default=max(points))
     low, high = points[below], points[above]
@@ -71,11 +72,12 @@ class RoundTimes:
         scale = plain / self.profiled(PLAIN, 2**bucket.rows) if plain else 1.0
         expected, rounds = self.profiled(arm, 2**bucket.rows) * scale, self.rounds(arm, bucket)
         if not rounds or (arm.ahead and rounds < _ENOUGH_ROUNDS):
-            return expected  # widths are not tried again, so one slow round could exclude a width
+            return expected  # a limit that looks slow is not tried again, so one slow round could exclude it
         return (rounds * self._medians[bucket, arm] + expected) / (rounds + 1)  # the profile counts as one round
 
     def share(self, arm: Strategy, rows: int) -> float:
-        """Return the seconds of a round with this many rows, relative to the largest number of rows in their bucket."""
+        """Return the seconds of a round with this many rows, relative to a round with the most rows of the same
+        bucket."""
         return self.profiled(arm, rows) / self.profiled(arm, 2 ** bucket_of(rows, 0).rows)
 
     def most_rows(self, rows: int, longer: float) -> int:
@@ -86,7 +88,7 @@ class RoundTimes:
         return max([rows, *(n for n in more if self.profiled(PLAIN, n) <= most)])
 
     def add_rounds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
-        """Add the seconds of timed rounds, scaled to the largest number of rows in the bucket."""
+        """Add the seconds of timed rounds. The caller has scaled them to the largest number of rows in the bucket."""
         took = self._took.setdefault(bucket, {}).setdefault(arm, deque(maxlen=_WINDOW_ROUNDS))
         took.extend(seconds)
         self._medians[bucket, arm] = statistics.median(took)

@@ -37,13 +37,14 @@ class Sampled(NamedTuple):
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
     finite: list[bool] | None
-    """[B] whether a row's values are finite at all nodes; None if those of all rows are"""
+    """[B] whether a row's values are finite at all nodes; None if all values are finite"""
     features: Tensor | None = None
     """[B, N, F] hidden states for the feature window; None if there is no window"""
 
 
 class Runner:
-    """Target passes over the key-value cache. Hidden states of the rows' last tokens are written to `window`."""
+    """Target passes over the key-value cache. A prefill writes the hidden states of the rows' last tokens to
+    `window`."""
 
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
@@ -113,7 +114,8 @@ class Runner:
         self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
     ) -> Sampled:
         """Run one pass over the trees of all rows. Sample the target's token at each node, under the noise of the
-        node's position. In plain decoding, this is the only time in a round that the host waits for the device."""
+        node's position. `times` [B] are the roots' positions for the noise. In plain decoding, this is the only time in
+        a round that the host waits for the device."""
         if self.graphs:
             trees = trees._replace(nodes=None)  # passes of a few shapes are replayed, padding included
         hidden, *features = self._pass(0, trees, lengths, self.graphs)

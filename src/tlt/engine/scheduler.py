@@ -35,7 +35,7 @@ class Scheduler:
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """Queue requests, and `resumed`, which are unfinished rows of another engine. Raises ValueError for a request
-        that cannot be decoded; then none is queued."""
+        that cannot be decoded. In that case nothing is queued."""
         rows = [*resumed, *(Row(request) for request in requests)]
         for row in rows:
             self._check(row.request)
@@ -43,8 +43,8 @@ class Scheduler:
 
     def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
         """Replace the look-ahead requests (seed -> request, the most urgent first). An active look-ahead row continues
-        if its request is among the first ones, which fit into `most` active rows; the others leave. Raises ValueError,
-        like `submit`."""
+        if its request is among the first that fit into `most` active rows. The other look-ahead rows leave, and are
+        queued if their request is among the new ones. Raises ValueError, like `submit`."""
         for request in requests.values():
             self._check(request)
         live, left = set[int](), {row.request.seed: row for row in self.ahead}
@@ -74,12 +74,12 @@ class Scheduler:
             )
 
     def admit(self, most_ahead: int) -> list[Row]:
-        """Take the rows to admit from the queue, in order, and return them. Reserve cache for them and the active rows,
-        with room to grow until the next admission.
+        """Take the rows to admit from the queue, in order, and return them. Reserve cache for them and for the active
+        rows, with room for `headroom` more tokens of each.
 
         An admission costs one prefill and one call for noise, for any number of rows. So a full batch waits until an
-        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. There may be `most_ahead`
-        active rows then, and 4 are admitted per round, because the worker may soon be needed for other work.
+        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 are admitted per
+        round, up to `most_ahead` active rows, because the worker may soon be needed for other work.
         """
         live = len(self.rows)
         admitted: list[Row] = []

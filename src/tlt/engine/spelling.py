@@ -10,7 +10,7 @@ _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _UNPRINTABLE = sorted(set(range(256)) - _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
 """byte for each character of a byte-level vocabulary, as in GPT-2"""
-_NO_TEXT = b"\xff"  # no byte of UTF-8
+_NO_TEXT = b"\xff"  # marks a token without text; this byte never occurs in UTF-8
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -26,7 +26,8 @@ class Detokenizer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def spell(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text, at least one. The bytes may be only a part of a character."""
+        """Return the UTF-8 bytes that a token adds after other tokens, so a leading space is kept. They may be only a
+        part of a character. A token without text gives one byte that never occurs in UTF-8 (0xFF)."""
         if token_id not in self._spelled:
             self._spelled[token_id] = self._bytes_of(self.tokenizer.convert_ids_to_tokens(token_id)) or _NO_TEXT
         return self._spelled[token_id]
@@ -34,7 +35,7 @@ class Detokenizer:
     def _bytes_of(self, token: str | None) -> bytes:
         if token is None:  # an id that the tokenizer does not use
             return b""
-        # after another token, because a decoder may remove a leading space
+        # converted after other tokens, because a decoder may remove a leading space
         tokens, before = self._before
         text = self.tokenizer.convert_tokens_to_string([*tokens, token]).removeprefix(before)
         if _NO_CHARACTER not in text:

@@ -105,7 +105,7 @@ def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequen
 
 def draft_counts(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
     """Return a row's numbers of committed tokens and of look-ahead draft tokens in a round, for the tuner. A draft
-    token that ends the response counts as accepted, although no bonus token follows. Draft tokens after it do not
+    token that ends the response counts as accepted and as followed by a bonus token. Draft tokens after it do not
     count."""
     proposed = tree.ahead * (len(tree.tokens) - 1)
     if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
@@ -122,11 +122,12 @@ def compare_with_plain(
     context: float,
     trees: Sequence[DraftTree],
 ) -> None:
-    """Add the seconds of a round to `stats`, and the estimated seconds in which plain decoding gives this rollout's
-    tokens.
+    """Add to `stats` the seconds of a round, and the estimated seconds of plain decoding for the same tokens. Tokens of
+    look-ahead rows do not count.
 
     For a plain round, the estimate is the round's own time, so that other work on the machine does not count as a gain.
-    For a round without draft tokens, the estimate is at most its own time. The share of look-ahead rows is subtracted.
+    For any other round without draft tokens, the estimate is at most the round's own time. In both cases, the share of
+    look-ahead rows is subtracted from that time.
     """
     own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
     if not own:

@@ -11,7 +11,7 @@ from tlt.types import Row
 
 
 def text_of(row: Row, detokenize: Detokenizer | None) -> str:
-    """Return the text of a finished response: the beginning that its prompt prefills, then the decoded text."""
+    """Return the text of a finished response: the prompt's prefill (`Prompt.prefill`), then the decoded text."""
     return row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
 
 
@@ -33,7 +33,7 @@ class Stops:
         return None
 
     def reason(self, row: Row) -> str | None:
-        """Return the finish reason if the response ends with its last token, else None."""
+        """Return the finish reason if the row's last token ends the response, else None."""
         params = row.request.sampling
         if row.tokens[-1] in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
             return "stop"

@@ -18,7 +18,7 @@ class RoundResult(NamedTuple):
     tokens: Sequence[int]
     """number of committed tokens of each row"""
     scored: bool
-    """whether the seconds count; those of a round with a prefill, for example, do not"""
+    """whether the seconds count; for example, they do not count if the round had a prefill"""
     ahead: Sequence[int] = ()
     """number of look-ahead draft tokens of each row; empty if no row had any"""
 
@@ -35,7 +35,7 @@ class Tuner(Protocol):
         ...
 
     def rollout_begins(self) -> None:
-        """Note that a rollout begins. The tuner may measure now, because no round runs."""
+        """Prepare for a rollout. The tuner may run its measurements here, because no round runs."""
         ...
 
     def record(self, result: RoundResult) -> None:
@@ -51,7 +51,8 @@ class Tuner(Protocol):
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Note that another drafter has this name now. `chance`: acceptance rate of its first draft token, if known."""
+        """Drop what was learned about a drafter, because another one replaced it. `chance`: acceptance rate of the new
+        one's first draft token, if known."""
         ...
 
     def plain_seconds(self, rows: int, context: float) -> float | None:

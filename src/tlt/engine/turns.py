@@ -9,7 +9,7 @@ from tlt.draft.features import FeatureWindow, SavedEntries
 from tlt.engine.kv_cache import KVCache, Saved
 from tlt.types import Row
 
-_MOST_BYTES = 1 << 30  # of host memory for keys, values and hidden states
+_MOST_BYTES = 1 << 30  # limit of host memory for keys, values and hidden states
 
 
 class _Kept(NamedTuple):
@@ -41,8 +41,8 @@ class TurnStore:
         self._rows.append(row)
 
     def remove(self, place: int, last: int) -> None:
-        """Copy the row's keys and values if its episode may continue. The table calls this store first, so they still
-        exist."""
+        """Copy the row's keys and values if its episode may continue. The row table calls this store first, so they
+        still exist."""
         row = self._rows[place]
         if row.request.sampling.continues and row.finite and row.tokens and not row.ahead:
             self._keep(place, row)

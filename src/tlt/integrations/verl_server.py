@@ -90,8 +90,8 @@ class Server:
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End active requests with their tokens so far. New and waiting requests wait for `resume_generation`, or with
-        `reject_request` they are returned as aborted."""
+        """End active requests with their tokens so far. New and waiting requests wait for `resume_generation`. If
+        `reject_request`, they are returned as aborted instead."""
         self.rejects = reject_request
         self.admits.set()  # waiting callers check `rejects` again
         self.admits.clear()

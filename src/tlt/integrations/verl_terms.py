@@ -46,9 +46,9 @@ def to_sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of one `generate` call.
 
-    If the call sets no maximum, a response may use the tokens that its prompt leaves of rollout.prompt_length +
-    rollout.response_length, up to the latter. Prompt and response together never exceed `longest` tokens, the model's
-    limit. Raises ValueError for a prompt that leaves no room, and UnsupportedError for other parameters.
+    If the call sets no maximum, the response has at most rollout.response_length tokens, and prompt and response have
+    together at most rollout.prompt_length + rollout.response_length. They never exceed `longest` tokens, the model's
+    limit. Raises ValueError for a prompt that leaves no room, and UnsupportedError for a parameter that tlt lacks.
     """
     known = {"temperature", "top_p", "top_k", "max_tokens", "max_new_tokens", "logprobs", "repetition_penalty"}
     if unknown := set(asked) - known:

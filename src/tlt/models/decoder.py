@@ -47,7 +47,7 @@ class RMSNorm:
         self.eps = eps
         self.fused = (
             weight.clone() if weight.is_cuda and weight.dim() == 1 else None
-        )  # CUDA has a kernel for one weight
+        )  # the CUDA kernel takes a 1-D weight only
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.fused is not None and self.fused.dtype == x.dtype:
@@ -121,7 +121,7 @@ class Decoder:
         """
         o = self.options
         heads, split = o.num_heads + o.num_kv_heads, (o.num_heads + o.num_kv_heads) * o.head_dim
-        x = F.embedding(tokens.reshape(-1), self.embedding)  # [B * N, D] throughout: few and flat operations
+        x = F.embedding(tokens.reshape(-1), self.embedding)  # [B * N, D] in all layers, for few operations
         cis = self.cis(positions.reshape(-1))
         for index, layer in enumerate(self.layers):
             if taps is not None and index in taps:
@@ -209,7 +209,7 @@ class _Loader:
         A tied head that equals the embedding is not stored a second time."""
         tied = self.options.tied
         both = [self.state[name] for name in (_HEAD, _EMBEDDING) if name in self.state] if tied else []
-        if tied and both[0].data_ptr() == both[-1].data_ptr():  # `both` keeps them alive: freed memory may be reused
+        if tied and both[0].data_ptr() == both[-1].data_ptr():  # `both` keeps them alive: freed memory could be reused
             self.taken.add(_HEAD)
             return embedding
         head = self.own(_HEAD, tuple(embedding.shape))

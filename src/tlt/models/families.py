@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from tlt.files import errors_as, read_json
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-LAYERS = {"full_attention", "sliding_attention"}
+LAYERS = {"full_attention", "sliding_attention"}  # layer types whose only state is keys and values
 
 ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 

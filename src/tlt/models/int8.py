@@ -1,4 +1,5 @@
-"""Int8 copy of the target, used as a drafter on CPUs. Its passes over a few rows take about a third of the time.
+"""Int8 copy of the target, used as a drafter on CPUs. Its passes over a few rows take about a third of the time of the
+target's.
 
 Each output channel of a weight has its own scale. All inputs of a product share one scale, as in PyTorch's dynamic
 quantization. Embedding and norms are shared with the target. CPU time in ms of all matrix products in a pass of
@@ -74,7 +75,8 @@ class Int8Copy:
 
     def refresh(self, target: Decoder) -> None:
         """Quantize the target's current weights, if there is a copy of older ones. Do nothing if quantizing would take
-        more than 0.5 % of the time. If the current weights are not finite, keep the older copy."""
+        more than 0.5 % of the time since it was last done. If the current weights are not finite, keep the older
+        copy."""
         is_old = self._copy.layers and self._version != target.version
         if is_old and time.perf_counter() - self._ended >= self._seconds / _SHARE:
             with suppress(ArithmeticError):
@@ -82,8 +84,8 @@ class Int8Copy:
 
     def _quantize(self, target: Decoder) -> None:
         began = time.perf_counter()
-        with warnings.catch_warnings(), ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing is not threaded
-            warnings.simplefilter("ignore")  # the tensor's dtype is deprecated, but the product wants it
+        with warnings.catch_warnings(), ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing uses one thread
+            warnings.simplefilter("ignore")  # the tensor's dtype is deprecated, but the product needs it
             to_logits: Any = pool.submit(Int8Product, target.to_logits)
             products = list(pool.map(_layer_products, target.layers))
         self._copy.to_logits = to_logits.result()

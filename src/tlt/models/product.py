@@ -1,7 +1,7 @@
 """Matrix products whose weights change only at a weight sync, in the fastest memory layout on this machine.
 
-MKL packs the weight again in each product of two or more rows, so a pass over four tokens takes almost twice as long
-as over one. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread with AVX-512:
+MKL packs the weight again in each product of two or more rows, so a pass over four tokens takes almost twice as long as
+over one. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread with AVX-512:
 
     rows                1    2    4    8   16   32   64
     float32 plain      31   45   52   71   85   94  127
@@ -22,8 +22,8 @@ from torch import Tensor
 _ROWS = 4  # number of rows in the timed products, as for a short draft
 _REPEATS = 5  # number of timings; the shortest counts, so that other processes matter little
 _CALL_SECONDS = 20e-6  # overhead of a call of oneDNN between other operations, which the timed products do not have
-_TIMED_BYTES, _COPIES = 1 << 25, 16  # more than a CPU cache holds, as in a real pass
-NEVER = 1 << 62
+_TIMED_BYTES, _COPIES = 1 << 25, 16  # size and maximum number of timed weights; no CPU cache holds them, as in a pass
+NEVER = 1 << 62  # more rows than any product has
 
 
 class Product:

@@ -111,7 +111,7 @@ const used = (path) => runs.some((run) => run.columns[path]?.some(([, value]) =>
 
 // -- where the time went
 
-const KINDS = {  // the colours of page.html by their other names
+const KINDS = {  // name of a kind of work -> name of its colour in page.html, if they differ
   rollout: "verify", speculative: "verify", plain: "decode", commit: "decode", "other decoding": "decode", eval: "draft",
   "look-ahead": "ahead", "early update": "update", judge: "spot", "drafter training": "spot",
 };
@@ -280,7 +280,7 @@ function group({ reward, step, task, prompt, answer, responses, left }) {
 function groups({ num_groups, first_step, last_step, best, worst }) {
   if (!num_groups) return [];
   const side = (name, found) => el("div", {}, el("h3", {}, name), found.map(group));
-  return [note(`Of the ${format(num_groups)} newest groups, steps ${first_step} to ${last_step}.`),
+  return [note(`Chosen from the ${format(num_groups)} newest groups, steps ${first_step} to ${last_step}.`),
     el("div", { class: "cols" }, side("Best", best), side("Worst", worst))];
 }
 
@@ -304,7 +304,7 @@ function againstPlain({ ratios, columns }) {
   const rows = ratios.map(({ measured, plain, ours, times, interval, steps, lost }) => [
     named(measured), seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
     interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost]);
-  const head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "steps that lost"];
+  const head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "slower steps"];
   const line = (name, path, dots) => ({ name, points: columns[path] || [], dots });
   if (!rows.length) return [el("p", {}, UNMEASURED)];
   return [table(head, rows), ratios[0].measured ? chart("Seconds of each rollout", "s", [
@@ -354,7 +354,7 @@ const SECTIONS = {
     faults.length && el("ul", { class: "faults" }, faults.map((fault) => el("li", {}, fault)))])],
   plain: ["Against plain decoding, on the same tokens", [...columns(againstPlain), note(
     badge(true), ": whole steps were decoded a second time by plain decoding, with the same tokens (run.compare_every). ",
-    badge(false), ": from some rounds with plain decoding. Every step with a number counts, those that lost included.")]],
+    badge(false), ": from the times of some rounds of plain decoding. All steps with a number count, slower ones too.")]],
   proof: ["Proof", columns(({ policy_sha256, proof }) => [
     table([], [["policy sha256", el("code", {}, policy_sha256 || "known when the run ends")], ...Object.entries(proof)])])],
   time: ["Where the time went", columns((run) => [
@@ -375,7 +375,7 @@ const SECTIONS = {
     ...[...new Set(matching(/^rollout\/by_depth\/(.*)\/\d+$/).map(([drafter]) => drafter))].map((drafter) =>
       curve("Acceptance rate by depth: " + drafter, "",
         [1, 2, 3, 4, 6, 8, 12, 16].map((depth) => [`depth ${depth}`, `rollout/by_depth/${drafter}/${depth}`]),
-        "Of the drafts whose earlier tokens were all accepted.")),
+        "A depth counts only drafts whose earlier tokens were all accepted.")),
     curve("Accept length", "tokens", [["tokens per target pass", "accept_length"]]),
     curve("Accept length on the last rollout's data", "tokens",
       [["drafter in use", "rollout/spot/accept_length"], ["drafter in training", "rollout/spot/candidate"]]),

@@ -18,7 +18,7 @@ FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl", "c
 
 _TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # number of bytes that are read from the end of the file
 _MOST_TIMELINES, _MOST_SPANS = 12, 6000
-_WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # span in trace.json -> its name
+_WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # span -> its name on the page
 
 
 class TimelineSpan(NamedTuple):

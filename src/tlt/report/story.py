@@ -57,7 +57,8 @@ def ratio(run: RunData, measured: bool) -> Ratio | None:
 
 
 def ratios(run: RunData) -> list[Ratio]:
-    """Return the measured and then the estimated speed-up over plain decoding. One that no step has is left out."""
+    """Return the measured and then the estimated speed-up over plain decoding. One for which `ratio` returns None is
+    left out."""
     return [found for measured in (True, False) if (found := ratio(run, measured))]
 
 

@@ -37,7 +37,7 @@ def fills(function: Callable[..., Any], label: str, columns: Collection[str], li
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # written in C
+    except ValueError:  # the function is written in C
         raise RewardError(f"{label} has no readable signature: wrap it in `def f(prompt, answer)`") from None
     known = _known(columns)
     found: dict[str, Fill] = {}

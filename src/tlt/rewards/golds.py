@@ -10,7 +10,8 @@ from tlt.types import Prompt
 
 
 def right_answers(prompt: Prompt) -> list[Any]:
-    """Return the right answers of a prompt: the items of its ground truth if that is a list of texts, else itself."""
+    """Return the right answers of a prompt: its ground truth, or the items of its ground truth if that is a list of
+    texts."""
     found = prompt.ground_truth
     several = isinstance(found, list | tuple) and all(isinstance(item, str) for item in found)
     return list(found) if several else [found]

@@ -32,7 +32,7 @@ START_SECONDS = 120.0  # timeout for the start of a process, which imports the u
 _GRACE_SECONDS = 1.0  # added to the timeout of a call with several responses
 _CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
 _PR_SET_CHILD_SUBREAPER = 36
-_NOT_FOR_US = SIGNALS  # ignored here, because the run finishes its step first and then ends this process
+_NOT_FOR_US = SIGNALS  # signals that reward processes ignore, because the run ends them after its current step
 
 
 def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
@@ -41,7 +41,8 @@ def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
 
 def score_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
     """Return a verdict for each (prompt, answer). The reward is the weighted sum of the terms' scores. A term that
-    returns None is left out. `if_fails` of a failed term sets if the reward is missing or the term is left out."""
+    returns None is left out. If a term fails, its `if_fails` decides whether the reward is missing or the term is left
+    out."""
     columns = [term.scores(asked) for term in terms]
     return [_verdict(terms, values) for values in zip(*columns, strict=True)]
 

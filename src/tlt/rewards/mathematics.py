@@ -24,13 +24,13 @@ _WRITTEN_OTHERWISE = [
     (re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])"), r"\1\\frac{\2}{\3}"),  # 1 1/2 is 3/2
     (re.compile(r"(?<=\d)[eE]([+-]?\d+)(?!\w)"), r"\\times 10^{\1}"),
     (re.compile(rf"(?<![\\A-Za-z])(pi|{_FUNCTIONS})(?![A-Za-z])"), r"\\\1"),
-    (re.compile(r"\\?\$"), ""),  # a currency
+    (re.compile(r"\\?\$"), ""),  # a currency sign
 ]
 _CHOICE = re.compile(r"(?:\\[a-z]+\s*\{\s*)*(?:\(([A-E])\)|([A-E]))[\s.}]*", re.DOTALL)
 _TEXT = re.compile(r"(?:\\boxed\s*\{)?\s*\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}[\s.}]*")
 _LETTER = re.compile(r"(?<![A-Za-z'])[A-E](?![A-Za-z'])")
 _ARTICLE = re.compile(r"(?<![A-Za-z'])A(?= (?!is\b|or\b|and\b|because\b)[a-z])")
-_AROUND = re.compile(r"^(?:[ ,;:=*\n]|\.(?!\d))+|[ .,;:=*\n]+$")  # no decimal point in front of digits
+_AROUND = re.compile(r"^(?:[ ,;:=*\n]|\.(?!\d))+|[ .,;:=*\n]+$")  # a decimal point in front of digits stays
 _LONG_UNIT = r"(?:[kcdm]m|mi|ft|in|yd|inch(?:es)?|feet|met(?:er|re)s?|miles?|units?|kg|lb|sec|min|hr)"
 _UNIT = rf"(?:{_LONG_UNIT}|[mgsh])"
 _POWER = r"\^(?:[23]|\{[23]\})"

@@ -35,7 +35,8 @@ class ScorePool:
 
     The pool begins with one process. If working off the queue would take much longer than starting a process, the
     number of processes doubles. `computing` limits the processes that use the CPU. Processes that wait, for a network
-    or forever, are limited only by `_MOST`. So rewards that hang do so concurrently, and cost about one timeout.
+    or forever, are limited only by `_MOST`. So rewards that hang time out concurrently, which takes about one timeout
+    in all.
     """
 
     def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:

@@ -13,7 +13,7 @@ def descendants(pid: int | None) -> list[int]:
     """Return the process ids of all descendants of a process, including those that left its process group."""
     family = [pid]
     for one in family:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             for thread in (_PROC / f"{one}/task").iterdir():
                 family += map(int, (thread / "children").read_text(encoding="utf-8").split())
     return [one for one in family[1:] if one]
@@ -22,7 +22,7 @@ def descendants(pid: int | None) -> list[int]:
 def processor_seconds(pid: int | None) -> float:
     try:
         fields = (_PROC / f"{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

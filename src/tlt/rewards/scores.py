@@ -172,9 +172,9 @@ def _users(
     term: RewardTerm, config: RewardConfig, columns: Collection[str] = ()
 ) -> tuple[Callable[[Asked], list[Any]], bool]:
     """Load the user's reward function of a term. Return a function that computes its scores for a list of (prompt,
-    answer), and whether that may be called with several responses at once.
+    answer), and whether the returned function may be called with several responses at once.
 
-    If reward.batched, the user's function takes and returns lists. `columns` are the names of the data's columns.
+    If reward.batched is true, the user's function takes and returns lists. `columns`: names of the data's columns.
     """
     field = "reward.terms" if config.terms else "reward.name"
     function = imported(term.name, config.folder, field, "module:function")
@@ -226,7 +226,7 @@ def sources_sha256(config: RewardConfig) -> str:
 
 
 def _source(module: str, folder: str) -> Path | None:
-    """Return the file of a module that `imported` would import, or None. Do not import it."""
+    """Return the file of a module as `imported` would find it, or None if there is none. Do not import the module."""
     places = [os.path.abspath(folder), os.path.abspath("."), *sys.path]
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):

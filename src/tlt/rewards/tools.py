@@ -41,7 +41,7 @@ class Tools:
     @classmethod
     def schemas(cls, config: Config) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, in the format that chat templates of transformers take."""
-        from transformers.utils.chat_template_utils import get_json_schema  # takes seconds
+        from transformers.utils.chat_template_utils import get_json_schema  # its import takes seconds
 
         return [get_json_schema(function) for function in cls.tools]
 

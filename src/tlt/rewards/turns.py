@@ -23,7 +23,8 @@ class Turns(Protocol):
         ...
 
     def begin(self, requests: Sequence[Request]) -> list[Row]:
-        """Return a row for each request of a new rollout. It contains the environment's first text, if there is one."""
+        """Return a row for each request of a new rollout. A row contains the environment's first text, if there is
+        one."""
         ...
 
     def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:

@@ -43,8 +43,8 @@ def failed(error: Exception) -> Verdict:
 
 
 def _place_of(error: Exception) -> str:
-    """Return the innermost line of the traceback that is in a file of the user, such as `/home/me/rewards.py:12: `.
-    Empty if there is none."""
+    """Return the innermost line of the traceback that is in a file of the user, such as `/home/me/rewards.py:12: `, or
+    an empty text if there is none."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename

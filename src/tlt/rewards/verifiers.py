@@ -69,8 +69,8 @@ async def _play(env: Any, task: Any, agent: TrainedAgent) -> Any:
 
 
 class TrainedAgent:
-    """Adapter that gives the trained model the interface of a verifiers agent. `turns` has texts of the model,
-    `replies` messages for it."""
+    """Adapter that gives the trained model the interface of a verifiers agent. `turns` has the texts that the model
+    generated, `replies` the messages to the model."""
 
     def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
         self.turns: asyncio.Queue[str] = asyncio.Queue()

@@ -88,4 +88,4 @@ OF_ONE_GROUP = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators whose advantages depend on the rewards of one group only. Idle workers may compute a group's gradients
 before the other groups are finished."""
 WITH_BATCH_MEAN = frozenset({"reinforce_pp"})
-"""Estimators that subtract the mean of the rollout. A group of equal rewards may have advantages other than 0."""
+"""Estimators that subtract the mean of all rewards. A group of equal rewards may have advantages other than 0."""

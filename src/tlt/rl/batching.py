@@ -14,17 +14,17 @@ from torch import Tensor
 
 from tlt.rl.shared_prefix import SharedRow, no_mask
 
-_BEGINNING = 256  # fixed cost of one micro-batch, in tokens whose computation takes the same time
-_ATTENTION = 2  # cost of one more attention call in every layer, in tokens whose computation takes the same time
+_BEGINNING = 256  # fixed cost of one micro-batch, in units of the cost of one token
+_ATTENTION = 2  # cost of one additional attention call in every layer, in the same unit
 
 
 class Layout(NamedTuple):
-    """Plan of one micro-batch. Each row has the indices of its sequences."""
+    """Plan of one micro-batch. Each element of `rows` has the sequence indices of one row."""
 
     rows: list[list[int]]
     shared: bool = False
-    """Whether each row is a group of responses that share one copy of their prompt. Then all groups form one tensor
-    row."""
+    """Whether the responses of each row share one copy of their prompt. If so, all rows are concatenated into one
+    tensor row."""
 
 
 class MicroBatch(NamedTuple):
@@ -37,7 +37,7 @@ class MicroBatch(NamedTuple):
     predicts: Tensor | None  # [R, L] bool: the next token is a response token; None if `shared` is given
     targets: Tensor  # [T] response tokens that the model sampled, in packing order
     shared: SharedRow | None = None  # layout of the single row if responses share a prompt
-    sampled: Tensor | None = None  # [response tokens] bool: whether the model sampled it; None if it sampled all
+    sampled: Tensor | None = None  # [response tokens] bool: the model sampled the token; None if all true
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Select the hidden states that predict the target tokens: [R, L, D] -> [T, D]."""
@@ -91,8 +91,8 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
     """Return micro-batches as [micro-batch][row] -> sequence indices, the longest sequences first.
 
     The sequences are sorted by descending length. This list is cut into micro-batches such that the total work is
-    least. Rows are as wide as the longest sequence of their micro-batch. Each row has one sequence, or all sequences
-    that fit into it, whichever is less work. A sequence that exceeds `max_tokens` gets a micro-batch of its own.
+    least. Rows are as wide as the longest sequence of their micro-batch. Either each row has one sequence, or sequences
+    share rows (first fit), whichever is less work. A sequence that exceeds `max_tokens` gets a micro-batch of its own.
 
     Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention increases
     the work of a token by the factor 1 + L / (6 hidden_size). It adds half of that if each row is one sequence, because
@@ -100,7 +100,7 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in order]
-    best = [(0.0, 0, False)] * (len(order) + 1)  # sequences from each index on: work, and their first micro-batch
+    best = [(0.0, 0, False)] * (len(order) + 1)  # for the sequences from each index on: work, first micro-batch
     for start in reversed(range(len(order))):
         best[start] = min(
             (_BEGINNING + work + best[start + count][0], count, alone)
@@ -118,8 +118,8 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
 def _first_micro_batches(
     lengths: Sequence[int], max_tokens: int, hidden_size: int
 ) -> Iterator[tuple[float, int, bool]]:
-    """Yield each possible first micro-batch of sequences with these `lengths`, which are in descending order. It is
-    given as (work, number of sequences, whether each sequence has its own row)."""
+    """Yield each possible first micro-batch as (work, number of sequences, whether each sequence has its own row).
+    `lengths` of the sequences are in descending order."""
 
     def work(rows: int, attended: float) -> float:
         return rows * width * (1 + attended * width / (6 * hidden_size))
@@ -161,7 +161,7 @@ def pack(
     """Return the tensors of one micro-batch. `rows` has sequence indices. A sequence is a prompt and its response."""
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    position_ids = torch.arange(width).repeat(len(rows), 1)  # padding is never at 0, which would begin a sequence
+    position_ids = torch.arange(width).repeat(len(rows), 1)  # padding never has position 0, which begins a sequence
     # each padding token is its own segment, so that every token attends at least to itself
     segment = torch.arange(1, width + 1).neg().repeat(len(rows), 1)
     predicts = torch.zeros_like(input_ids, dtype=torch.bool)

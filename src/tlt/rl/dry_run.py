@@ -25,7 +25,7 @@ from tlt.types import TrainBatch
 _SHORT = 32  # tokens of the shorter of the two passes whose memory is measured
 _LOGITS = 3  # memory to compute the gradient of a chunk of tokens, in multiples of the chunk's logits
 _LEAST_LOGITS = 32  # lowest train.logits_mb that is suggested, in MiB
-_WRONG = 0.8  # if a GPU ran out of memory, suggested settings need at most this share of what the tried ones need
+_WRONG = 0.8  # if a GPU ran out of memory, suggested settings need at most this share of the failed settings' estimate
 
 
 def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
@@ -60,7 +60,8 @@ class _Update:
     new: int
     """largest number of tokens in a response: `rollout.max_new_tokens`"""
     budget: int
-    """largest number of tokens in a micro-batch: `train.micro_batch_tokens`, or fewer if no shard has that number"""
+    """largest number of tokens in a micro-batch: `train.micro_batch_tokens`, or fewer if no shard has that many
+    tokens"""
     logits_mb: int
     checkpoints: bool
     """whether gradient checkpointing is on: `train.gradient_checkpointing`"""
@@ -152,7 +153,7 @@ def _copies(policy: Policy, config: Config) -> int:
 
 
 def _trained_bytes(policy: Policy) -> int:
-    """Return the size in bytes of the trained parameters. Of a sharded policy, this member's shards count."""
+    """Return the size in bytes of the trained parameters. For a sharded policy, only this member's shards count."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
@@ -182,7 +183,7 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
 
 
 def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
-    """Return whether Adam's moments and the gradient of the largest micro-batch fit the memory. Both are allocated."""
+    """Return whether Adam's moments and the gradient of the largest micro-batch fit the memory, by allocating both."""
     rows = -(-update.budget // update.longest)
     length = max(update.budget // rows, update.longest if rows == 1 else 0)
     new = min(update.new, length - 1)

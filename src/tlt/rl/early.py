@@ -21,10 +21,10 @@ from tlt.types import Group, Request, Response, TrainBatch
 
 T = TypeVar("T")
 Counts = Callable[[TrainBatch, int, TrainConfig], bool]
-"""Function of (batch, response index, settings) that returns whether the response is computed."""
+"""Function (batch, response index, settings) -> whether the gradient or log-probs of the response are needed."""
 
 PER_WORKER = 4
-"""Number of early shards per worker, and largest number of early gradients that a worker keeps in memory."""
+"""Largest number of early shards per worker, and of early gradients that a worker keeps in memory."""
 _LATE = 8  # one group in 8 is never early: the longest groups, because a step waits for them
 
 
@@ -35,7 +35,7 @@ def has_early_shards(train: TrainConfig, workers: int) -> bool:
 
 
 def has_early_gradients(train: TrainConfig) -> bool:
-    """Return whether early shards compute gradients. Then a group's gradient is final once its rewards are known."""
+    """Return whether early shards compute gradients. They do only if a group's gradient depends on that group alone."""
     return (
         not (_has_several_steps(train) or _has_kl_in_reward(train) or train.shard) and train.advantage in OF_ONE_GROUP
     )
@@ -87,7 +87,8 @@ def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
 
 def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
     """Return whether the log-probs that `fixed_logprobs` names are computed for response `i`. This depends on its own
-    group alone. With reinforce_pp, they are computed even if the advantage is 0, because that depends on all groups."""
+    group alone. With reinforce_pp, they are computed even if the advantage is 0, because the advantage depends on all
+    groups."""
     if _has_kl_in_reward(train):
         return True
     learns = i not in batch.masked if train.advantage in WITH_BATCH_MEAN else has_gradient(batch, i, train)
@@ -107,8 +108,9 @@ class Cut(NamedTuple):
 
 
 def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers: int) -> Cut:
-    """Cut the responses of a batch into early shards and the rest. `counts` returns whether the response with an index
-    is computed. `prompts` is the number of prompts in a step, `workers` the number of workers in the recipe."""
+    """Cut the responses of a batch into early shards and the rest. `counts(i)` returns whether response i needs a
+    gradient (or log-probs). Groups without such a response are left out. `prompts` is the number of prompts in a step,
+    `workers` the number of workers in the recipe."""
     groups = [group for group in batch.groups() if any(map(counts, group))]
     order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
     early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
@@ -117,9 +119,9 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
 
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
-    """Cut groups into early shards. `order` has the groups with the shortest longest response, in ascending order.
-    `count` is the number of groups in the batch, or a lower bound of it. If a step has one or two prompts, no group is
-    early, because the batch may turn out to have a single group."""
+    """Cut groups into early shards. `order` has all groups, or the first ones, in ascending order of their longest
+    response. `count` is the number of groups in the batch, or a lower bound of it. If a step has one or two prompts, no
+    group is early, because the batch may turn out to have a single group."""
     if prompts <= 2:
         return []
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
@@ -175,7 +177,7 @@ class EarlyGroups:
     """Groups of the current step, and the early shards that can be computed by now.
 
     A group's place in the order by longest response is certain once no unfinished group can come before it. A wrong
-    early shard would only cost time, because the update uses it only if its own shard has exactly the same
+    early shard would only cost time, because the update uses it only if the shard of the update has exactly the same
     responses."""
 
     def __init__(
@@ -220,7 +222,7 @@ class EarlyGroups:
         self._finish()
         room = self.config.rollout.prompts_per_step if self.config.rollout.max_waves else self._count
         places: list[_EarlyPlace] = []
-        sure = possible = 0  # number of groups that the batch includes
+        sure = possible = 0  # number of groups that the batch certainly includes, and that it may include
         for number in range(self._count):
             if sure == room:
                 break

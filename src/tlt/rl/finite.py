@@ -15,7 +15,8 @@ _REMEDY = "resume from an earlier checkpoint with a lower train.learning_rate, o
 
 
 class NotFinite(ValueError):
-    """Error for a NaN or infinite weight, loss or log-prob. The message names the step and the first such tensor."""
+    """Error for a NaN or infinite weight, loss or log-prob. The message names the first such value, and the step if
+    there is one."""
 
 
 def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:

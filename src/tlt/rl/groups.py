@@ -1,4 +1,4 @@
-"""Training batch of a step, made from groups with rewards: choice of usable groups, shaped rewards and advantages.
+"""Training batch of a step, made from groups with rewards: choice of usable groups, length penalty and advantages.
 
 The order in which responses arrive has no influence. Groups are in prompt order, responses in order of their index.
 """
@@ -37,7 +37,8 @@ def usable(groups: Sequence[Group], config: Config) -> list[Group]:
 
 
 def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
-    """Return the training batch of usable groups. Responses without a reward are left out. Sets each `advantage`."""
+    """Return the training batch of usable groups, without responses that have no reward. Set each response's
+    `advantage`."""
     kept = [rewarded(group) for group in groups]
     rewards = [[_shaped(response, config) for response in responses] for responses in kept]
     batch = TrainBatch([], [], [], [], rewards=rewards)

@@ -22,7 +22,7 @@ FILE = "adapter_model.safetensors"
 _PEFT = "base_model.model."  # prefix of each name in PEFT's files
 _ADAPTER = "default"
 _TOKENS = 16  # length in tokens of the text on which merged and adapted model are compared
-_ROUNDING = 1e-3  # largest total variation between the two that float32 rounding explains
+_ROUNDING = 1e-3  # largest total variation between merged and adapted model that float32 rounding explains
 
 
 class AdaptedPolicy(Policy):
@@ -155,8 +155,8 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _outer(name: str) -> str:
-    """Return a parameter's name as in PEFT's files, which omit the adapter's name. It is inside the name of a linear
-    layer's parameter, and at the end of an embedding's."""
+    """Return a parameter's name as in PEFT's files, which omit the adapter's name. In `name`, the adapter's name is
+    before `.weight` for a linear layer, and at the end for an embedding."""
     return _PEFT + name.replace(f".{_ADAPTER}.", ".").removesuffix(f".{_ADAPTER}")
 
 

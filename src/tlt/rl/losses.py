@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FARTHEST = 20.0  # largest log-ratio, to which others are clamped (as in verl), so that exponentials stay finite
+_FARTHEST = 20.0  # log-ratios are clamped to this limit (as in verl), so that exponentials stay finite
 
 
 class Clip(NamedTuple):
@@ -130,8 +130,8 @@ LOSSES = {
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return KL estimator k1 [T]: the log-ratio policy / reference. Its mean is KL(policy | reference), its mean
-    gradient 0."""
+    """Return KL estimator k1 [T]: the log-ratio policy / reference. Its mean is KL(policy | reference). Its mean
+    gradient is 0."""
     return policy_logprobs - reference_logprobs
 
 
@@ -151,5 +151,5 @@ KL = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """Return importance weights [T], min(exp(old - rollout), cap), against the mismatch of trainer and rollout."""
+    """Return importance weights [T] that correct the mismatch of trainer and rollout: min(exp(old - rollout), cap)."""
     return torch.exp(old_logprobs - rollout_logprobs).clamp(max=cap)

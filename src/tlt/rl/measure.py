@@ -21,7 +21,7 @@ def measure(
     seconds: dict[str, float],
 ) -> StepMetrics:
     """Return the metrics of a step. `groups`: all decoded groups, in prompt order. `fate`: numbers of waves, and of
-    groups used and carried over. `seconds`: phase -> time."""
+    groups used and carried over. `seconds`: seconds of each phase and in total."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)

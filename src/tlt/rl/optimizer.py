@@ -11,8 +11,8 @@ from tlt.config import TrainConfig
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters. Norms and biases have no weight decay. `fused`: an option of
-    torch."""
+    """Return AdamW over the trainable parameters. Norms and biases have no weight decay. `fused`: whether to use
+    torch's fused kernels."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
     stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
@@ -37,7 +37,8 @@ def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
 def load_moments(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Tensor], steps: torch.device
 ) -> None:
-    """Replace Adam's moments by copies on their parameters' devices. `steps`: device of Adam's step counts."""
+    """Replace Adam's moments by copies of `state` on the devices of the parameters. `steps`: device of Adam's step
+    counts."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in state.items():

@@ -37,7 +37,7 @@ SILENT = 30  # seconds without an answer from the other machine, after which a c
 
 
 class GroupBroken(RuntimeError):
-    """Error of a collective because another member was lost. The work in progress must be repeated."""
+    """Error of a collective after another member was lost. The work in progress must be repeated."""
 
 
 class Broken(NamedTuple):
@@ -47,7 +47,7 @@ class Broken(NamedTuple):
 
 
 Owners = Sequence[Sequence[int]]
-"""Indices of the shards that each member computes, as [member][shard]. Each shard of an update has one owner."""
+"""Indices of the shards that each member computes, one list per member. Each shard of an update has one owner."""
 
 
 class ProcessGroup(Protocol):

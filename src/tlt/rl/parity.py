@@ -23,7 +23,7 @@ from tlt.vllm.target import VllmTarget
 
 
 class Weighed(Protocol):
-    """Policy whose weights a target can load: that of tlt's trainer or of another one."""
+    """Policy of tlt's or another trainer, whose weights a target can load."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -35,7 +35,7 @@ class Weighed(Protocol):
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
 """Largest total variation between two next-token distributions that rounding explains. It is large for float64, because
 transformers computes norms and rotary angles in float32."""
-_TOKENS = 16
+_TOKENS = 16  # length of the text in tokens, unless the target's context is shorter
 _DRAFT = 4  # number of text tokens in each verification pass
 
 
@@ -103,7 +103,8 @@ def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tenso
 
 
 def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
-    """Return a draft tree with the tokens `right` at nodes 0, 2, 4, ..., each but the first after a wrong sibling."""
+    """Return a draft tree with the tokens `right` at nodes 0, 2, 4, .... Nodes 1, 3, 5, ... are their wrong
+    siblings."""
     levels = list(enumerate(right[1:], 1))
     tokens = [node for _, token in levels for node in ((token + 1) % vocab_size, token)]
     parents = [2 * (depth - 1) for depth, _ in levels for _ in range(2)]

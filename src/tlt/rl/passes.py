@@ -63,8 +63,8 @@ class Passes:
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
 
     def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
-        """Let the progress grow to `end`, a share of the update, with the shards of these plans that are not begun yet.
-        `passes`: number of forward passes of each token."""
+        """Let the progress grow to `end` (0 to 1) while the shards of these plans that are not begun yet are computed.
+        `passes`: cost of each token, in forward passes."""
         left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
         self.progress.expect(passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left), end)
 

@@ -96,7 +96,7 @@ class Policy(TrainedModel):
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
-        """Return the log-probs of each response's tokens, under the current policy."""
+        """Return the log-probs of each response's sampled tokens under the current policy."""
         members, found = range(len(batch.response_ids)), dict[int, list[float]]()
         for micro in self.passes.micro_batches([self.model], batch, members, group or Alone()):
             logprobs, _ = self.passes.logprobs(self.model, micro)

@@ -73,8 +73,8 @@ class ShardSum:
 
 
 class ShardSums:
-    """Shard sums of one worker. The parameters hold the gradient of one shard at a time. During a rollout, that is the
-    unfinished early shard, if there is one.
+    """`ShardSum` objects of one worker. The parameters hold the gradient of one shard at a time. During a rollout, that
+    is the unfinished early shard, if there is one.
 
     `trained` returns the parameters, or [] if no gradients are computed. `begin` returns an empty sum. `add` adds a
     micro-batch to a sum, and its gradient to the parameters."""

@@ -34,7 +34,8 @@ class ShardedPasses(Passes):
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """Yield this member's micro-batches, then do empty passes until all members have done the same number."""
+        """Yield this member's micro-batches, then do empty passes until all members have done the same number of
+        passes."""
         own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
         yield from super().micro_batches(models, batch, members, group)
@@ -43,7 +44,8 @@ class ShardedPasses(Passes):
                 self._pass_nothing(model)
 
     def _pass_nothing(self, model: Any) -> None:
-        """Do a pass, and its backward pass if gradients are on, of a token without a target. Its gradient is 0."""
+        """Pass one token without a target through the model, forward and, if gradients are on, backward. Its gradient
+        is 0."""
         token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
         nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
         logprobs, _ = self.logprobs(model, nothing)
@@ -56,9 +58,9 @@ class ShardedPolicy(Policy):
 
     After `shard_over` each member holds its part of every tensor of the decoder layers, of their gradients and moments,
     and of the reference model's layers. All members hold embedding, final norm and head, because these are used outside
-    the layers' order. All members make each call that reads or changes the policy, in the same order. The shards of a
-    lost member exist only in checkpoints. With autocast, bfloat16 copies of the layers stay in memory from the forward
-    to the backward pass, 2 bytes per parameter, unless `gradient_checkpointing` is on.
+    the layers. All members make each call that reads or changes the policy, in the same order. The shards of a lost
+    member exist only in checkpoints. With autocast, bfloat16 copies of the layers stay in memory from the forward to
+    the backward pass, 2 bytes per parameter, unless `gradient_checkpointing` is on.
     """
 
     passes_type = ShardedPasses
@@ -81,14 +83,15 @@ class ShardedPolicy(Policy):
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
     ) -> dict[str, float]:
-        """Return the result of an unsharded policy's update, up to the rounding of sums. Raises GroupBroken."""
+        """Update the policy. The result is that of an unsharded policy up to the rounding of sums. Raises NotFinite,
+        GroupBroken."""
         try:
             return super().update(batch, step, self.group)
         except RuntimeError as error:
             raise broken(error) or error from None
 
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
-        """Return the log-probs of each response's tokens, the same on every member. Raises GroupBroken."""
+        """Return the log-probs of each response's sampled tokens, the same on every member. Raises GroupBroken."""
         try:
             return super().logprobs(batch, self.group)
         except RuntimeError as error:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _NAME = "tlt_shared_prefix"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
 _LAYERS = {"full_attention", "sliding_attention"}
-_ROUNDING = 1e-4  # largest difference of hidden states, relative to the largest hidden state
+_ROUNDING = 1e-4  # largest difference of hidden states by rounding, relative to the largest hidden state
 
 
 class CannotShare(RuntimeError):
@@ -80,7 +80,8 @@ def attend(
     shared_row: SharedRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. If `shared_row` is None, use sdpa.
+    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. If `shared_row` is None, call
+    transformers' sdpa attention.
 
     Raises CannotShare if `settings` has an option that is not supported."""
     if shared_row is None:
@@ -167,7 +168,9 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def share_prefixes(model: Any) -> bool:
-    """Make `model` accept `shared_row`. Return False, and undo it, if this changes its hidden states."""
+    """Give `model` the attention for shared prompts, so that its forward accepts the argument `shared_row`. Then test
+    it. If the test fails, or if hidden states differ from those without shared prompts, restore the old attention.
+    Return whether the new attention is used."""
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME
     try:

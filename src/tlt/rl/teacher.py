@@ -33,7 +33,8 @@ def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Conf
 
 
 class PolicyTeacher:
-    """Teacher that computes hidden states with the policy. Between updates, this is equal to the target.
+    """Teacher that computes hidden states with the policy. Between updates, the policy has the same weights as the
+    target.
 
     A sharded policy cannot be a teacher, because all its members must take part in each pass."""
 

@@ -49,7 +49,7 @@ class TrainedModel:
         return adamw(self.model, self.config, self.fused)
 
     def own_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return this member's part of each weight, by name. Only a sharded policy has parts."""
+        """Return the weights by name. A sharded policy returns only this member's part of each weight."""
         return self.model.named_parameters()
 
     # -- one optimizer step --------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class TrainedModel:
         `shards`: gradients of each of this member's shards; None if the parameters hold them."""
         parameters = trained_parameters(self.model)
         for parameter in parameters:
-            if parameter.grad is None:  # it had no response: Adam's moments and weight decay still apply
+            if parameter.grad is None:  # no response was computed; Adam's moments and weight decay still apply
                 parameter.grad = torch.zeros_like(parameter)
         own = [shard or [p.grad for p in parameters if p.grad is not None] for shard in shards]
         norm = self._clip(group, own, owners, total)

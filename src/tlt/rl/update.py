@@ -21,7 +21,7 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import TrainedModel
 from tlt.types import TrainBatch
 
-_ONE_IN = 8  # one in 8 responses without a gradient is measured
+_ONE_IN = 8  # token metrics include one in 8 of the responses without a gradient
 
 
 @dataclass

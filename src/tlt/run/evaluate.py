@@ -42,8 +42,8 @@ def evaluate(
 
 def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
     """Return the metrics of an evaluation by name. Each group has `samples` responses to one prompt. A response counts
-    as right from the reward `solved` on. Responses without a reward are counted, but not part of mean@k and pass@k.
-    Metrics without data are left out."""
+    as right if its reward is at least `solved`. Responses without a reward are counted, but not part of mean@k and
+    pass@k. Metrics without data are left out."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
     lengths = [len(r.token_ids) for group in groups for r in group]

@@ -83,7 +83,8 @@ class RunFolder:
             )
 
     def move_previous_run(self) -> None:
-        """Move the previous run into a subfolder, where it can be resumed. Called after all checks of the new run."""
+        """Move the previous run into a subfolder, where it can be resumed. Call this after all checks of the new
+        run."""
         if not _holds_a_run(self.path):
             return
         number = 1 + max(map(_number, self.before()), default=0)
@@ -108,18 +109,19 @@ class RunFolder:
             fresh.replace(link)
 
     def forget_before(self) -> None:
-        """Delete previous runs, because the new run has saved. Files that no run has written are kept."""
+        """Delete previous runs, except files that no run writes. Call this when the new run has saved a checkpoint."""
         for place in self.before():
             if _strangers(place):
                 continue
             for path in _of_a_run(place):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the subfolder is not empty
                 place.rmdir()
 
 
 def _locked(path: Path) -> int:
-    """Open a file, lock it until this process ends, return its descriptor. Raises ConfigError if it is locked."""
+    """Open a file and lock it until its descriptor is closed. Return the descriptor. Raises ConfigError if another run
+    has the lock."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

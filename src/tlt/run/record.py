@@ -28,7 +28,7 @@ class Record:
         names = names_of(config.run.trackers)
         self.metrics = MetricsWriter(folder, first_step, last)
         limit = config.run.completions_mb * 2**20
-        # both writers are made, because each deletes repeated steps and a resumed run may use the other format
+        # make both writers: each deletes the steps that a resumed run repeats, which may be in the other format
         kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
         writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
         self.completions = writers[config.run.completions_format] if limit else None
@@ -46,8 +46,8 @@ class Record:
         self.trackers.log_table(metrics.step, table_rows(result.groups, self._table_rows))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Send the metrics of the evaluation after the last step to the trackers. They are not in metrics.jsonl,
-        because it has a line for each step only, but in summary.json."""
+        """Send the metrics of the evaluation after the last step to the trackers. They are in summary.json, but not in
+        metrics.jsonl, which has one line per step."""
         if evaluation:
             self.trackers.log(step, {"eval": evaluation})
 

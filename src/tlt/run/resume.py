@@ -117,7 +117,7 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
     for key in sorted(old.keys() | new.keys()):
         values: tuple[Any, Any] = (old.get(key), new.get(key))
         if key == "model.path":
-            commit = config.model.hub  # the hub's cache may contain more files than before
+            commit = config.model.hub  # compared first, because the hub's cache may contain more files than before
             values = (commit, commit) if commit and commit == old.get("model.hub") else (state["model"], contents.model)
         if key == functions and values[0] == values[1]:  # an older checkpoint has no sha256 of the files
             values = (state.get("reward", contents.reward), contents.reward)

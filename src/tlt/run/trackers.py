@@ -82,10 +82,10 @@ class WeightsAndBiases:
             config=dict(run.config),
             id=known_id(run, "wandb"),
             resume="allow",
-            settings=wandb.Settings(console="off"),  # otherwise it would store every frame of the live display
+            settings=wandb.Settings(console="off"),  # otherwise wandb would store every frame of the live display
         )
         remember_id(run, "wandb", self.run.id)
-        self.run.define_metric("*", step_metric="step")  # W&B's own step cannot repeat, as resumes need
+        self.run.define_metric("*", step_metric="step")  # a resumed run repeats steps, but W&B's own step only rises
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})

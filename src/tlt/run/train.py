@@ -96,8 +96,8 @@ def train(
     wrap: Callable[[Rollout], Rollout] | None = None,
     force: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Start or resume a run, and return its summary (the content of summary.json). `wrap` may replace the rollout, such
-    as for tests. `force` names configuration fields that a resumed run may change although this changes the result.
+    """Start or resume a run, and return its summary (the content of summary.json). `wrap` may replace the rollout, for
+    example in tests. `force` names configuration fields that a resumed run may change although this changes the result.
     Raises a ValueError of one sentence for errors that the user can fix, and Stopped after a signal."""
     names_of(config.run.trackers)  # raises if a tracker is not installed
     refuse_without_pyarrow(config.run)
@@ -123,7 +123,7 @@ def train(
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
-    """Run all steps and return the summary. Save a checkpoint if a signal or an error ends the run before."""
+    """Run all steps and return the summary. Save a checkpoint if a signal or an error ends the run early."""
     config, folder = run.config, run.folder
     try:
         if not resume:
@@ -374,7 +374,7 @@ def _rescue(run: Run) -> str:
         try:
             _save(run)
         except Exception as error:
-            failed = f"the steps since then cannot be saved ({error}); "
+            failed = f"the newest steps cannot be saved ({error}); "
     return failed + _saved_before(run)
 
 

@@ -17,7 +17,7 @@ class Baton(Generic[State]):
 
     def __init__(self) -> None:
         self.state: State | None = None
-        """trainer state that was fetched from a worker last; None before that: the state that the run began with"""
+        """trainer state that was last fetched from a worker; None: the state that the run began with"""
         self.holder: int | None = None
         """Worker that has trained beyond `state`; None if there is none. Only this worker may continue."""
         self._current = set[int]()  # workers whose trainer has `state`
@@ -31,7 +31,7 @@ class Baton(Generic[State]):
         return self.holder is not None and self.holder not in idle
 
     def pass_to(self, worker: int) -> State | None:
-        """Let this worker train next. Return the trainer state that it must load first; None if it has it."""
+        """Let this worker train next. Return the trainer state that it must load first; None if it has that state."""
         assert self.is_free(worker), f"worker {self.holder} has trained further"
         if worker == self.holder or worker in self._current:
             return None

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_WHOLE = 0.5  # fraction of `max_tokens` for all finished rollouts; the last one may use half of it
-_OLDER = 0.97  # factor on an item's sampling weight for each target version that it is older
+_WHOLE = 0.5  # fraction of `max_tokens` for all finished rollouts; the last rollout may use half of this
+_OLDER = 0.97  # factor on an item's sampling weight for each target version by which it is older than the newest
 
 
 class Harvest(NamedTuple):

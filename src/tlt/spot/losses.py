@@ -47,7 +47,7 @@ def draft_loss(
     is called for each chunk, and may raise.
 
     The gradient with respect to `outs` is computed together with the loss, and draft tokens of the same entry share p.
-    So few logits are computed twice, and no logit is kept after its chunk.
+    Therefore most logits are computed only once, and no logit is kept after its chunk.
     """
     total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
     for part in at.argsort().split(max(1, LOGITS // len(head))):

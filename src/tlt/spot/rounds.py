@@ -1,7 +1,8 @@
 """Expected number of decoding rounds that a drafter needs for known tokens. Drafters are compared by this number.
 
-The mean accept length of chains that begin at all entries is higher than that of real rounds. A round begins after a
-rejected draft token, where drafting is harder. A part that is easy to draft has many entries and few rounds.
+The mean accept length of chains that begin at all entries is no substitute, because it is higher than that of real
+rounds. A round begins after a rejected draft token, where drafting is harder. A part that is easy to draft has many
+entries and few rounds.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ After each stretch it is compared with the drafter in use on held-out data, whic
 rollout. Training uses only older rollouts. The candidate is published (replaces the drafter in use) if it decodes the
 held-out data in 2 % fewer rounds.
 
-    burst   training may use 25 % of the rollouts' time, until 8 candidates in a row were not published
+    burst   training may use all idle time, until 8 candidates in a row were not published
     rest    training may use 5 % of the rollouts' time
 
 Other idle time is left for look-ahead. A burst begins when training starts from random weights and when the task
-changes. A run that starts with a trained drafter begins at rest.
+changes. A run that starts with a trained drafter begins at rest. A publication at rest does not end the rest.
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
 training data are dropped.
@@ -34,14 +34,13 @@ class Rule:
     judged: int = 2
     """number of micro-batches of held-out data on which a candidate is evaluated"""
     better: float = 1.02
-    """rounds of the drafter in use / rounds of a candidate: minimum for publication; evaluations err by about 0.02"""
+    """minimum of (rounds of the drafter in use) / (rounds of a candidate) for its publication; evaluations err by about
+    0.02"""
     burst: int = 8
     """number of candidates in a row that are not published, after which training rests"""
     rest_share: float = 0.05
     """Worker seconds of training at rest, of all workers together, per second of rollout. Training slows another worker
     on the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
-    burst_share: float = 0.25
-    """worker seconds of training in a burst, of all workers together, per second of rollout"""
     averaged: int = 8
     """number of rollouts in the running mean of the drafter's acceptance rate"""
     fallen: float = 0.8
@@ -93,11 +92,8 @@ def sum_evaluations(parts: Iterable[Evaluation]) -> Evaluation:
 class Schedule:
     """State of the schedule. Its methods record events of the run; `due` returns what an idle worker should do next."""
 
-    def __init__(
-        self, micro_batch_tokens: int, rule: Rule | None = None, begins_at_rest: bool = False, extra: float = 0.0
-    ) -> None:
+    def __init__(self, micro_batch_tokens: int, rule: Rule | None = None, begins_at_rest: bool = False) -> None:
         self.rule = rule or RULE
-        self.burst_share = max(self.rule.burst_share, extra)
         self.wanted = self.rule.judged * micro_batch_tokens
         """number of held-out tokens with which an interrupted evaluation counts as complete"""
         self.micro_batches = 0
@@ -108,7 +104,7 @@ class Schedule:
         """number of candidates that were not published since the last publication or the beginning of the burst;
         training rests at `Rule.burst`"""
         self.credit = 0.0
-        """worker seconds that training may use until the end of the rollout; negative after a longer call"""
+        """worker seconds that training may use at rest in this rollout; negative if calls took longer"""
         self.acceptance: float | None = None
         """running mean of the acceptance rate over rollouts; None before the first rollout that used the drafter"""
         self.low = 0
@@ -120,18 +116,18 @@ class Schedule:
 
     def due(self) -> Due | None:
         """Return whether an idle worker should train or evaluate the drafter next; None if it should do other work."""
-        if self.credit <= 0.0:
+        if self.rests and self.credit <= 0.0:
             return None
         return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
 
     def trained(self, report: SpotReport) -> None:
         self.micro_batches += report.micro_batches
-        self.credit -= report.seconds
+        self._spend(report.seconds)
 
     def evaluated(self, part: Evaluation) -> Evaluation | None:
         """Add a part of the candidate's evaluation. If the evaluation is complete, begin the next stretch and return
         the whole evaluation."""
-        self.credit -= part.seconds
+        self._spend(part.seconds)
         whole = sum_evaluations([self.evaluation._replace(interrupted=False), part])
         if part.interrupted and whole.entries < self.wanted:
             self.evaluation = whole
@@ -141,6 +137,10 @@ class Schedule:
             self.in_vain = 0 if self.publishes(whole) else self.in_vain + 1
         return whole
 
+    def _spend(self, seconds: float) -> None:
+        if self.rests:
+            self.credit -= seconds
+
     def publishes(self, whole: Evaluation) -> bool:
         """Return whether the candidate saves enough rounds to be published. If its rounds are NaN or 0, it does not."""
         return whole.in_use > self.rule.better * whole.candidate > 0.0
@@ -148,8 +148,7 @@ class Schedule:
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
         """Record a rollout's duration in seconds and the drafter's acceptance rate (None: the drafter was not used).
         Return whether the task has changed."""
-        share = self.rule.rest_share if self.rests else self.burst_share
-        self.credit = min(self.credit, 0.0) + share * seconds  # time that training did not use is lost
+        self.credit = min(self.credit, 0.0) + self.rule.rest_share * seconds  # unused time expires
         if acceptance is None:
             return False
         if self.acceptance is None:
@@ -163,7 +162,7 @@ class Schedule:
         return False
 
     def _begin_burst(self, acceptance: float) -> None:
-        self.acceptance, self.low, self.in_vain, self.credit = acceptance, 0, 0, 0.0
+        self.acceptance, self.low, self.in_vain = acceptance, 0, 0
         self.begin_stretch()
 
     def begin_stretch(self) -> None:

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 _PIECE = 64  # maximum number of entries from one response, because responses to a prompt are similar
 _STEPS = 64  # maximum number of finished rollouts before the last one whose data are kept
-_HEADS = 1 << 30  # bytes for the output heads of the target versions in the training data, at least two
-_ENOUGH = 4  # least data for training: micro-batches, and entries per input of `fc`; a few responses do not suffice
+_HEADS = 1 << 30  # maximum bytes of output heads, one per target version in the training data; at least two heads
+_ENOUGH = 4  # least data for training: this many micro-batches, and this many entries per input of `fc`
 _AVERAGED = 8  # micro-batches in the running mean of the weights at the highest learning rate; more at lower ones
-_SAMPLE = 16  # entries per input of `fc` in the sample from which its whitening is estimated
+_SAMPLE = 16  # entries per input of `fc` in the sample from which the whitening of these inputs is estimated
 _LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
 
 
@@ -108,8 +108,8 @@ class SpotTrainer:
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
         """Train for about `seconds`: on at least one micro-batch, or on none if not `ready`. If `stop` returns True,
-        the current micro-batch is dropped. With `recompute`, the seconds include the computation of hidden states, so
-        there may be no micro-batch."""
+        drop the current micro-batch and return. With `recompute`, the seconds include the computation of hidden states,
+        so there may be no micro-batch."""
         began, report, spent = time.perf_counter(), SpotReport(), 0.0
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:

@@ -34,7 +34,7 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def harvest(self, item: Harvest | Transcript) -> None:
-        """Add training data of the drafter, which the engine passes to this method as its `on_harvest` callback."""
+        """Add an item of training data. The engine calls this method as its `on_harvest`."""
         self._sound.harvest(item)
 
     @contained(None)

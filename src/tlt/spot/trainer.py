@@ -35,11 +35,12 @@ _COUNTED = 2048  # number of entries from which the draft vocabulary is chosen
 _DECAY = 0.4  # weight of each draft token of a chain in the loss, relative to the one before
 _WARMUP_STEPS = 20  # steps over which the learning rate rises linearly
 _MAX_GRAD_NORM = 0.5
-_LATELY = 10  # steps in the running mean `reach`
+_LATELY = 10  # number of steps that the running mean `reach` covers
 
 
 class Interrupted(Exception):
-    """Signal that `stop` ended a step, an evaluation or a computation of training data early. It changed nothing."""
+    """Signal that `stop` ended a step, an evaluation or a computation of training data early. Nothing has
+    changed."""
 
 
 class DrafterTrainer:
@@ -53,7 +54,7 @@ class DrafterTrainer:
         layer.to(target.device, self.dtype)
         self.whitening = torch.eye(layer.fc.in_features, dtype=self.dtype, device=target.device)
         """[I, I] matrix; inputs of fc times this matrix are white (second moments of about 1)"""
-        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # one step of fc, for white inputs
+        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # one step of fc, in terms of white inputs
         self.parameters = dict(layer.named_parameters()) | {_FC: self._white}
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -167,14 +168,13 @@ class DrafterTrainer:
     def judge(
         self, layers: Sequence[EagleLayer], batch: Pack, stop: Callable[[], bool] = lambda: False
     ) -> tuple[list[tuple[float, float]], int]:
-        """Return `expected_rounds` of each of these drafters on these entries, and the number of entries.
+        """Return two numbers for each drafter, and the number of entries that were compared. The numbers are the
+        expected rounds in which chains of `unroll` draft tokens decode these entries (`expected_rounds`), and those of
+        them in which the first draft token is accepted.
 
-        `expected_rounds` are the rounds in which chains of `unroll` draft tokens would decode the entries, and those
-        rounds whose first draft token is accepted. Only entries whose whole chain is within their sequence count. If
-        `stop` returns True, raise Interrupted at the next depth.
-
-        1 - TV is used as the probability that a draft token is accepted. In a test it was 0.90, and the measured
-        acceptance rate 0.88.
+        Entries are left out if their chain would exceed their sequence, or if their next token belongs to a prompt. If
+        `stop` returns True, raise Interrupted at the next depth. The probability that a draft token is accepted is
+        taken as 1 - TV (total variation). In a test this was 0.90, and the measured acceptance rate 0.88.
         """
         deepest, head = self.config.unroll, self._rows(self.target.head)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]

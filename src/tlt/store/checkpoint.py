@@ -56,8 +56,8 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
 
 
 def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
-    """Raise CheckpointError if the disk of the folder `root` has no room for a checkpoint. It holds the weights and
-    Adam's two moments, each with `bytes_each` bytes."""
+    """Raise CheckpointError if the disk of the folder `root` has no room for a checkpoint. A checkpoint has the weights
+    and Adam's two moments, which are three numbers of `bytes_each` bytes per weight."""
     needed, free = 3 * num_weights * bytes_each, shutil.disk_usage(root).free
     if free < needed:
         raise CheckpointError(

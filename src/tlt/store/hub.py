@@ -1,8 +1,8 @@
 """Models and data sets on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` and `openai/gsm8k:main/train`.
 
-At the start of a command, a name on the hub is downloaded and replaced by its local folder. All other code sees only
-the folder. The field `hub` in the same section of the configuration records the name and the commit, so that a resumed
-run loads the same commit.
+At the start of a command, the files are downloaded, and the name in the configuration is replaced by their local
+folder. All other code sees only the folder. The field `hub` in the same section of the configuration records the name
+and the commit, so that a resumed run loads the same commit.
 
 A name has the form NAME[:SUBSET/SPLIT][@REVISION]. If a local path of this name exists, it is used instead.
 """
@@ -184,8 +184,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return (subset, split) -> files, guessed from the words in the paths of the files. A folder other than `data` and
-    splits is a subset."""
+    """Return (subset, split) -> files, guessed from the words in the paths of the files. The first folder that is not
+    named `data` or like a split is the subset."""
     found: dict[tuple[str, str], list[str]] = {}
     for file in files:
         *folders, _ = parts = file.split("/")
@@ -220,8 +220,8 @@ def _kind(file: str) -> str:
 
 
 def _download(name: _Name, files: Sequence[str], commit: str | None) -> Path:
-    """Download these files of a repository at `commit`, or else at the revision in its name. Return the snapshot folder
-    in the cache of huggingface_hub."""
+    """Download these files of a repository at `commit`, or if that is None, at the revision in `name`. Return the
+    snapshot folder in the cache of huggingface_hub."""
     from huggingface_hub import snapshot_download
 
     revision = commit or name.revision
@@ -261,7 +261,7 @@ def _explained(name: _Name, revision: str | None) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise HubError(
-            f"{what} is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
+            f"{what} is gated: accept its licence on its page, and set HF_TOKEN to a token of the account that did so"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(

@@ -82,7 +82,7 @@ class Mirror:
                 self._put(held, checkpoint.name)
             self._copied = checkpoint
             whole = self._whole()
-            older = sorted(name for name in whole if name <= checkpoint.name)  # newer ones may be damaged
+            older = sorted(name for name in whole if name <= checkpoint.name)  # those with more steps may be damaged
             for name in sorted(self._found() - {*older[-self.keep :], *(set(whole) - set(older))}):
                 self._remove(name)
         except Exception as error:  # any error of the fsspec backend; the checkpoints in the run's folder are safe
@@ -178,8 +178,8 @@ def mirror_of(run: RunConfig) -> Mirror | None:
 
 
 def latest_of(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
-    """Return the newest complete checkpoint in the folder `checkpoints`. If the mirror has one of more steps, copy it
-    to the folder first. Raises CheckpointError if there is none."""
+    """Return the newest complete checkpoint in the folder `checkpoints`. If the mirror has a newer one, copy it to the
+    folder first. Raises CheckpointError if there is none."""
     if mirror:
         try:
             done = latest(checkpoints).state["step"]

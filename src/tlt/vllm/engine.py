@@ -192,7 +192,7 @@ class VllmEngine(Generates):
             self._live[name], self._accepted[name] = row, row.decoded.accepted
 
     def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
-        """Append new tokens to a row until a stop, and return their number. The stop's reason is put into
+        """Append new tokens to a row until it stops, and return their number. If it stops, put the reason into
         `finished`."""
         row = self._live[name]
         had = len(row.tokens)

@@ -102,7 +102,7 @@ class NoiseTable:
         # [S, T, 2]; tokens sampled outside a response (inside its prompt or after its end) are written to index T - 1
         self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
         self._drafts: dict[int, list[int]] = {}  # [draft tokens, passes with drafts] by slot
-        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # both by key, for requests that left their slot
+        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # log-probs and drafts by key, of requests without a slot
         self._distribution: Tensor | None = None
         self._write = score_writer(device)
 
@@ -128,7 +128,7 @@ class NoiseTable:
         if most_tokens + 1 > tokens:
             more = max(most_tokens + 1, 2 * tokens) - tokens
             self._logprobs = torch.cat([self._logprobs, self._logprobs.new_zeros(slots, more, 2)], dim=1)
-        self._logprobs[slot, : len(before)] = before  # the request was preempted and continues
+        self._logprobs[slot, : len(before)] = before  # not empty if the request was preempted
         return True
 
     def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:

@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 
 def set_environment() -> None:
     """Set vLLM's environment variables. Call it before vLLM is imported. Variables set by the user are kept."""
-    # numba, used by the n-gram lookup, takes all cores and makes torch's kernels do so: ten times slower on busy cores
+    # numba (n-gram lookup) would use all cores and make torch do so too, which is ten times slower if cores are busy
     for name, value in (_ENVIRONMENT | {"NUMBA_NUM_THREADS": str(torch.get_num_threads())}).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for messages before vLLM reads the variable

@@ -63,7 +63,7 @@ class VllmTarget:
         speculative = speculative_arguments(speculation, export)
         arguments = engine_arguments(model, engine, speculative, self.longest, self._sleeps)
         with _threads_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings between vLLM and torch
+            warnings.simplefilter("ignore")  # these warnings are about vLLM's use of torch
             self.llm: Any = _start(arguments)
         self.llm.collective_rpc("tlt_begin")
 

