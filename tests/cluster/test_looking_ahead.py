@@ -22,6 +22,7 @@ from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.draft.ahead import Ahead
+from tlt.spot.schedule import RULE
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -267,9 +268,9 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
 
 
-@pytest.mark.parametrize(("credit", "first"), [(1.0, "train_drafter"), (0.0, "look_ahead")])
-def test_training_comes_before_look_ahead_while_it_has_credit(tmp_path: Path, credit: float, first: str) -> None:
+@pytest.mark.parametrize(("in_vain", "first"), [(0, "train_drafter"), (RULE.burst, "look_ahead")])
+def test_training_comes_before_look_ahead_unless_it_rests(tmp_path: Path, in_vain: int, first: str) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
-    coordinator.training.schedule.credit = credit
+    coordinator.training.schedule.in_vain = in_vain
     rolled_out(coordinator, requests(0), requests(20, 21))
     assert next(method for _, method, _ in trace if method in ("train_drafter", "look_ahead")) == first

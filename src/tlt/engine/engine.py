@@ -50,8 +50,7 @@ class Engine(Generates):
 
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
     row. `on_harvest` is called with these hidden states when a window is full and when a response ends. `store` has
-    look-ahead drafts, which a row uses instead of the drafter. `kv_tokens` limits the cache, in tokens (default:
-    `config.kv_memory_mb`).
+    look-ahead drafts, which a row uses instead of the drafter. `kv_tokens` limits the cache (default: by memory).
     """
 
     def __init__(
