@@ -332,6 +332,8 @@ def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
     assert training.report() == {"version": 1.0, "rests": 0.0}, "of the next rollout"
     training.handle_result(Done(1, "take_state", None))
     assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
+    training.handle_result(Done(2, "drafter_state", state))
+    assert calls.taken() == [], "this state was not evaluated"
 
 
 def test_one_call_is_under_way_at_a_time(home: Path) -> None:

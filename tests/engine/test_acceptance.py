@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tlt.engine.acceptance import AcceptanceModel
@@ -33,6 +35,12 @@ def test_lasting_rates_are_over_more_rounds_and_change_only_with_their_own() -> 
     model.add(EAGLE, [2] * 8, [1] * 8)
     kept = 255 / 256
     assert model.lasting(EAGLE, 1, 0.5) == pytest.approx([(8 * kept + 1) / (8 * kept + 10)])
+    again = AcceptanceModel()
+    again.load_state(json.loads(json.dumps(model.state())), {"eagle"})
+    assert again.lasting(EAGLE, 3, 0.5) == model.lasting(EAGLE, 3, 0.5)
+    assert again.chances(EAGLE, 3, [0.5]) == model.chances(EAGLE, 3, [0.5])
+    again.load_state([("eagle", 1, [[4.0, 2.0]])], {"eagle"})  # of an older version
+    assert again.lasting(EAGLE, 1, 0.5) == again.chances(EAGLE, 1, [0.5]) == [0.5]
     model.forget("eagle")
     assert model.lasting(EAGLE, 1, 0.5) == [0.5]
 

@@ -129,6 +129,16 @@ def test_interrupted_evaluations_add_up() -> None:
     assert schedule.due() is Due.TRAIN
 
 
+def test_all_parts_of_an_evaluation_decide() -> None:
+    schedule = Schedule(20, RULE)
+    schedule.in_vain = 2
+    assert schedule.evaluated(Evaluation(15, 20.0, 5.0, 3.0, interrupted=True)) is None
+    whole = schedule.evaluated(Evaluation(25, 20.0, 20.0, 3.0))
+    assert whole
+    assert schedule.publishes(whole)
+    assert schedule.in_vain == 0
+
+
 def test_acceptance_by_hand() -> None:
     assert Evaluation(11, 22.0, 30.0, 6.0).acceptance == 0.2
     assert Evaluation().acceptance == 0.0

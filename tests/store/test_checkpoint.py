@@ -50,7 +50,15 @@ def test_a_saved_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
 
 
 def test_weights_and_two_moments_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 3 * 2**30))
+    """What a killed save has left is deleted before."""
+    left_over = tmp_path / "checkpoints" / ".step_00000003.partial"
+    left_over.mkdir(parents=True)
+    free = lambda path: shutil._ntuple_diskusage(0, 0, 0 if left_over.exists() else 3 * 2**30)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    refuse_full_disk(tmp_path, 2**28, 4)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, (path == tmp_path) * 3 * 2**30)
+    )
     refuse_full_disk(tmp_path, 2**28, 4)
     with pytest.raises(CheckpointError, match=r"needs at least 6\.00 GiB, and the disk of .* has 3\.00 GiB free"):
         refuse_full_disk(tmp_path, 2**28, 8)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from tlt.commands.export_check import check_drafter, check_in_new_process, write_facts
 from tlt.data.tokenizer import load_tokenizer
@@ -58,6 +59,8 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
             written = _export(source, draft, out, to, getattr(torch, dtype), model)
         share(draft)
         _put_in_place(draft, out)
+    except SafetensorError as error:
+        raise ModelError(f"{out} cannot be written ({error}): free disk space, or give another folder") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return written
@@ -90,7 +93,7 @@ def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, mo
         written.append(f"the drafter is in {out / 'drafter'}")
     elif to != "hf" and newest_number(source / "drafter"):
         written.append(f"all drafters in {source / 'drafter'} are damaged: the model is served without a drafter")
-    elif to != "hf" and policy != source:
+    elif to != "hf" and (source / "checkpoints").is_dir():
         written.append(
             f"there is no drafter in {source}, so the model is served without one (tlt draft train makes one)"
         )

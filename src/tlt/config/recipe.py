@@ -25,10 +25,8 @@ from tlt.files import decoded, errors_as, is_text
 S = TypeVar("S", bound=BaseModel)
 _OF_TRL = {
     "num_generations": "rollout.group_size",
-    "generation_batch_size": "rollout.prompts_per_step",
     "max_completion_length": "rollout.max_new_tokens",
     "num_iterations": "train.epochs",
-    "steps_per_generation": "train.updates_per_step",
     "max_steps": "train.steps",
     "beta": "train.kl_weight",
     "loss_type": "train.loss",

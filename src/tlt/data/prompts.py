@@ -122,7 +122,10 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
         log.warning(message, len(found) - len(new), len(found), held_out.path)
     if not new:
         source = held_out.path or "the tasks"
-        raise DataError(f"there are no held-out prompts: all prompts of {source} are training prompts too")
+        raise DataError(
+            f"there are no held-out prompts: all prompts of {source} are training prompts too: "
+            "give others, or set eval.every = 0"
+        )
     return new[:: max(1, len(new) // held_out.size)][: held_out.size]
 
 

@@ -68,15 +68,17 @@ class AcceptanceModel:
 
     def state(self) -> list[Any]:
         """Return the counts as plain data for a checkpoint."""
-        return [[*source, levels[levels[:, 0] > 0].tolist()] for source, levels in self.seen.items()]
+        both = ((source, levels, self._lasting.get(source, levels)) for source, levels in self.seen.items())
+        return [[*source, recent[recent[:, 0] > 0].tolist(), lasting.tolist()] for source, recent, lasting in both]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Load the counts that `state` returned, for these drafters only."""
-        for drafter, branching, levels in state:
+        for drafter, branching, *counts in state:  # an older state has no lasting counts
             if drafter in drafters:
-                seen = self.seen[drafter, branching] = np.zeros((_DEEPEST, 2))
-                seen[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
-                self._lasting[drafter, branching] = seen.copy()
+                padded = [np.zeros((_DEEPEST, 2)) for _ in range(2)]
+                for levels, known in zip(padded, (counts[0], counts[-1]), strict=True):
+                    levels[: len(known)] = np.array(known[:_DEEPEST]).reshape(-1, 2)
+                self.seen[drafter, branching], self._lasting[drafter, branching] = padded
 
 
 def _rates(counts: np.ndarray | None, depth: int, prior: Sequence[float]) -> list[float]:

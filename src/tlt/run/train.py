@@ -166,8 +166,9 @@ def _prepare(
 ) -> Run:
     refuse_missing_files(config.data, config.eval)
     refuse_wrong_folders(config)
-    if not config.train.lora.rank:  # adapters are small
-        itemsize = getattr(torch, config.model.dtype).itemsize
+    has_ended = found is not None and found.state["step"] == config.train.steps
+    if not config.train.lora.rank and not has_ended:  # adapters are small, and a run that has ended saves nothing
+        itemsize = max(4, getattr(torch, config.model.dtype).itemsize)  # weights in bfloat16 are saved in float32
         checkpoint.refuse_full_disk(folder.path, num_weights(config.model.path), itemsize)
     display.note(about_folder(config))
     display.note(f"loading {config.model.hub or config.model.path}")

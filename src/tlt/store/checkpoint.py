@@ -39,8 +39,7 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     final, draft = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for left_over in root.glob(".step_*.partial"):
-            shutil.rmtree(left_over, ignore_errors=True)
+        _remove_partial(root)
         _fill(draft, state, write)
         shutil.rmtree(final, ignore_errors=True)
         draft.rename(final)
@@ -58,12 +57,19 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
 def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
     """Raise CheckpointError if the disk of the folder `root` has no room for a checkpoint. A checkpoint has the weights
     and Adam's two moments, which are three numbers of `bytes_each` bytes per weight."""
+    _remove_partial(root / "checkpoints")
     needed, free = 3 * num_weights * bytes_each, shutil.disk_usage(root).free
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs at least {needed / 2**30:.2f} GiB, and the disk of {root} has {free / 2**30:.2f} GiB "
-            "free: free disk space, or set another --run.folder"
+            "free: free disk space, or use another disk"
         )
+
+
+def _remove_partial(root: Path) -> None:
+    """Delete what a save that was killed has left in the folder of checkpoints `root`."""
+    for left_over in root.glob(".step_*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)
 
 
 def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> None:
