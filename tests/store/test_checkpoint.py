@@ -50,7 +50,7 @@ def test_a_saved_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
 
 
 def test_weights_and_two_moments_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed save has left is deleted before."""
+    """The folder left by a killed save is deleted before."""
     left_over = tmp_path / "checkpoints" / ".step_00000003.partial"
     left_over.mkdir(parents=True)
     free = lambda path: shutil._ntuple_diskusage(0, 0, 0 if left_over.exists() else 3 * 2**30)  # noqa: E731
