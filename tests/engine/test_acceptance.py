@@ -40,7 +40,7 @@ def test_lasting_rates_are_over_more_rounds_and_change_only_with_their_own() -> 
     assert again.lasting(EAGLE, 3, 0.5) == model.lasting(EAGLE, 3, 0.5)
     assert again.chances(EAGLE, 3, [0.5]) == model.chances(EAGLE, 3, [0.5])
     again.load_state([("eagle", 1, [[4.0, 2.0]])], {"eagle"})  # of an older version
-    assert again.lasting(EAGLE, 1, 0.5) == again.chances(EAGLE, 1, [0.5]) == [0.5]
+    assert again.chances(EAGLE, 1, [0.5]) == [0.5]
     model.forget("eagle")
     assert model.lasting(EAGLE, 1, 0.5) == [0.5]
 

@@ -68,20 +68,21 @@ class AcceptanceModel:
 
     def state(self) -> list[Any]:
         """Return the counts as plain data for a checkpoint."""
-        both = ((source, levels, self._lasting.get(source, levels)) for source, levels in self.seen.items())
-        return [[*source, recent[recent[:, 0] > 0].tolist(), lasting.tolist()] for source, recent, lasting in both]
+        none = np.zeros((0, 2))
+        both = [(source, seen, self._lasting.get(source, none)) for source, seen in self.seen.items()]
+        return [[*source, *(levels[levels[:, 0] > 0].tolist() for levels in counts)] for source, *counts in both]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Load the counts that `state` returned, for these drafters only."""
-        for drafter, branching, *counts in state:  # an older state has no lasting counts
+        for drafter, branching, *saved in state:
             if drafter in drafters:
-                padded = [np.zeros((_DEEPEST, 2)) for _ in range(2)]
-                for levels, known in zip(padded, (counts[0], counts[-1]), strict=True):
-                    levels[: len(known)] = np.array(known[:_DEEPEST]).reshape(-1, 2)
-                self.seen[drafter, branching], self._lasting[drafter, branching] = padded
+                for counts, levels in zip((self.seen, self._lasting), saved, strict=False):  # older states have one
+                    padded = counts[drafter, branching] = np.zeros((_DEEPEST, 2))
+                    padded[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
 
 
 def _rates(counts: np.ndarray | None, depth: int, prior: Sequence[float]) -> list[float]:
+    """Return the acceptance rates of the first `depth` levels, see `AcceptanceModel.chances`."""
     found = list[float]()
     for level in range(depth):
         reached, right = counts[level].tolist() if counts is not None else (0.0, 0.0)
