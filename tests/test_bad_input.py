@@ -283,11 +283,15 @@ def test_a_run_that_cannot_be_resumed_is_an_error_with_the_reason(
     check(with_recipe(shutil.copytree(sound, tmp_path / "resumed")), *case, "--resume", capsys)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 100))
-    said = sentence(fresh(sound, tmp_path), "", capsys)
+    """Weights and moments are saved in float32, and one byte is missing."""
+    home = fresh(sound, tmp_path)
+    free = 3 * 4 * sum(tensor.numel() for tensor in load_file(home / "model" / "model.safetensors").values()) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, free))
+    said = sentence(home, f"--model.dtype {dtype}", capsys)
     assert re.search(r"a checkpoint needs at least .* GiB, and the disk of .*/run has 0\.00 GiB free: free disk", said)
 
 

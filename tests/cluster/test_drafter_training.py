@@ -349,6 +349,16 @@ def test_one_call_is_under_way_at_a_time(home: Path) -> None:
     assert calls.taken() == []
 
 
+def test_the_state_is_fetched_before_an_update(home: Path) -> None:
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.next_call(0, [0], 0.5)
+    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
+    calls.taken()
+    training.update_begins()
+    assert calls.taken() == [(0, "drafter_state")]
+
+
 def test_a_holder_with_too_little_data_hands_on_its_state(home: Path) -> None:
     """The state is not finite, so the stretch begins again."""
     calls = Calls()

@@ -139,6 +139,15 @@ def test_all_parts_of_an_evaluation_decide() -> None:
     assert schedule.in_vain == 0
 
 
+def test_training_at_rest_takes_five_percent_of_the_rollouts_by_default() -> None:
+    schedule = Schedule(20, begins_at_rest=True)
+    schedule.rollout_ended(100.0, None)
+    schedule.trained(SpotReport(1, 20, 4.9))
+    assert schedule.due() is Due.TRAIN
+    schedule.trained(SpotReport(1, 20, 0.2))
+    assert schedule.due() is None
+
+
 def test_acceptance_by_hand() -> None:
     assert Evaluation(11, 22.0, 30.0, 6.0).acceptance == 0.2
     assert Evaluation().acceptance == 0.0

@@ -55,8 +55,8 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
 
 
 def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
-    """Raise CheckpointError if the disk of the folder `root` has no room for a checkpoint. A checkpoint has the weights
-    and Adam's two moments, which are three numbers of `bytes_each` bytes per weight."""
+    """Delete what a killed save has left in a run's folder. Then raise CheckpointError if its disk has no room for a
+    checkpoint: the weights and Adam's two moments, which are three numbers of `bytes_each` bytes per weight."""
     _remove_partial(root / "checkpoints")
     needed, free = 3 * num_weights * bytes_each, shutil.disk_usage(root).free
     if free < needed:
@@ -67,7 +67,7 @@ def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
 
 
 def _remove_partial(root: Path) -> None:
-    """Delete what a save that was killed has left in the folder of checkpoints `root`."""
+    """Delete the partial checkpoints of killed saves in the folder of checkpoints `root`."""
     for left_over in root.glob(".step_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
 
