@@ -38,4 +38,4 @@ def test_memory_and_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_unused_chat_template_is_named(tmp_path: Path, template: str | None, chat: bool, named: bool) -> None:
     config = tiny_config(tmp_path, data={"chat": chat})
     said = about_prompts(config, [], SimpleNamespace(chat_template=template))
-    assert ("without the model's chat template, which data.chat = true applies" in said) == named
+    assert ("the model's chat template is not used (data.chat = true uses it)" in said) == named

@@ -295,6 +295,14 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
     assert re.search(r"a checkpoint needs at least .* GiB, and the disk of .*/run has 0\.00 GiB free: free disk", said)
 
 
+def test_the_checkpoints_of_adapters_are_small(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = fresh(sound, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 0))
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", str(home / "recipe.toml"), "--train.lora.rank", "2"])
+    assert exit_.value.code == 0
+
+
 @pytest.mark.parametrize("owner", ["tlt.rl.trained_model.save_file", "tlt.store.checkpoint.flush", "pathlib.Path.open"])
 def test_a_full_disk_is_named(
     owner: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -166,6 +166,16 @@ def test_a_signal_saves_prints_how_to_continue_and_sets_the_exit_code(
     assert exit_code("train", recipe, "--train.steps", "2", "--resume") == 0
 
 
+def test_data_and_reward_of_the_command_line_replace_those_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    sections = ('[data]\ntasks = [{name = "chain_sum"}]', '[[reward.terms]]\nname = "reasoning_gym"')
+    recipe.write_text("\n".join([f"[model]\npath = '{home / 'model'}'", *sections]), encoding="utf-8")
+    said = refusal(capsys, "train", str(recipe), "--data", "nowhere.jsonl", "--reward", "exact")
+    assert "there is no file nowhere.jsonl" in said
+
+
 def test_two_signals_end_a_run_at_once_and_the_saved_step_is_printed(
     capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,8 @@ class Parts:
     """tracer of the driver's own phases"""
     unrewarded: Unrewarded = field(default_factory=Unrewarded)
     turns: Turns = field(default_factory=SingleTurn)
+    held_out: Sequence[Prompt] = ()
+    """prompts of evaluations; empty if there are no evaluations"""
 
 
 @dataclass

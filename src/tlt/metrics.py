@@ -195,9 +195,10 @@ def _share(rollout: Mapping[str, Any], part: str, whole: str) -> float:
     return min(1.0, rollout.get(part, 0) / max(1, rollout.get(whole, 0)))
 
 
-def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return sums over the steps that were also decoded with plain decoding: number of steps, tokens, responses,
-    responses that differ, and seconds with and without speculation. Return {} if there are no such steps."""
+    responses that differ, and seconds with and without speculation. `times` has the speed-up in each of these steps.
+    Return {} if there are no such steps."""
     found = [line for line in lines if line.get("compared")]
     if not found:
         return {}
@@ -208,6 +209,7 @@ def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
         **counts,
         "rollout_seconds": seconds["rollout"],
         "plain_seconds": seconds["compare"],
+        "times": [line["seconds"]["compare"] / line["seconds"]["rollout"] for line in found],
     }
 
 

@@ -32,6 +32,7 @@ from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
+from tlt.trace import SPOT
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 SHORT, LONG = (3, 32, 5), (4, 40, 6)
@@ -212,7 +213,7 @@ def test_the_next_idle_worker_continues_the_training_of_another(home: Path, plai
 
 def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> None:
     """A worker trains between a rollout and the update, also on data of that rollout. One worker is lost then."""
-    lost, asked, ages = list[int](), list[float](), set[int]()
+    lost, asked, ages, shown = list[int](), list[float](), set[int](), set[str]()
     evaluate, train_longer = ThreadWorker.evaluate_drafter, Coordinator._spend_extra_time
 
     def loses_one(worker: int, method: str) -> str:
@@ -229,8 +230,14 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
     def longer(coordinator: Coordinator, seconds: float) -> float:
         """Let the extra time last 30 turns of the driver, so that an evaluation fits in on a busy machine too."""
         asked.append(seconds)
-        turns = itertools.count()
-        with patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
+        turns, handle = itertools.count(), Coordinator._handle_idle_work
+
+        def noted(coordinator: Coordinator, done: Done) -> None:
+            shown.add(coordinator.tracers[done.worker].state if done.method == "train_drafter" else SPOT)
+            handle(coordinator, done)
+
+        note = patch.object(Coordinator, "_handle_idle_work", noted)
+        with note, patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
             return train_longer(coordinator, seconds)
 
     extra = patch.object(Coordinator, "_spend_extra_time", longer)
@@ -239,6 +246,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
     assert digest == plain_long
     assert training.version > 0
     assert 0 in ages, "held-out data are of the rollout that has just ended"
+    assert shown == {SPOT}, "the training is not shown as idle time"
     lines = [line["rollout"] for line in read_metrics(home / "run")]
     assert all(line["spot_seconds"] >= seconds for line, seconds in zip(lines[2:], asked[2:], strict=True))
     assert len(lost) == 1
@@ -377,8 +385,18 @@ def test_a_holder_with_too_little_data_hands_on_its_state(home: Path) -> None:
 
 def test_the_last_call_is_as_short_as_the_time_left(home: Path) -> None:
     calls, left = Calls(1), iter([0.2, 0.0])
-    training_of(calls, config_of(home, "adaptive")).train_for(lambda: next(left), 0.5, lambda done: None)
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
     assert calls.taken() == [(0, "train_drafter", None, 0.2)]
+
+
+def test_the_whole_evaluation_decides_about_a_publication(home: Path) -> None:
+    """The candidate is better in the last part only."""
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    for part in (Evaluation(1, 100.0, 120.0, 30.0, interrupted=True), Evaluation(100, 50.0, 40.0, 30.0)):
+        training.handle_result(Done(0, "evaluate_drafter", part))
+    assert calls.taken() == []
 
 
 def test_the_candidate_of_an_absent_worker_is_not_published(home: Path) -> None:

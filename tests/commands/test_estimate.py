@@ -16,7 +16,10 @@ from tlt.run.display import Display
 
 SUMMARY: dict[str, Any] = {
     "steps": 2,
-    "compared": {"rollout_seconds": 8.0, "plain_seconds": 16.0, "differ": 0, "responses": 8, "steps": 2},
+    "compared": {
+        **{"rollout_seconds": 8.0, "plain_seconds": 16.0, "differ": 0, "responses": 8, "steps": 2},
+        "times": [2.5, 1.5],
+    },
     "seconds": {"rollout": 8.0, "reward": 0.5, "update": 3.0, "sync": 0.5, "save": 99.0, "eval": 99.0},
 }
 
@@ -26,7 +29,7 @@ def test_the_expected_times_by_hand() -> None:
     said = expected(SUMMARY, 600)
     assert said == [
         "measured on 2 steps, same tokens:",
-        "  rollout   4.0 s per step, 8.0 s with plain decoding: 2.00 times as fast",
+        "  rollout   4.0 s per step, 8.0 s with plain decoding: 2.00 times as fast (1.50 to 2.50 in single steps)",
         "  the rest  2.0 s per step (reward, update, sync)",
         "  a step    6.0 s: 1.67 times as fast as with plain decoding",
         "600 steps would take 1:00:00, with plain decoding 1:40:00; evaluations and saves come on top",

@@ -350,8 +350,13 @@ def test_columns_may_be_nested_and_prompts_may_be_messages(tmp_path: Path) -> No
 
 def test_a_missing_answer_column_is_an_error_that_names_the_columns(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"question": "a", "solution": "1"}), json.dumps({"question": "b", "level": 2}))
-    with pytest.raises(DataError, match=r"nothing under data\.answer_column = 'gold': .* question, solution, level$"):
+    with pytest.raises(
+        DataError, match=r"nothing under data\.answer_column = 'gold': .* question, solution, level, or"
+    ):
         load_prompts(DataConfig(path=path, answer_column="gold"), encode)
+    with pytest.raises(DataError, match=r"nothing under data\.answer_column = 'answer'"):
+        load_prompts(DataConfig(path=path, answer_column="answer"), encode)
+    assert [prompt.ground_truth for prompt in load_prompts(DataConfig(path=path), encode)] == [None, None]
 
 
 def test_columns_with_names_of_tlt_are_kept(tmp_path: Path) -> None:

@@ -353,6 +353,22 @@ def test_the_catch_up_of_a_drafter_does_not_count_against_its_strategy() -> None
     assert played.regret < 0.13
 
 
+@pytest.mark.parametrize(("catch_up", "is_tried"), [(0.5, True), (2.0, False)])
+def test_a_try_is_charged_the_whole_catch_up(catch_up: float, is_tried: bool) -> None:
+    """At first, tries may lose 1 % of 128 plain rounds of 1 s."""
+    arms = [PLAIN, Strategy("suffix", 4, 1, 5)]
+    bandit = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0)})
+    bandit.catch_up["suffix"] = catch_up
+    assert any(arm == arms[1] for arm in play(bandit, World(per_token=0.0, noise=0.0), 1, 12).arms) == is_tried
+
+
+def test_a_published_drafter_begins_with_its_evaluation_as_8_rows() -> None:
+    bandit = Bandit(ARMS, World().profile)
+    bandit.seen.add(("eagle", 1), [1] * 100, [1] * 100)
+    bandit.renew("eagle", 0.9)
+    assert bandit.seen.chances(("eagle", 1), 1, [0.0]) == [pytest.approx(0.9 * 8 / 10)]
+
+
 def test_the_catch_up_is_the_mean_of_slow_and_fast_rounds() -> None:
     """A drafter without catch-up alternates with plain decoding. Its rounds take 0.5 s more or less than profiled."""
     eagle = next(arm for arm in ARMS if arm.drafter == "eagle")

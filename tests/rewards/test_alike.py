@@ -34,7 +34,7 @@ def test_a_first_step_of_equal_rewards_shows_what_each_term_compared(caplog: pyt
         "  prompt 5: 'What is 6 x 7?'\n"
         "  response, which ended by itself: 'the answer is 42'\n"
         "  exact: score 0, from the answer '' (the response has no 'Answer:') and the data's answer '42'\n"
-        "  length: score -0, from 16 tokens"
+        "  length: score 0, from 16 tokens"
     ]
 
 

@@ -194,14 +194,21 @@ def test_an_existing_log_and_another_file_named_latest_are_kept(home: Path) -> N
     assert ((home / "run" / "latest").is_dir(), (home / "run" / "latest").is_symlink()) == (True, False)
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"ste'])
-def test_a_file_with_an_incomplete_beginning_belongs_to_a_run(tmp_path: Path, torn: bytes) -> None:
+def test_a_file_with_an_incomplete_beginning_belongs_to_a_run(tmp_path: Path) -> None:
+    torn = b'{"ste'
     (tmp_path / "metrics.jsonl").write_bytes(torn)
     with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):  # and not --resume
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
     with RunFolder(RunConfig(folder=str(tmp_path), overwrite=True), resume=False) as folder:
         folder.move_previous_run()
     assert (tmp_path / "previous" / "metrics.jsonl").read_bytes() == torn
+
+
+def test_a_run_that_failed_in_its_first_step_is_started_again_by_the_same_command(tmp_path: Path) -> None:
+    with failing("nothing is saved yet$"):
+        train(short(tmp_path), display=Failing(0, "update"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
+    assert train(short(tmp_path))["steps"] == 2
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import fmean
 
 from tlt.build import starting_drafter, steps_ahead
@@ -202,7 +202,9 @@ class Coordinator:
         update, drafter training, look-ahead. While the worker waits for rows, it looks ahead, because look-ahead stops
         within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if self.allocation.ask_for_rows(index) or not (self._update_early(index) or self._train(index)):
+        if self.allocation.ask_for_rows(index) or self._update_early(index):
+            return
+        if not self._train(index, self.allocation.idle(), self.config.cluster.slice_seconds):
             self._decode_ahead(index)
 
     def _update_early(self, index: int) -> bool:
@@ -213,11 +215,10 @@ class Coordinator:
             self.tracers[index].enter(EARLY)
         return due
 
-    def _train(self, index: int) -> bool:
-        """Start training or evaluating the drafter on an idle worker, if the schedule permits. Return whether a call
-        was started."""
-        seconds = self.config.cluster.slice_seconds
-        due = self.uses_idle_time and self.training.next_call(index, self.allocation.idle(), seconds)
+    def _train(self, index: int, idle: Collection[int], seconds: float) -> bool:
+        """Start training or evaluating the drafter on an idle worker for about `seconds`, if the schedule permits.
+        `idle`: all idle workers. Return whether a call was started."""
+        due = self.uses_idle_time and self.training.next_call(index, idle, seconds)
         if due:
             self.tracers[index].enter(SPOT)
         return due
@@ -229,9 +230,13 @@ class Coordinator:
         until = began + self.training.extra * rollout_seconds
         if until == began:
             return 0.0
-        self.training.train_for(
-            lambda: until - time.monotonic(), self.config.cluster.slice_seconds, self._handle_idle_work
-        )
+
+        def ended(done: Done) -> None:
+            self._handle_idle_work(done)
+            self.tracers[done.worker].enter(IDLE if done.worker in self.crew.present else ABSENT)
+
+        most = self.config.cluster.slice_seconds
+        self.training.train_for(lambda: until - time.monotonic(), most, self._train, ended)
         return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:

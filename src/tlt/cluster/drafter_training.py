@@ -36,6 +36,8 @@ from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 log = logging.getLogger(__name__)
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
 """methods of drafter training whose results the driver needs; one such call runs at a time"""
+Start = Callable[[int, Collection[int], float], bool]
+"""function with the arguments and the result of `DrafterTraining.next_call`"""
 
 
 class Calls(Protocol):
@@ -197,12 +199,12 @@ class DrafterTraining(FaultBarrier):
         if self.extra:
             self._call_all("rollout_ended")
 
-    def train_for(self, left: Callable[[], float], most: float, handle: Callable[[Done], None]) -> None:
+    def train_for(self, left: Callable[[], float], most: float, start: Start, handle: Callable[[Done], None]) -> None:
         """Train and evaluate on free workers until `left()` is 0 seconds or nothing is due. `most`: maximum seconds of
-        a training call. `handle` is called with each call that returns."""
+        a training call. `start` starts a call as `next_call` does. `handle` is called with each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
-                self.next_call(worker, idle, min(seconds, most))
+                start(worker, idle, min(seconds, most))
             if not self.is_on or (self.under_way is None and self.crew.free()):
                 break
             for done in self.crew.done():

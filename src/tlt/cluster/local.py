@@ -62,7 +62,7 @@ class OwnTraining(DrafterTraining):
     def train_until(self, is_over: Callable[[], bool]) -> None:
         """Train, evaluate and publish drafters until `is_over` returns True or the schedule has nothing due."""
         self._calls.stop = is_over
-        self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.handle_result)
+        self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.next_call, self.handle_result)
         while done := self._calls.done():  # a candidate may be waiting for its publication
             for one in done:
                 self.handle_result(one)

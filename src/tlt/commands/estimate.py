@@ -62,9 +62,11 @@ def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))
     rest = sum(summary["seconds"].get(phase, 0.0) for phase in ("reward", "update", "sync")) / measured
     step, times = ours + rest, (plain + rest) / (ours + rest)
+    spread = f" ({min(found['times']):.2f} to {max(found['times']):.2f} in single steps)" if measured > 1 else ""
     lines = [
         f"measured on {counted(measured, 'step')}, {same_tokens(found)}:",
-        f"  rollout   {ours:.1f} s per step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast",
+        f"  rollout   {ours:.1f} s per step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast"
+        f"{spread}",
         f"  the rest  {rest:.1f} s per step (reward, update, sync)",
         f"  a step    {step:.1f} s: {times:.2f} times as fast as with plain decoding",
         f"{counted(steps, 'step')} would take {_time(steps * step)}, with plain decoding {_time(steps * step * times)}"

@@ -9,8 +9,12 @@ from pathlib import Path
 
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
-from tlt.progress import shown
+from tlt.progress import shown, working
 from tlt.run.restarts import keep_running, newest
+
+# a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
+_OTHER_DATA = ("--data.tasks=[]", "--data.environment=")
+_OTHER_REWARDS = ("--reward.terms=[]", "--reward.environment=")
 
 
 def add_train(train: argparse.ArgumentParser) -> None:
@@ -58,7 +62,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("give a recipe, or --model NAME --data NAME --reward NAME")
     named = {"model.path": arguments.model, "data.path": arguments.data, "reward.name": arguments.reward}
     named["cluster.workers"] = arguments.workers
-    overrides = [*overrides, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
+    replaced = [*_OTHER_DATA] * bool(arguments.data) + [*_OTHER_REWARDS] * bool(arguments.reward)
+    overrides = [*overrides, *replaced, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
     config = load_config(arguments.recipe, overrides)
     if arguments.restarts:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
@@ -66,11 +71,11 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.resume == "auto" and not _has_checkpoints(config):
         overrides = [*overrides, "--run.overwrite", "true"]  # the folder has no checkpoint to lose
         resume, config = False, load_config(arguments.recipe, overrides)
-    from tlt.run.train import train
-    from tlt.run.views import open_view
-
-    view = open_view(arguments.quiet, arguments.json)
     with shown(not arguments.quiet and not arguments.json):
+        with working("load torch and transformers"):
+            from tlt.run.train import train
+            from tlt.run.views import open_view
+        view = open_view(arguments.quiet, arguments.json)
         summary = train(config, resume, view, force=arguments.force)
     view.end(summary, config.run.folder)
     return 0

@@ -28,7 +28,8 @@ class DataConfig(Section):
     """Prompts: a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern
     such as `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
     `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
-    a branch, a tag or a commit. Give one of `tasks`, `path` and `environment`."""
+    a branch, a tag or a commit. A relative path is looked up in the recipe's folder first, then in the working
+    directory. Give one of `tasks`, `path` and `environment`."""
     hub: str | None = None
     """Name and commit of the data set, if `path` is a name on the Hugging Face hub. The run sets this, so that --resume
     loads the same commit."""

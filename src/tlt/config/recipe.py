@@ -31,10 +31,16 @@ _OF_TRL = {
     "beta": "train.kl_weight",
     "loss_type": "train.loss",
     "scale_rewards": "train.advantage",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.path",
+    "train_dataset": "data.path",
+    "reward_funcs": "reward.name",
+    "epsilon": "train.clip_low",
+    "epsilon_high": "train.clip_high",
     "output_dir": "run.folder",
     "save_steps": "run.save_every",
 }
-"""name in TRL's GRPOConfig -> field that replaces it; the value may differ (docs/from_trl.md)"""
+"""name in TRL -> field that replaces it; the value may differ (docs/from_trl.md)"""
 
 
 class ConfigError(ValueError):
@@ -159,7 +165,9 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
     pairs = list(zip(words[::2], words[1::2], strict=True))
     for flag, _ in pairs:
         if not flag.startswith("--") or "." not in flag:
-            raise ConfigError(f"unknown option {flag}: write overrides as --section.key value")
+            meant = " or ".join(f"--{key}" for key in _fields_like(flag.lstrip("-").replace("-", "_")))
+            hint = f"did you mean {meant}?" if meant else "write overrides as --section.key value"
+            raise ConfigError(f"unknown option {flag}: {hint}")
     return [(flag[2:], value) for flag, value in pairs]
 
 
@@ -198,14 +206,7 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        if ours := _OF_TRL.get(str(fault["loc"][-1])):
-            return f"unknown key {where}: the field is {ours} (docs/from_trl.md)"
-        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(section, fault["loc"][:-1]), n=1, cutoff=0.5)
-        return f"unknown key {where}" + (
-            f": did you mean {near[0]}?"
-            if near
-            else f"; known here: {', '.join(_fields_at(section, fault['loc'][:-1]))}"
-        )
+        return f"unknown key {where}{_hint(str(fault['loc'][-1]), _fields_at(section, fault['loc'][:-1]))}"
     if fault["type"] == "missing":
         return f"{where} is missing: set it in the recipe or give --{where} VALUE"
     message = fault["msg"].removeprefix("Value error, ")
@@ -214,6 +215,34 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
         if where and fault["type"] != "value_error"
         else message
     )
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return the end of the error for an unknown key: the field that it may mean, or the `known` keys of its table."""
+    if name in _OF_TRL:
+        return f": the field is {_OF_TRL[name]} (docs/from_trl.md)"
+    if elsewhere := [key for last, key in _fields_by_name(Config) if last == name]:
+        return f": the field is {' or '.join(elsewhere)}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else f"; known here: {', '.join(known)}"
+
+
+def _fields_like(name: str) -> list[str]:
+    """Return the dotted names of the fields that a name without its section may mean, with typing errors."""
+    if name in _OF_TRL:
+        return [_OF_TRL[name]]
+    names = list(_fields_by_name(Config))
+    near = difflib.get_close_matches(name, [last for last, _ in names], n=1)
+    return [key for last, key in names if last in near]
+
+
+def _fields_by_name(model: type[BaseModel], table: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (name, dotted name) of each field, such as ("steps", "train.steps")."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields_by_name(field.annotation, f"{table}{name}.")
+        else:
+            yield name, table + name
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

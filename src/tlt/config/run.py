@@ -12,7 +12,8 @@ from tlt.config.section import LONGEST, Section
 
 class RunConfig(Section):
     folder: str = "runs/latest"
-    """Folder of the run, for its checkpoints, metrics and other files."""
+    """Folder of the run, for its checkpoints, metrics and other files. A relative path begins in the working
+    directory."""
     seed: int = Field(default=0, ge=0)
     """Random seed for the sampling of all responses and for the order of the prompts."""
     save_every: int = Field(default=20, ge=0)

@@ -27,7 +27,6 @@ Question = str | Messages
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
-DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
 _MOST_TASKS = 50
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # added to seeds; far apart, because item i of a task uses seed + i
 
@@ -285,11 +284,11 @@ def _file_rows(config: DataConfig) -> list[Row]:
     if not rows:
         raise DataError(f"{config.path} contains no prompts: it needs one JSON object per line, or one row per prompt")
     answers = [column(row, config.answer_column) for _, row in rows]
-    if config.answer_column != DEFAULT_ANSWER_COLUMN and all(answer is None for answer in answers):
+    if "answer_column" in config.model_fields_set and all(answer is None for answer in answers):
         names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
         raise DataError(
             f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: set it to one of its "
-            f"columns, {names}"
+            f"columns, {names}, or remove it if no reward needs right answers"
         )
     # a column named "answer" is kept, even if data.answer_column names another one
     return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]

@@ -59,7 +59,7 @@ class AcceptanceModel:
     def assume(self, drafter: str, chance: float) -> None:
         """Set the counts of the drafter's chains as if 8 rows had been drafted with acceptance rate `chance` at each
         level."""
-        reached = _ROWS_OF_EVALUATION * chance ** np.arange(_DEEPEST)
+        reached = _ROWS_OF_EVALUATION * chance ** np.arange(_DEEPEST, dtype=np.float64)
         self.seen[drafter, 1] = np.stack([reached, reached * chance], axis=1)
 
     def forget(self, drafter: str) -> None:
@@ -84,8 +84,8 @@ class AcceptanceModel:
 def _rates(counts: np.ndarray | None, depth: int, prior: Sequence[float]) -> list[float]:
     """Return the acceptance rates of the first `depth` levels, see `AcceptanceModel.chances`."""
     found = list[float]()
-    for level in range(depth):
-        reached, right = counts[level].tolist() if counts is not None else (0.0, 0.0)
+    known = counts[:depth].tolist() if counts is not None else [(0.0, 0.0)] * depth
+    for level, (reached, right) in enumerate(known):
         expected = prior[level] if level < len(prior) else found[-1]
         found.append((right + _PRIOR_ROWS * expected) / (reached + _PRIOR_ROWS))
     return found

@@ -72,7 +72,7 @@ class OwnBackend:
         speculation = config.speculation
         adaptive = speculation.drafter == "adaptive"
         learned = f" with {speculation.path}" if speculation.path else ""
-        slow = ", after a short profile" if adaptive else ""
+        slow = "; the speed of each drafter is measured first" if adaptive else ""
         shared = ", without look-ahead, because workers share cores" if adaptive and share_cores(config) else ""
         return f"{speculation.drafter}{learned}{shared}{slow}"
 

@@ -11,11 +11,11 @@ This module does not import torch. `bench/tuner.py` runs it with recorded tables
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
@@ -71,6 +71,7 @@ class Bandit:
         self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
+        self._free_rows = dict[int, int]()  # rows -> `free_rows`, which is asked in every round
         self._rounds = 0
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
         self._switched = self._is_try = False  # whether this round uses another drafter than the last, and is a try
@@ -124,17 +125,17 @@ class Bandit:
         second case, choose the limit on look-ahead tokens per row, and `arm` or plain decoding for the other rows.
         `offers`: number of look-ahead tokens that each row can propose. The choice is made every round, because the
         offers change."""
-        known, longest = np.array(offers), max(offers)
-        others = len(known) - np.count_nonzero(known)
+        known, longest = [offer for offer in offers if offer], max(offers)
+        others = len(offers) - len(known)
         widths = [w for w in self._widths if w <= longest] + [w for w in self._widths if w > longest][:1]
         if _LOOK_AHEAD not in self.seen_ahead.seen:
             widths = widths[:1]  # a wide pass is expensive if nothing is accepted
         rates = self.seen_ahead.chances(_LOOK_AHEAD, self._widths[-1], [_ACCEPTANCE_AHEAD])
-        expected = np.cumsum(np.cumprod([1.0, *rates]))
+        expected = list(accumulate(accumulate([1.0, *rates], operator.mul)))  # tokens by length of the draft
         tokens = {PLAIN: 1.0, arm: self.tokens(arm)}
-        best, most = arm, (1 + _MARGIN) * len(known) * tokens[arm] / self._seconds_now(arm, bucket)
+        best, most = arm, (1 + _MARGIN) * len(offers) * tokens[arm] / self._seconds_now(arm, bucket)
         for width in widths:
-            by_ahead = expected[np.minimum(known[known > 0], width)].sum()
+            by_ahead = sum(expected[min(offer, width)] for offer in known)
             for base in tokens if others else [PLAIN]:
                 speed = (by_ahead + others * tokens[base]) / self._seconds_ahead(base, width, longest, bucket)
                 if speed > most:
@@ -144,9 +145,11 @@ class Bandit:
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
         """Return the expected seconds of a round with at most `width` look-ahead tokens per row. If the longest chain,
         of `longest` tokens, is shorter, interpolate between this limit and the next lower one."""
+        seconds = self._seconds_now(base._replace(ahead=width), bucket)
+        if longest >= width:
+            return seconds
         below = max((w for w in self._widths if w < width), default=0)
-        points = {w: self._seconds_now(base._replace(ahead=w), bucket) for w in (below, width)}
-        return interpolate(points, min(longest, width))
+        return interpolate({below: self._seconds_now(base._replace(ahead=below), bucket), width: seconds}, longest)
 
     # -- estimates -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class Bandit:
         rates = self.seen.chances((arm.drafter, 1), arm.depth, prior)
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior[0]) for rate in rates])
-        return float(np.cumprod([1.0, *rates]).sum())
+        return 1.0 + sum(accumulate(rates, operator.mul))
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:
         """Return the mean seconds of the arm's next `rounds` rounds. If the last round used another drafter, they
@@ -183,9 +186,11 @@ class Bandit:
         """Return the largest number of rows whose plain round takes at most 3 % longer than one of `rows` rows, by the
         start-up profile. But return `rows` if each row would then get over 3 % fewer tokens per second from the fastest
         strategy. On a GPU this hardly happens. On a CPU it does, because drafting pays off with few rows only."""
-        most = self.times.most_rows(rows, _FREE)
-        free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
-        return most if free else rows
+        if rows not in self._free_rows:
+            most = self.times.most_rows(rows, _FREE)
+            free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
+            self._free_rows[rows] = most if free else rows
+        return self._free_rows[rows]
 
     def _hoped_speed(self, rows: int) -> float:
         """Return the tokens per second and row of the fastest arm for this number of rows, by `_hoped_tokens`."""
@@ -235,6 +240,7 @@ class Bandit:
         """Forget the counts of the replaced drafter. `chance`, the new one's acceptance rate (None: unknown), counts as
         8 rows."""
         self.seen.forget(drafter)
+        self._free_rows.clear()
         self.chances.pop(drafter, None)
         if chance is not None:
             self.chances[drafter] = chance

@@ -49,6 +49,7 @@ class RoundTimes:
         self._took: dict[Bucket, dict[Strategy, deque[float]]] = {}
         self._medians: dict[tuple[Bucket, Strategy], float] = {}
         self._interpolated: dict[tuple[Strategy, int], float] = {}
+        self._most_rows: dict[tuple[int, float], int] = {}
 
     @cached_property
     def profile(self) -> dict[int, dict[Strategy, float]]:
@@ -83,9 +84,11 @@ class RoundTimes:
     def most_rows(self, rows: int, longer: float) -> int:
         """Return the largest number of rows whose plain round takes at most `longer` times as long as one of `rows`
         rows, by the start-up profile."""
-        more = range(rows, max(rows, *self.profile) + 1)
-        most = longer * min(self.profiled(PLAIN, n) for n in more)  # the first timing may be too slow
-        return max([rows, *(n for n in more if self.profiled(PLAIN, n) <= most)])
+        if (rows, longer) not in self._most_rows:
+            more = range(rows, max(rows, *self.profile) + 1)
+            most = longer * min(self.profiled(PLAIN, n) for n in more)  # the first timing may be too slow
+            self._most_rows[rows, longer] = max([rows, *(n for n in more if self.profiled(PLAIN, n) <= most)])
+        return self._most_rows[rows, longer]
 
     def add_rounds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
         """Add the seconds of timed rounds. The caller has scaled them to the largest number of rows in the bucket."""

@@ -125,7 +125,7 @@ def length_penalty(tokens: int, start: int, end: int) -> float:
     The penalty is 0 up to `start` tokens, decreases linearly to -1 at `end` tokens, and stays at -1 above. Example for
     start 6 and end 10: 6, 7, 9, 10 tokens -> 0, -0.25, -0.75, -1.
     """
-    return -min(1.0, max(0, tokens - start) / (end - start))
+    return 0.0 - min(1.0, max(0, tokens - start) / (end - start))  # not -0.0, which is printed as -0
 
 
 # -- rewards of other libraries ----------------------------------------------------------------------------------------

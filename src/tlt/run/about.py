@@ -22,7 +22,7 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
-    chat = "; without the model's chat template, which data.chat = true applies" if unused else ""
+    chat = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
     return f"{shown} of {source}{chat}; {per_step} per step; reward {config.reward.named}"
 

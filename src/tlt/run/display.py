@@ -241,7 +241,7 @@ class Display:
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest "
             f"{m.lengths['truncated']:.0%} cut off  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
-            f"look-ahead {_seen_ahead(m):.0%}  {_version(m)}"
+            f"{_from_look_ahead(m)}{_version(m)}"
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
 
@@ -250,6 +250,12 @@ def _version(m: StepMetrics) -> str:
     """Return text with the version of the learned drafter; empty if training has not replaced the first one."""
     version = m.rollout["spot"].get("version")
     return f"drafter {version:.0f}  " if version else ""
+
+
+def _from_look_ahead(m: StepMetrics) -> str:
+    """Return text with the share of a step's tokens from look-ahead; empty if it is 0 %."""
+    share = f"{_seen_ahead(m):.0%}"
+    return "" if share == "0%" else f"{share} of tokens from look-ahead  "
 
 
 def _training(spot: dict[str, float]) -> str:

@@ -76,8 +76,9 @@ class RunFolder:
     def _refuse_what_is_there(self, overwrite: bool) -> None:
         for stranger in _strangers(self.path):
             raise ConfigError(f"{stranger} is not from a run of tlt: move it away, or set another --run.folder")
-        if _holds_a_run(self.path) and not overwrite:
-            goes_on = "continue it with --resume, or " if any((self.path / "checkpoints").glob("step_*")) else ""
+        saved = any((self.path / "checkpoints").glob("step_*"))
+        if (saved or _has_steps(self.path)) and not overwrite:
+            goes_on = "continue it with --resume, or " if saved else ""
             raise ConfigError(
                 f"{self.path} already contains a run: {goes_on}set --run.overwrite true or another --run.folder"
             )
@@ -146,6 +147,12 @@ def _number(place: Path) -> int:
 
 def _holds_a_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
+
+
+def _has_steps(folder: Path) -> bool:
+    """Return whether a run in this folder has finished a step."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _of_a_run(folder: Path) -> list[Path]:

@@ -11,13 +11,13 @@ from tlt.build import open_engine, open_target, starting_drafter, steps_ahead
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits
-from tlt.data.prompts import encoder, load_prompts, make_cursor, reply_encoder
+from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor, reply_encoder
 from tlt.data.sampling_params import sampling_params
 from tlt.energy import Meter, MeteredTracer
 from tlt.engine.spelling import Detokenizer
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
-from tlt.rewards import make_reward, make_turns, refuse_special_tokens
+from tlt.rewards import make_reward, make_turns, refuse_special_tokens, refuse_unanswered
 from tlt.rewards.turns import Turns
 from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
@@ -51,13 +51,17 @@ def make_parts(
     """Build and return the parts of the training loop and the policy. Quick checks come first. The engine gets the
     policy's weights. `policy_folder` is the policy of a checkpoint (default: model.path). `note` logs a line."""
     folder = policy_folder or config.model.path
-    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
+    encode = encoder(tokenizer, config.data)
+    prompts = load_prompts(config.data, encode)
+    held_out = load_held_out(config.data, config.eval, encode, prompts)
     note(about_prompts(config, prompts, tokenizer))
     refuse_special_tokens(config, tokenizer)
+    refuse_misfits(config, prompts)
+    refuse_misfits(config, held_out, held_out=True)
+    refuse_unanswered(config, held_out)
     log = Path(config.run.folder) / "reward.log"
     reward = make_reward(config, prompts, log)
     turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), log)
-    refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     sampling = replace(sampling, continues=config.reward.environment is not None)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
@@ -66,8 +70,9 @@ def make_parts(
     with working("start the policy and its workers"):
         start = _one_worker if config.cluster.workers == 1 else _many_workers
         rollout, policy = start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
-    tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
-    return Parts(prompts, cursor, rollout, reward, policy, sampling, tracer=tracer, turns=turns), policy
+    parts = Parts(prompts, cursor, rollout, reward, policy, sampling, turns=turns, held_out=held_out)
+    parts.tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
+    return parts, policy
 
 
 def _one_worker(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting]:

@@ -14,14 +14,13 @@ import torch
 
 from tlt.build import refuse_wrong_folders, settled
 from tlt.config import Config
-from tlt.data.limits import refuse_misfits
-from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out, refuse_missing_files
+from tlt.data.prompts import Cursor, DataError, fingerprints, refuse_missing_files
 from tlt.data.sampling_params import eval_sampling
 from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256, num_weights
-from tlt.rewards import refuse_unanswered, sources_sha256
+from tlt.rewards import sources_sha256
 from tlt.rewards.tools import with_tools
 from tlt.rl.groups import from_plain, to_plain
 from tlt.run.about import about_folder
@@ -41,7 +40,7 @@ from tlt.store.hub import from_hub
 from tlt.store.mirror import Mirror, latest_of, mirror_of
 from tlt.store.model_files import model_files, write_files
 from tlt.trace import TraceFile, seconds_by_state
-from tlt.types import Group, Prompt
+from tlt.types import Group
 from tlt.wording import counted
 
 
@@ -69,7 +68,6 @@ class Run:
     """file name -> content, for the tokenizer and generation defaults that are copied into checkpoints"""
     parts: Parts
     policy: Lasting
-    held_out: list[Prompt]
     standing: Standing
     trace: TraceFile
     progress: RunProgress
@@ -180,9 +178,6 @@ def _prepare(
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
     ending.callback(parts.reward.close)
-    held_out = load_held_out(config.data, config.eval, encoder(tokenizer, config.data), parts.prompts)
-    refuse_misfits(config, held_out, held_out=True)
-    refuse_unanswered(config, held_out)
     run = Run(
         config,
         folder,
@@ -190,7 +185,6 @@ def _prepare(
         model_files(config.model.path, tokenizer),
         parts,
         policy,
-        held_out,
         Standing(0, 0, parts.cursor, parts.carried, {}),
         TraceFile(folder.path / "trace.json"),
         RunProgress(config.train.steps, found.state["metrics"] if found else None),
@@ -303,12 +297,12 @@ def _steps(run: Run) -> Iterator[StepResult]:
 
 
 def _evaluate(run: Run, step: int) -> dict[str, float]:
-    if not run.held_out:
-        return {}
     parts = run.parts
+    if not parts.held_out:
+        return {}
     evaluation = evaluate(
         run.config,
-        run.held_out,
+        parts.held_out,
         parts.rollout,
         parts.reward,
         eval_sampling(run.config, parts.sampling),
