@@ -26,7 +26,7 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
-from tlt.progress import shown
+from tlt.progress import loading, shown
 from tlt.report import add_report
 from tlt.run.restarts import LOST
 from tlt.stopping import Stopped
@@ -209,7 +209,8 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
     _at_least_one("--tokens", arguments.tokens)
     _at_least_one("--seconds", arguments.seconds)
     config = load_config(arguments.recipe, overrides)
-    from tlt.commands.drafting import train_drafter
+    with loading():
+        from tlt.commands.drafting import train_drafter
 
     train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
     return 0
@@ -218,7 +219,8 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--seconds", arguments.seconds)
     config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # for a learned drafter
-    from tlt.commands.drafting import eval_drafter
+    with loading():
+        from tlt.commands.drafting import eval_drafter
 
     eval_drafter(config, arguments.seconds, arguments.json)
     return 0
@@ -247,7 +249,8 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     if not arguments.prompt and not arguments.data:
         raise ConfigError("no prompt given: use --prompt TEXT or --data FILE")
-    from tlt.commands.generate import Asked, generate
+    with loading():
+        from tlt.commands.generate import Asked, generate
 
     backend = parse_section(EngineConfig, {"backend": arguments.backend}, "tlt generate")
     asked = Asked(arguments.prompt, arguments.data, arguments.prompt_column, arguments.chat, arguments.system)
@@ -293,7 +296,8 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(arguments.recipe, [*overrides, *backend])
     if config.engine.backend == "vllm" and arguments.dtype == "float64":
         raise ConfigError("vLLM has no float64: give tlt verify --dtype float32")
-    from tlt.verify.verify import verify
+    with loading():
+        from tlt.verify.verify import verify
 
     return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
 
@@ -309,7 +313,8 @@ def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> i
 
         bench_vllm(config, batches, arguments.repeats, arguments.json, arguments.look_ahead)
         return 0
-    from tlt.bench.rollout import bench_rollout
+    with loading():
+        from tlt.bench.rollout import bench_rollout
 
     only = arguments.only.split(",")
     options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead, only)

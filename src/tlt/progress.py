@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
@@ -97,6 +97,11 @@ def working(name: str, total: float | None = None, unit: str = _SECONDS) -> Iter
     finally:
         ended.set()
         thread.join()
+
+
+def loading() -> AbstractContextManager[Work]:
+    """Show that the libraries which the `with` block imports are loading, because this takes some seconds."""
+    return working("load torch and transformers")
 
 
 def _lines(work: Work, wait: Callable[[float], bool]) -> None:

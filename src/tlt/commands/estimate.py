@@ -6,10 +6,12 @@ import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
+from tlt.progress import loading
 from tlt.wording import counted
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--steps must be a number of at least 1, not {arguments.steps}")
     workers = [] if arguments.workers is None else [f"--cluster.workers={arguments.workers}"]
     config = load_config(arguments.recipe, [*overrides, *workers])
+    with loading():
+        import_module("tlt.run.train")  # `estimate` needs it
     from rich.console import Console
 
     from tlt.run.display import Display

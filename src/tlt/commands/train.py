@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
-from tlt.progress import shown, working
+from tlt.progress import loading, shown
 from tlt.run.restarts import keep_running, newest
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
@@ -72,7 +72,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         overrides = [*overrides, "--run.overwrite", "true"]  # the folder has no checkpoint to lose
         resume, config = False, load_config(arguments.recipe, overrides)
     with shown(not arguments.quiet and not arguments.json):
-        with working("load torch and transformers"):
+        with loading():
             from tlt.run.train import train
             from tlt.run.views import open_view
         view = open_view(arguments.quiet, arguments.json)
