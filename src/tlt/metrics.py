@@ -110,8 +110,8 @@ def summarize(
     folder: Path, policy_sha256: str, evaluation: dict[str, float], changes: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """Write summary.json to `folder` and return its content. It covers all steps in metrics.jsonl, including those
-    before a resume. `evaluation` is the last evaluation. `changes` lists the fields of the recipe that resumes
-    changed."""
+    before a resume. `evaluation` is the last evaluation. `changes` has the changes of the recipe at resumes
+    that may affect the result, see `run.resume.allowed_changes`."""
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())

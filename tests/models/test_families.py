@@ -123,6 +123,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         config(max_position_embeddings=2),
         ["2 for max_position_embeddings: give a whole number of at least 3"],
     ),
+    "no layers": (config(num_hidden_layers=0), ["0 for num_hidden_layers: give a whole number of at least 1"]),
     "too small a window": (
         config(model_type="mistral", sliding_window=1),
         ["1 for sliding_window: give a whole number of at least 3"],

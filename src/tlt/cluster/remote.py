@@ -117,7 +117,7 @@ class ClusterPolicy:
         digests = list(self.crew.call_all("sha256").values())
         if len(set(digests)) > 1:
             hashes = ", ".join(digest[:8] for digest in digests)
-            raise ClusterError(f"the workers' policies differ (hashes {hashes}): do not use them")
+            raise ClusterError(f"the workers' policies differ (hashes {hashes}): continue from the newest checkpoint")
         return digests[0]
 
 

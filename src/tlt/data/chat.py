@@ -166,8 +166,8 @@ class ChatTemplate:
         whole, mark, _ = text.rpartition(_mark(0))
         if not mark or not _bare(whole).endswith(_bare(content)):
             raise DataError(
-                f"the chat template changes the assistant's message {content[:40]!r}, which the response continues: "
-                "write it as the template does"
+                f"the chat template changes a prompt's last message ({content[:40]!r}, of the role assistant), which "
+                "the response must continue unchanged: write the message in the data as the template renders it"
             )
         return whole
 

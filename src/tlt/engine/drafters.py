@@ -81,7 +81,8 @@ class Drafters:
         self._call_all(lambda drafter: drafter.close(place, last), "close")
 
     def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
-        """Replace the drafter of the same name, between two rounds. The new one starts with the active `rows`."""
+        """Replace the drafter of the same name. The new one starts with the active `rows`. Call this between two
+        rounds."""
         self.usable[drafter.name] = drafter
         self.acceptance_rates[drafter.name] = AcceptanceRate(drafter.acceptance_rate)
         self.calibrations.setdefault(drafter.name, Calibration()).renew()

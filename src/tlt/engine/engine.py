@@ -127,7 +127,7 @@ class Engine(Generates):
         self.rollout.scheduler.submit(requests, resumed)
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
-        """Remove the requests with these seeds, active or waiting, between two rounds. Return their unfinished rows.
+        """Remove the requests with these seeds, active or waiting. Call this between two rounds. Return their rows.
         Another engine that resumes these rows decodes the same tokens."""
         return self.rollout.scheduler.withdraw(seeds)
 

@@ -99,7 +99,7 @@ class RolloutEngine(Protocol):
         ...
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Replace the learned drafter in use by one with the weights of `layer`, between two rounds."""
+        """Replace the learned drafter in use by one with the weights of `layer`. Call this between two rounds."""
         ...
 
     def release(self) -> None:

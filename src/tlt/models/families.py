@@ -152,7 +152,8 @@ def _refuse_sizes(options: DecoderOptions) -> None:
         if name == "max_positions":
             name, least = options.limited_by, _LEAST_POSITIONS
         if not isinstance(value, int) or value < least:
-            raise ModelError(f"config.json has {value!r} for {name}: give a whole number of at least {least}")
+            field = _HUGGING_FACE.get(name, name)
+            raise ModelError(f"config.json has {value!r} for {field}: give a whole number of at least {least}")
     if options.num_heads % options.num_kv_heads:
         raise ModelError(
             f"config.json has {options.num_heads} heads, not a multiple of its {options.num_kv_heads} key-value heads"
@@ -164,6 +165,12 @@ _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("intermediate_size", "max_positions"),
 )
+_HUGGING_FACE = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+"""field of `DecoderOptions` -> field of config.json, if the names differ"""
 
 
 def _fused_options(config: PreTrainedConfig) -> DecoderOptions:

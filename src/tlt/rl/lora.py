@@ -43,7 +43,8 @@ class AdaptedPolicy(Policy):
                 raise ModelError(f"{file} has adapters of another rank: set train.lora.rank to theirs") from None
             if unknown := found.unexpected_keys:
                 raise ModelError(
-                    f"{file} has adapters that train.lora.targets does not ask for ({unknown[0]}): add them"
+                    f"{file} has adapters of layers that train.lora.targets does not name, such as {unknown[0]}: add "
+                    "these layers to train.lora.targets"
                 )
             if missing := [name for name in found.missing_keys if ".lora_" in name]:
                 raise ModelError(f"{file} lacks the adapter {missing[0]}: restore it, or set train.lora.targets")
