@@ -138,6 +138,10 @@ GENERATE = "generate MODEL --dtype float64"
         (f"{GENERATE} --prompt a --samples 0", "--samples"),
         (f"{GENERATE} --prompt a --engine.backend vllm", "unknown option --engine.backend: did you mean --backend?"),
         (f"{GENERATE} --prompt a --engine.backend=vllm", "unknown option --engine.backend: did you mean --backend?"),
+        (
+            f"{GENERATE} --prompt a --max_new_tokens 3",
+            "unknown option --max_new_tokens: did you mean --max-new-tokens?",
+        ),
         (f"{GENERATE} --prompt a\udcff", "is not UTF-8 text: 'a\\udcff'"),
         (f"{GENERATE} --prompt=", "is empty"),
         ("train RECIPE --workers 0", "cluster.workers"),
@@ -174,6 +178,11 @@ def test_data_and_reward_of_the_command_line_replace_those_of_the_recipe(
     recipe.write_text("\n".join([f"[model]\npath = '{home / 'model'}'", *sections]), encoding="utf-8")
     said = refusal(capsys, "train", str(recipe), "--data", "nowhere.jsonl", "--reward", "exact")
     assert "there is no file nowhere.jsonl" in said
+    environment = Path(__file__).parents[1] / "recipes" / "guessing.toml"
+    said = refusal(capsys, "train", str(environment), "--data", "nowhere.jsonl", "--reward", "exact")
+    assert "there is no file nowhere.jsonl" in said
+    said = refusal(capsys, "train", str(recipe), "--reward", "exact", "--reward.environment", "a:B")
+    assert "the environment" in said
 
 
 def test_two_signals_end_a_run_at_once_and_the_saved_step_is_printed(

@@ -236,6 +236,8 @@ def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recip
         (["--train.steps"], "--train.steps has no value"),
         (["--stpes", "3"], "unknown option --stpes: did you mean --train.steps?"),
         (["train.steps", "3"], "unknown option train.steps: did you mean --train.steps?"),
+        (["--epsilon", "3"], "unknown option --epsilon: did you mean --train.clip_low?"),
+        (["--learning_rate", "3"], "did you mean --train.learning_rate or --speculation.training.learning_rate?"),
         (["--seed", "3"], "unknown option --seed: did you mean --data.seed or --run.seed?"),
         (["--num-generations", "3"], "unknown option --num-generations: did you mean --rollout.group_size?"),
         (["--no-such-option", "3"], "unknown option --no-such-option: write overrides as --section.key value"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlt.metrics import against_plain, useful_share
+from tlt.metrics import _compared, against_plain, useful_share
 from tlt.trace import ABSENT, AHEAD, IDLE, ROLLOUT, SPOT, UPDATE
 
 
@@ -36,6 +36,12 @@ def test_useful_share_of_a_run_weighs_steps_by_their_seconds() -> None:
     steps = [([{ROLLOUT: 9.0, IDLE: 1.0}], rollout()), ([{ROLLOUT: 0.5, IDLE: 0.5}], rollout())]
     assert useful_share(steps) == pytest.approx(9.5 / 11)
     assert useful_share([([], {})]) == 0.0, "a line of an earlier version"
+
+
+def test_the_speed_up_of_each_compared_step() -> None:
+    counts = {"tokens": 1, "responses": 1, "differ": 0}
+    lines = [{"compared": counts, "seconds": {"rollout": 2.0, "compare": seconds}} for seconds in (4.0, 6.0)]
+    assert _compared([*lines, {"seconds": {}}])["times"] == [2.0, 3.0]
 
 
 def test_speed_is_estimated_from_at_least_ten_seconds_of_rounds() -> None:

@@ -229,10 +229,10 @@ def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         flag = overrides[0].partition("=")[0]
-        meant = "--" + flag.rpartition(".")[2].replace("_", "-")  # --backend for --engine.backend
+        meant = "--" + flag.lstrip("-").rpartition(".")[2].replace("_", "-")  # --backend for --engine.backend
         hint = (
             f"did you mean {meant}?"
-            if "." in flag and meant[2:].replace("-", "_") in arguments
+            if meant != flag and meant[2:].replace("-", "_") in arguments
             else "see tlt generate --help"
         )
         raise ConfigError(f"unknown option {flag}: {hint}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from rich.console import Console
 from tiny import tiny_config
 
 from tlt.commands.estimate import estimate, expected
 from tlt.run.closing import ROUNDING
 from tlt.run.display import Display
+from tlt.stopping import Stopped
 
 SUMMARY: dict[str, Any] = {
     "steps": 2,
@@ -50,6 +54,17 @@ def test_responses_that_differ_are_counted_with_the_reason() -> None:
     assert lines[4].startswith("1 step would take")
     assert lines[5] == ROUNDING
     assert "bfloat16" in ROUNDING
+
+
+def test_a_stopped_estimate_keeps_nothing(tmp_path: Path) -> None:
+    class Stopping(Display):
+        def phase(self, step: int, name: str, total: int) -> None:
+            if name == "update":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped, match=r"^stopped before all steps were measured: nothing is kept$") as stopped:
+        estimate(tiny_config(tmp_path), 2, Stopping(Console(quiet=True)))
+    assert stopped.value.exit_code == 130
 
 
 def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:

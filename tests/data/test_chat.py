@@ -171,7 +171,12 @@ def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None
         (EVERY, [USER, turn("assistant", "", tool_calls=[CALL]), turn("tool", "5")], {}, r"leaves out the tool_calls"),
         (EVERY, [turn("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
         (EVERY, [turn("human", "u")], {}, r"does not know the role 'human'"),
-        (QWEN3, [USER, turn("assistant", "<think>x</think>y")], {}, r"changes a prompt's last message \('<think>x</thi"),
+        (
+            QWEN3,
+            [USER, turn("assistant", "<think>x</think>y")],
+            {},
+            r"changes a prompt's last message \('<think>x</thi",
+        ),
         (THINKS, "u", {"prefill": "<think>\nLet me"}, r"data\.prefill begins with <think>, but .* already ends a pro"),
         (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
     ],

@@ -357,6 +357,11 @@ def test_a_missing_answer_column_is_an_error_that_names_the_columns(tmp_path: Pa
     with pytest.raises(DataError, match=r"nothing under data\.answer_column = 'answer'"):
         load_prompts(DataConfig(path=path, answer_column="answer"), encode)
     assert [prompt.ground_truth for prompt in load_prompts(DataConfig(path=path), encode)] == [None, None]
+    path = write(tmp_path, json.dumps({"question": "a", "gold": "1"}), json.dumps({"question": "b"}))
+    found = load_prompts(DataConfig(path=path, answer_column="gold"), encode)
+    assert [prompt.ground_truth for prompt in found] == ["1", None]
+    path = write(tmp_path, json.dumps({"question": "a", "ground_truth": "1"}))  # rewards get this column instead
+    assert len(load_prompts(DataConfig(path=path, answer_column="answer"), encode)) == 1
 
 
 def test_columns_with_names_of_tlt_are_kept(tmp_path: Path) -> None:

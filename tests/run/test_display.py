@@ -139,6 +139,15 @@ def test_the_line_of_a_step_names_a_trained_drafter(tmp_path: Path) -> None:
     assert "drafter" not in display._line(step_metrics(3, rollout=metrics.rollout | {"spot": {"version": 0.0}}))
 
 
+def test_the_line_of_a_step_names_look_ahead_if_it_gave_tokens(tmp_path: Path) -> None:
+    display, metrics = Display(Console(file=io.StringIO())), step_metrics(3)
+    with display.live(tiny_config(tmp_path), 0, lambda: NOW):
+        for share, said in ((0.0, 0), (0.004, 0), (0.25, 1)):
+            metrics.rollout["seen_ahead"] = share * metrics.tokens
+            assert display._line(metrics).count("25% of tokens from look-ahead") == said
+            assert display._line(metrics).count("look-ahead") == said
+
+
 def responses(*rewards: float | None) -> list[Group]:
     prompt = Prompt(0, "Solve:\nWhat is 17 + 25?", (1,))
     texts = ["first I " + "think " * 200 + "\nAnswer: 42", "\x1b[31m[red]short[/red]", "third"]

@@ -132,7 +132,9 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
     copy = shutil.copytree(previous, home / "copy")
     assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
-    with failing():
+    with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):
+        train(short(home))
+    with failing(f"nothing is saved yet; the previous run is in {previous}$"):
         train(afresh(home), display=Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
@@ -209,6 +211,17 @@ def test_a_run_that_failed_in_its_first_step_is_started_again_by_the_same_comman
         train(short(tmp_path), display=Failing(0, "update"))
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
     assert train(short(tmp_path))["steps"] == 2
+
+
+@pytest.mark.parametrize(("name", "is_run"), [("step_00000001", True), (".step_00000001.partial", False)])
+def test_a_folder_with_a_complete_checkpoint_belongs_to_a_run(tmp_path: Path, name: str, is_run: bool) -> None:
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    run = RunConfig(folder=str(tmp_path))
+    if is_run:
+        with pytest.raises(ConfigError, match="continue it with --resume"):
+            RunFolder(run, resume=False)
+    else:
+        RunFolder(run, resume=False).close()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

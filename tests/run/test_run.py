@@ -270,6 +270,17 @@ def test_a_signal_saves_and_the_run_resumes_to_the_same_end(home: Path, phase: s
     assert lessons(Path(config.run.folder)) == lessons(home / "whole")
 
 
+@pytest.mark.parametrize(
+    ("step", "left"), [(0, "before its first step: nothing is saved"), (2, "saved after step 2 of")]
+)
+def test_a_signal_during_an_evaluation_starts_no_step(home: Path, step: int, left: str) -> None:
+    evaluated = held_out(home, "unseen", "other")
+    config = whole(home, f"evaluation {step}", run={"save_every": 0}, eval=evaluated)
+    with pytest.raises(Stopped, match=left):
+        train(config, False, Asking("eval", step, signal.SIGTERM))
+    assert len(read_metrics(Path(config.run.folder))) == step
+
+
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_a_step_that_does_not_end_is_abandoned_and_the_state_before_it_saved(home: Path, phase: str) -> None:
     config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.store.checkpoint import Best, CheckpointError, latest, refuse_full_disk, save
+from tlt.store.checkpoint import Best, CheckpointError, latest, policy_in, refuse_full_disk, save
 
 
 def write_step(step: int) -> Callable[[Path], None]:
@@ -168,3 +168,9 @@ def test_the_best_policy_is_kept(tmp_path: Path) -> None:
         Best(tmp_path).offer(step, {"mean@2": worth}, worth, write_step(step))  # as after a resume
     assert names(tmp_path) == ["step_00000020"]
     assert latest(tmp_path).state == {"step": 20, "worth": 0.7, "eval": {"mean@2": 0.7}}
+
+
+def test_a_run_without_a_checkpoint_has_no_policy(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        policy_in(tmp_path)

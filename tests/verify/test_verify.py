@@ -17,7 +17,7 @@ from tiny import tiny_config, tiny_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.config import Config, parse_config
+from tlt.config import Config, EvalConfig, parse_config
 from tlt.draft.ahead import LookAhead
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
@@ -51,6 +51,7 @@ def small(home: Path, **sections: dict[str, Any]) -> Config:
 
 def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1) -> tuple[bool, dict[str, Any]]:
     file = tmp_path / "verdict.json"
+    config = config.model_copy(update={"eval": EvalConfig(every=1, path="missing.jsonl")})  # is not used
     agree = verify(config, steps, dtype, False, file)
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["agree"] is agree

@@ -39,6 +39,7 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
         "speculation": config.speculation.model_copy(update={"drafter": "off"}),
         "cluster": config.cluster.model_copy(update={"workers": 1}),
         "engine": config.engine.ours,
+        "eval": config.eval.model_copy(update={"every": 0}),
     }
     config = config.model_copy(update=changes)
     parts, policy = make_parts(config, load_tokenizer(config.model.path))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
 from tlt.progress import loading
+from tlt.stopping import Stopped
 from tlt.wording import counted
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
             "train": config.train.model_copy(update={"steps": steps}),
             "eval": config.eval.model_copy(update={"every": 0, "path": None}),
         }
-        return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
+        try:
+            return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
+        except Stopped as stopped:
+            raise Stopped("stopped before all steps were measured: nothing is kept", stopped.number) from None
 
 
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:

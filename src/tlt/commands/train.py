@@ -13,15 +13,17 @@ from tlt.progress import loading, shown
 from tlt.run.restarts import keep_running, newest
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
-_OTHER_DATA = ("--data.tasks=[]", "--data.environment=")
-_OTHER_REWARDS = ("--reward.terms=[]", "--reward.environment=")
+_OTHER_DATA = ("--data.tasks=[]", "--data.environment=", "--data.environment_arguments={}")
+_OTHER_REWARDS = ("--reward.terms=[]", "--reward.environment=", "--reward.turns=", '--reward.pattern=""')
 
 
 def add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("recipe", nargs="?", help=f"{RECIPE} (default: all defaults, with --model, --data and --reward)")
     train.add_argument("--model", metavar="NAME", help="folder of the model, or its name on the hub (model.path)")
-    train.add_argument("--data", metavar="NAME", help="file of prompts, or a data set on the hub (data.path)")
-    train.add_argument("--reward", metavar="NAME", help="reward, such as math (reward.name)")
+    train.add_argument(
+        "--data", metavar="NAME", help="file of prompts, or a data set on the hub; replaces the recipe's"
+    )
+    train.add_argument("--reward", metavar="NAME", help="reward, such as math; replaces the recipe's")
     train.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     train.add_argument(
         "--resume",
@@ -63,7 +65,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     named = {"model.path": arguments.model, "data.path": arguments.data, "reward.name": arguments.reward}
     named["cluster.workers"] = arguments.workers
     replaced = [*_OTHER_DATA] * bool(arguments.data) + [*_OTHER_REWARDS] * bool(arguments.reward)
-    overrides = [*overrides, *replaced, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
+    overrides = [*replaced, *overrides, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
     config = load_config(arguments.recipe, overrides)
     if arguments.restarts:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")

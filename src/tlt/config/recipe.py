@@ -233,7 +233,7 @@ def _fields_like(name: str) -> list[str]:
         return [_OF_TRL[name]]
     names = list(_fields_by_name(Config))
     near = difflib.get_close_matches(name, [last for last, _ in names], n=1)
-    return [key for last, key in names if last in near]
+    return sorted((key for last, key in names if last in near), key=lambda key: key.count("."))
 
 
 def _fields_by_name(model: type[BaseModel], table: str = "") -> Iterator[tuple[str, str]]:

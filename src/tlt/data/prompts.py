@@ -284,7 +284,8 @@ def _file_rows(config: DataConfig) -> list[Row]:
     if not rows:
         raise DataError(f"{config.path} contains no prompts: it needs one JSON object per line, or one row per prompt")
     answers = [column(row, config.answer_column) for _, row in rows]
-    if "answer_column" in config.model_fields_set and all(answer is None for answer in answers):
+    has_answers = any(answer is not None for answer in answers) or any("ground_truth" in row for _, row in rows)
+    if "answer_column" in config.model_fields_set and not has_answers:
         names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
         raise DataError(
             f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: set it to one of its "

@@ -71,7 +71,7 @@ class Bandit:
         self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
-        self._free_rows = dict[int, int]()  # rows -> `free_rows`, which is asked in every round
+        self._free_rows = dict[int, int]()  # rows -> `free_rows` since the last comparison; it is asked every round
         self._rounds = 0
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
         self._switched = self._is_try = False  # whether this round uses another drafter than the last, and is a try
@@ -101,6 +101,7 @@ class Bandit:
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
         """Set `current` to the arm that is the fastest by the acceptance rates so far. Return an arm that may be even
         faster (`_hoped_tokens`), if the expected loss of one round of it is affordable. Else return `current`."""
+        self._free_rows.clear()
         seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
@@ -240,7 +241,6 @@ class Bandit:
         """Forget the counts of the replaced drafter. `chance`, the new one's acceptance rate (None: unknown), counts as
         8 rows."""
         self.seen.forget(drafter)
-        self._free_rows.clear()
         self.chances.pop(drafter, None)
         if chance is not None:
             self.chances[drafter] = chance

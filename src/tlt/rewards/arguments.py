@@ -83,7 +83,7 @@ def _remedy(parameter: inspect.Parameter, known: Collection[str], lists: bool) -
     if parameter.kind == parameter.POSITIONAL_ONLY:
         return "a parameter before `/` cannot be filled by its name"
     if not lists and parameter.name.removesuffix("s") in known:
-        return "a function of lists needs reward.batched = true"
+        return "a function of lists needs batched = true, in [reward] or in its [[reward.terms]]"
     return _choice(known)
 
 

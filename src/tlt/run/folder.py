@@ -76,8 +76,9 @@ class RunFolder:
     def _refuse_what_is_there(self, overwrite: bool) -> None:
         for stranger in _strangers(self.path):
             raise ConfigError(f"{stranger} is not from a run of tlt: move it away, or set another --run.folder")
-        saved = any((self.path / "checkpoints").glob("step_*"))
-        if (saved or _has_steps(self.path)) and not overwrite:
+        saved = _has_checkpoints(self.path)
+        # the first checkpoint of a new run deletes previous runs
+        if (saved or self.kept() or _has_steps(self.path)) and not overwrite:
             goes_on = "continue it with --resume, or " if saved else ""
             raise ConfigError(
                 f"{self.path} already contains a run: {goes_on}set --run.overwrite true or another --run.folder"
@@ -97,6 +98,10 @@ class RunFolder:
     def before(self) -> list[Path]:
         """Return the subfolders with the files of previous runs, the oldest first."""
         return sorted((path for path in self.path.glob(f"{_BEFORE}*") if _number(path) and path.is_dir()), key=_number)
+
+    def kept(self) -> list[Path]:
+        """Return the subfolders of previous runs that have a checkpoint, the oldest first."""
+        return [place for place in self.before() if _has_checkpoints(place)]
 
     def point_to(self, checkpoint: Path) -> None:
         """Make the symbolic link `latest` in the run's folder point to a checkpoint, if the file system supports links.
@@ -147,6 +152,10 @@ def _number(place: Path) -> int:
 
 def _holds_a_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step_*"))
 
 
 def _has_steps(folder: Path) -> bool:

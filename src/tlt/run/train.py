@@ -247,7 +247,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     """Run all remaining steps. Log each step, and save a checkpoint if one is due. Return the metrics of the evaluation
     after the last step. Raises Stopped after a signal."""
     config = run.config
-    for result in _steps(run):
+    for result in _steps(run, record, stop):
         done = result.metrics.step + 1
         run.stand(done, asdict(result.metrics))
         stop.step_has_ended()
@@ -266,10 +266,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
             record.page.write_if_quick()
         run.display.step(result)
         if stop and done < config.train.steps:
-            if run.standing.saved < done:  # the signal arrived after the save
-                _save(run)
-            record.close()
-            raise Stopped(resume_hint(done, config.train.steps, config.run.folder, stop.number), stop.number)
+            raise _stopped(run, record, stop)
     run.parts.turns.step = config.train.steps
     with run.parts.tracer.span("eval"):
         evaluation = _evaluate(run, config.train.steps)
@@ -277,8 +274,21 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     return evaluation
 
 
-def _steps(run: Run) -> Iterator[StepResult]:
-    """Run the remaining steps, each preceded by an evaluation if one is due. Yield the result of each step."""
+def _stopped(run: Run, record: Record, stop: StopRequest) -> Stopped:
+    """Save the last step if it is not saved yet, and return the exception that ends the run after a signal."""
+    done = run.standing.done
+    record.close()
+    if not done:
+        name = signal.Signals(stop.number).name
+        return Stopped(f"stopped by {name} before its first step: nothing is saved", stop.number)
+    if run.standing.saved < done:
+        _save(run)
+    return Stopped(resume_hint(done, run.config.train.steps, run.config.run.folder, stop.number), stop.number)
+
+
+def _steps(run: Run, record: Record, stop: StopRequest) -> Iterator[StepResult]:
+    """Run the remaining steps, each preceded by an evaluation if one is due. Yield the result of each step. Raises
+    Stopped after a signal during an evaluation."""
     config = run.config
     for step in range(run.standing.done, config.train.steps):
         run.parts.turns.step = step
@@ -287,6 +297,8 @@ def _steps(run: Run) -> Iterator[StepResult]:
         if config.eval.every and step % config.eval.every == 0:
             with timed("eval", seconds, run.parts.tracer):
                 evaluation = _evaluate(run, step)
+            if stop:
+                raise _stopped(run, record, stop)
         result = one_step(run.parts, config, run.display, step)
         run.progress.add(result)
         if evaluation:
@@ -377,8 +389,8 @@ def _saved_before(run: Run) -> str:
     """Return a sentence that says which step the newest checkpoint has, and how to continue from it."""
     if run.standing.saved:
         return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
-    before = run.folder.before()
-    return f"nothing is saved yet{f'; the previous run is in {before[-1]}' if before else ''}"
+    kept = run.folder.kept()
+    return f"nothing is saved yet{f'; the previous run is in {kept[-1]}' if kept else ''}"
 
 
 def _stopped_during_a_step(run: Run, number: int) -> str:

@@ -104,7 +104,7 @@ def policy_in(folder: str | Path) -> Path:
     in its newest complete checkpoint; if it is a checkpoint, the policy in it; otherwise `folder` itself. Raises
     CheckpointError."""
     path = Path(folder)
-    if (path / "checkpoints").is_dir():
+    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
         return latest(path / "checkpoints").folder / "policy"
     return path / "policy" if (path / "policy" / "config.json").is_file() else path
 

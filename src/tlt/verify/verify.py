@@ -127,6 +127,7 @@ def _verify_config(config: Config, dtype: str, full: bool) -> Config:
             "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
             "cluster": ClusterConfig(),
             "run": config.run.model_copy(update={"compare_every": 0}),
+            "eval": config.eval.model_copy(update={"every": 0}),
         }
     )
 
