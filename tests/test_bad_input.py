@@ -199,6 +199,13 @@ FILES: list[tuple[dict[str, Change], str]] = [
         r"prompt 0 has no answer to compare with \('new'\): set data\.answer_column",
     ),
     (
+        {
+            "held_out.jsonl": '{"question": "new"}',
+            "options": "--eval.every=1 --eval.path=HOME/held_out.jsonl --eval.max_new_tokens=512",
+        },
+        r"a held-out prompt with its response may reach 515 tokens.*: lower eval\.max_new_tokens to at most 509",
+    ),
+    (
         {"run": lambda path: (path / "checkpoints" / "step_00000001").mkdir(parents=True)},
         r"already contains a run: continue it with --resume",
     ),
