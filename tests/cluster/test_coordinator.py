@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import count, pairwise
 from pathlib import Path
 from random import Random
@@ -269,6 +269,32 @@ def test_training_workers_are_interrupted(home: Path) -> None:
 
 LONGER = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
 LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False}}
+
+
+@pytest.mark.parametrize(
+    ("possible", "tried"),
+    [
+        ({"ask_for_rows"}, ["ask_for_rows", "_decode_ahead"]),  # it looks ahead while it waits
+        ({"_update_early"}, ["ask_for_rows", "_update_early"]),
+        ({"_train"}, ["ask_for_rows", "_update_early", "_train"]),
+        (set[str](), ["ask_for_rows", "_update_early", "_train", "_decode_ahead"]),
+    ],
+)
+def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tried: list[str]) -> None:
+    coordinator = Coordinator(Crew(TestPool(2, lambda index: SimpleNamespace())), config_of(home, 2))
+    asked, idle = [], []
+
+    def do(name: str, *arguments: Any) -> bool:
+        asked.append(name)
+        idle.extend(arguments[1:2])
+        return name in possible
+
+    owners = {"ask_for_rows": coordinator.allocation}
+    for name in ("ask_for_rows", "_update_early", "_train", "_decode_ahead"):
+        setattr(owners.get(name, coordinator), name, partial(do, name))
+    coordinator._idle(1)
+    assert asked == tried
+    assert idle == [coordinator.allocation.idle()] * ("_train" in tried)
 
 
 def ahead_of(config: Config) -> dict[str, int]:

@@ -202,9 +202,8 @@ class Coordinator:
         update, drafter training, look-ahead. While the worker waits for rows, it looks ahead, because look-ahead stops
         within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if self.allocation.ask_for_rows(index) or self._update_early(index):
-            return
-        if not self._train(index, self.allocation.idle(), self.config.cluster.slice_seconds):
+        waits, most = self.allocation.ask_for_rows(index), self.config.cluster.slice_seconds
+        if waits or not (self._update_early(index) or self._train(index, self.allocation.idle(), most)):
             self._decode_ahead(index)
 
     def _update_early(self, index: int) -> bool:
