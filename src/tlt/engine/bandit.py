@@ -71,7 +71,6 @@ class Bandit:
         self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
-        self._free_rows = dict[int, int]()  # rows -> `free_rows` since the last comparison; it is asked every round
         self._rounds = 0
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
         self._switched = self._is_try = False  # whether this round uses another drafter than the last, and is a try
@@ -101,7 +100,6 @@ class Bandit:
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
         """Set `current` to the arm that is the fastest by the acceptance rates so far. Return an arm that may be even
         faster (`_hoped_tokens`), if the expected loss of one round of it is affordable. Else return `current`."""
-        self._free_rows.clear()
         seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
@@ -187,11 +185,9 @@ class Bandit:
         """Return the largest number of rows whose plain round takes at most 3 % longer than one of `rows` rows, by the
         start-up profile. But return `rows` if each row would then get over 3 % fewer tokens per second from the fastest
         strategy. On a GPU this hardly happens. On a CPU it does, because drafting pays off with few rows only."""
-        if rows not in self._free_rows:
-            most = self.times.most_rows(rows, _FREE)
-            free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
-            self._free_rows[rows] = most if free else rows
-        return self._free_rows[rows]
+        most = self.times.most_rows(rows, _FREE)
+        free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
+        return most if free else rows
 
     def _hoped_speed(self, rows: int) -> float:
         """Return the tokens per second and row of the fastest arm for this number of rows, by `_hoped_tokens`."""

@@ -49,7 +49,7 @@ class RoundTimes:
         self._took: dict[Bucket, dict[Strategy, deque[float]]] = {}
         self._medians: dict[tuple[Bucket, Strategy], float] = {}
         self._interpolated: dict[tuple[Strategy, int], float] = {}
-        self._most_rows: dict[tuple[int, float], int] = {}
+        self._most_rows: dict[tuple[int, float], int] = {}  # by the arguments of `most_rows`, asked in every round
 
     @cached_property
     def profile(self) -> dict[int, dict[Strategy, float]]:
