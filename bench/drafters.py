@@ -16,16 +16,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from tlt.commands.drafting import Workbench, evaluate, harvest
 from tlt.config import Config, load_config
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
-from tlt.draft.tree import NoiseOf
-from tlt.engine.engine import Engine, Round
+from tlt.draft.tree import DraftTree
+from tlt.engine.engine import Engine
+from tlt.engine.noise import DraftNoise
+from tlt.engine.state import Round
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 from tlt.progress import shown
@@ -48,9 +52,14 @@ VARIANTS: dict[str, Variant] = {
 class WithoutNoise(Engine):
     """Drafts without shared noise, as other engines do: it takes the drafter's likeliest tokens."""
 
-    def draft_noise(self, now: Round) -> NoiseOf:
-        noise = super().draft_noise(now)
-        return lambda depth, ids: torch.zeros_like(noise(depth, ids))
+    def draft(self, now: Round) -> list[DraftTree]:
+        with patch("tlt.engine.drafting.DraftNoise", _NoNoise):
+            return super().draft(now)
+
+
+class _NoNoise(DraftNoise):
+    def __call__(self, depth: int, ids: Tensor | None) -> Tensor:
+        return torch.zeros_like(super().__call__(depth, ids))
 
 
 def train(bench: Workbench, items: list[Any], change: Variant, seconds: float) -> tuple[EagleLayer, int]:

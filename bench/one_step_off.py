@@ -30,7 +30,7 @@ class OneStepOff:
 
     def __init__(self, rollout: ClusterRollout) -> None:
         self.rollout = rollout
-        rollout.coordinator.early.most = math.inf  # all shards of the step before are known from the start
+        rollout.coordinator.idle.early.most = math.inf  # all shards of the step before are known from the start
         self._decoded: list[Response] = []
 
     def __getattr__(self, name: str) -> Any:

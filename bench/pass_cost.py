@@ -24,11 +24,11 @@ from tlt.config import EngineConfig, ModelConfig
 from tlt.engine.engine import Engine
 from tlt.metrics import provenance, write_json
 from tlt.models import product
-from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.types import Prompt, Request, SamplingParams
+from tlt.verify.oracle import causal_hidden
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 BATCHES = (1, 8, 32)

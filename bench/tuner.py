@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.bandit import Bandit, strategies
-from tlt.engine.round_times import Bucket, bucket_of, interpolate
+from tlt.engine.estimates import Bucket, bucket_of, interpolate
 from tlt.engine.tuner import Fixed, RoundResult
 from tlt.metrics import provenance, write_json
 

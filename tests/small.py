@@ -429,16 +429,6 @@ def check_distribution(observed: np.ndarray, distribution: np.ndarray, what: str
     _require(p_value > ALPHA, f"{what}: chi-square {statistic:.0f}, {freedom} degrees of freedom, p = {p_value:.1e}")
 
 
-def detectable_bias(cells: int, draws: int, power: float = 0.95) -> float:
-    """Return the total variation, spread evenly over the cells, that `check_distribution` finds with this power."""
-    critical = stats.chi2.isf(ALPHA, cells - 1)
-    low, high = 0.0, float(draws)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if stats.ncx2.sf(critical, cells - 1, middle) < power else (low, middle)
-    return math.sqrt(high / draws) / 2
-
-
 def count(tokens: np.ndarray) -> np.ndarray:
     """Return how often each of the sequences [n, L] occurs, as [VOCAB] * L."""
     counts = np.zeros([VOCAB] * tokens.shape[1], dtype=np.int64)

@@ -72,9 +72,6 @@ REWARDS = """
 async def late(prompt, answer):
     return "soon"
 
-def table(prompt, answer):
-    return {"reward": 1.0}
-
 def of_a_column(prompt, answer, solution):
     return 0.0
 
@@ -83,17 +80,13 @@ def raises(prompt, answer):
 """
 MODULES = {"own_rewards": REWARDS, "breaks": "1 / 0\n", "exits": "import os; os._exit(0)\n"}
 DEEP = "(" * 3000 + ")" * 3000
-HUGE = {
-    **{"train.learning_rate": 1e30, "train.weight_decay": 1e10, "train.kl_weight": 1e300},
-    **{"data.size": 10**15, "eval.size": 10**15, "reward.memory_mb": 10**14},
-}
 OPTIONS = {
     "--bogus": "--bogus",
     "--train.steps='5'": r'train\.steps: .*integer.*"5"',
     "--rollout.temperature=-0.0": r"rollout\.temperature = 0 .*above 0",
     "--model.device=cuda:9 --model.dtype=float32": r"model\.device = 'cuda:9'.*'cpu'",
-    **{f"--model.device={x}": rf'model\.device: .*\(got "{x}"\)' for x in ("foo", "mps", "meta", "cuda:x", "cuda:-1")},
-    **{f"--{key}={value}": rf"{key}: .*less than or equal to" for key, value in HUGE.items()},
+    **{f"--model.device={x}": rf'model\.device: .*\(got "{x}"\)' for x in ("mps", "cuda:-1")},
+    "--data.size=1000000000000000": r"data\.size: .*less than or equal to",
     "--reward.name=exakt": r"unknown reward\.name 'exakt': did you mean 'exact'\?",
     "--reward.name=format": r"'format' needs reward\.pattern",
     "--reward.name=format --reward.pattern=(a": r"'\(a' is not a regular expression",
@@ -118,7 +111,7 @@ OPTIONS = {
     "--reward.name=exits:f": r"reward exits:f cannot start: its process ended",
     **{
         f"--reward.name=own_rewards:{name}": rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has"
-        for name, outcome in (("late", "not a number"), ("table", "not a number"), ("raises", "error"))
+        for name, outcome in (("late", "not a number"), ("raises", "error"))
     },
     "--run.folder=HOME/prompts.jsonl/run": r"jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
     "--force train.steps": r"--force needs --resume",
@@ -160,11 +153,11 @@ FILES: list[tuple[dict[str, Change], str]] = [
     ({"model/config.json": as_utf16}, r"config\.json begins with a byte-order mark: save it as UTF-8 without one"),
     *(
         ({f"model/{name}.json": marked}, rf"{name}\.json begins with a byte-order mark: save it as UTF-8 without one$")
-        for name in ("config", "tokenizer", "tokenizer_config", "generation_config")
+        for name in ("tokenizer", "generation_config")
     ),
     *(
         ({f"model/{name}.json": "[]"}, rf"{name}\.json.* must hold a JSON object, not a list")
-        for name in ("config", "tokenizer_config", "generation_config")
+        for name in ("config", "generation_config")
     ),
     ({"model/model.safetensors": None}, r"safetensors"),
     ({"model/model.safetensors": half}, r"model\.safetensors"),
@@ -217,7 +210,7 @@ def in_both(name: str, change: Change) -> dict[str, Change]:
     return {f"run/checkpoints/step_{step:08d}/{name}": change for step in (1, 2)}
 
 
-LINES = ("{}", "[]", "3", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
+LINES = ("{}", "[]", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
 RESUMED: list[tuple[dict[str, Change], str]] = [
     ({"run/checkpoints": shutil.rmtree}, r"there is no checkpoint"),
     (in_both("optimizer.safetensors", half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
@@ -232,9 +225,8 @@ RESUMED: list[tuple[dict[str, Change], str]] = [
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(home: Path) -> Path:
     """Return valid inputs, and a run of two steps with both its checkpoints."""
-    home = tmp_path_factory.mktemp("sound")
     train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}))
     return home
 
@@ -290,15 +282,14 @@ def test_a_run_that_cannot_be_resumed_is_an_error_with_the_reason(
     check(with_recipe(shutil.copytree(sound, tmp_path / "resumed")), *case, "--resume", capsys)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and moments are saved in float32, and one byte is missing."""
     home = fresh(sound, tmp_path)
     free = 3 * 4 * sum(tensor.numel() for tensor in load_file(home / "model" / "model.safetensors").values()) - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, free))
-    said = sentence(home, f"--model.dtype {dtype}", capsys)
+    said = sentence(home, "--model.dtype bfloat16", capsys)
     assert re.search(r"a checkpoint needs at least .* GiB, and the disk of .*/run has 0\.00 GiB free: free disk", said)
 
 
@@ -310,22 +301,17 @@ def test_the_checkpoints_of_adapters_are_small(sound: Path, tmp_path: Path, monk
     assert exit_.value.code == 0
 
 
-@pytest.mark.parametrize("owner", ["tlt.rl.trained_model.save_file", "tlt.store.checkpoint.flush", "pathlib.Path.open"])
-def test_a_full_disk_is_named(
-    owner: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_is_full_when_a_step_is_recorded_is_named(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is full when a checkpoint is saved, or only when a line is added to metrics.jsonl."""
+    """test_recovery.py tests a disk that fails while a checkpoint is saved."""
     home, real = fresh(sound, tmp_path), Path.open
 
-    def full(*args: Any, **options: Any) -> Any:
-        if "open" in owner and not (args[0].name == "metrics.jsonl" and "a" in args[1:]):
-            return real(*args, **options)
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if path.name == "metrics.jsonl" and "a" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, mode, *args, **options)
 
-    monkeypatch.setattr(owner, full)
+    monkeypatch.setattr(Path, "open", full)
     said = sentence(home, "", capsys)
-    if "open" in owner:
-        place, left = r"metrics\.jsonl cannot be written", "saved after step 1 in .*: continue with --resume$"
-    else:
-        place, left = r"step_00000001 cannot be saved", ".*nothing is saved yet$"
-    assert re.search(rf"{place} .*No space left.*; {left}", said)
+    assert re.search(r"metrics\.jsonl cannot be written .*No space left.*; saved after step 1 in .*--resume$", said)

@@ -11,22 +11,18 @@ from pathlib import Path
 import pytest
 
 from tlt.cli import main
-from tlt.config import Config, load_config, parse_config
+from tlt.config import load_config, parse_config
 from tlt.config.show import SECTIONS, commented, resolved
 
 ROOT = Path(__file__).parent.parent
 REQUIRED = {"model": {"path": "model"}, "data": {"path": "prompts.jsonl"}, "reward": {"name": "exact"}}
 
 
-def laid_over(text: str) -> Config:
-    tree = tomllib.loads(text)
+def test_the_default_recipe_is_the_defaults() -> None:
+    tree = tomllib.loads(commented())
     for section, fields in REQUIRED.items():
         tree[section] |= fields
-    return parse_config(tree)
-
-
-def test_the_default_recipe_is_the_defaults() -> None:
-    assert laid_over(commented()) == parse_config({name: dict(fields) for name, fields in REQUIRED.items()})
+    assert parse_config(tree) == parse_config({name: dict(fields) for name, fields in REQUIRED.items()})
 
 
 def test_every_field_is_printed_once_with_its_meaning() -> None:

@@ -74,10 +74,9 @@ def ends_in_a_sentence(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(home: Path) -> Path:
     """Return valid inputs, and a run of two steps with both its checkpoints. No path in the recipe is absolute, so that
     a changed letter does not lead to another place."""
-    home = tmp_path_factory.mktemp("sound")
     tree = tiny_tree(home, **SECTIONS)
     tree["model"]["path"], tree["data"]["path"], tree["run"]["folder"] = "model", "prompts.jsonl", "run"
     write_recipe(home / "recipe.toml", tree)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tlt.draft.tree import DraftTree
+from tlt.engine.committing import walk
 from tlt.engine.state import count_depth
-from tlt.engine.walk import walk
 from tlt.rl.measure import acceptance_by_depth
 from tlt.types import RolloutStats
 

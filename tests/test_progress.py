@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -29,33 +29,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def waits(clock: Clock, seconds: float, at: Callable[[float], None]) -> Callable[[float], bool]:
-    """Return the wait function of work that takes this many seconds. `at` is called with the seconds so far."""
-    end, began = clock.now + seconds, clock.now
+def lines(clock: Clock, seconds: float, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of work that takes this many seconds, at 10 tokens per second."""
+    work, began = Work("harvest", 1000, "tokens"), clock.now
 
     def wait(pause: float) -> bool:
-        clock.now = min(end, clock.now + pause)
-        at(clock.now - began)
-        return clock.now == end
+        clock.now = min(began + seconds, clock.now + pause)
+        work.update(10 * (clock.now - began))
+        return clock.now == began + seconds
 
-    return wait
-
-
-def lines(clock: Clock, work: Work, seconds: float, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    progress._lines(work, waits(clock, seconds, lambda spent: work.update(10 * spent)))
+    progress._lines(work, wait)
     out, err = capsys.readouterr()
     assert out == "", "the output of a command may be read by a program"
     return err.splitlines()
 
 
 def test_a_log_has_a_line_at_both_ends_and_every_30_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lines(clock, Work("harvest", 1000, "tokens"), 75, capsys) == [
+    assert lines(clock, 75, capsys) == [
         "harvest: 20 of 1,000 tokens, 10 tokens/s, 0:00:02 so far, 0:01:38 left",
         "harvest: 320 of 1,000 tokens, 10 tokens/s, 0:00:32 so far, 0:01:08 left",
         "harvest: 620 of 1,000 tokens, 10 tokens/s, 0:01:02 so far, 0:00:38 left",
         "harvest: 750 of 1,000 tokens, 10 tokens/s, 0:01:15 so far, 0:00:25 left, ended",
     ]
-    assert lines(clock, Work("harvest", 1000, "tokens"), 1.9, capsys) == [], "short work has no line"
+    assert lines(clock, 1.9, capsys) == [], "short work has no line"
 
 
 def test_the_text_of_a_line(clock: Clock) -> None:

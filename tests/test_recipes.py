@@ -20,8 +20,8 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+def model(home: Path) -> Path:
+    return tiny_model(home / "model")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

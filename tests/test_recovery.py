@@ -25,8 +25,7 @@ recovery = load_script(Path(__file__).parent.parent / "bench" / "recovery.py")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
     recovery.write_recipe(home, train={"steps": 4})
     return home
 

@@ -10,8 +10,6 @@ from tlt.config import ConfigError, EngineConfig, parse_config
 from tlt.config.registry import BACKENDS, DRAFTERS, REWARDS, TRACKERS, maker
 from tlt.engine.state import LOOK_AHEAD, TARGET
 
-RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
-
 
 def test_every_entry_leads_to_a_callable() -> None:
     for entry in [*BACKENDS.values(), *DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()]:
@@ -22,17 +20,10 @@ def test_each_backend_of_a_recipe_has_an_entry() -> None:
     assert get_args(EngineConfig.model_fields["backend"].annotation) == tuple(BACKENDS)
 
 
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ({"speculation": {"drafter": "eagle9"}}, "eagle9.*suffix|suffix.*eagle9"),
-        ({"run": {"trackers": ["tensorboard", "neptune"]}}, "neptune.*wandb|wandb.*neptune"),
-        ({"reward": {"name": "lenght"}}, "lenght.*length"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_known_ones(section: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        parse_config({**RECIPE, **section})
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    recipe = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
+    with pytest.raises(ConfigError, match=r"neptune.*wandb|wandb.*neptune"):
+        parse_config(recipe | {"run": {"trackers": ["tensorboard", "neptune"]}})
 
 
 def test_each_source_of_a_token_has_its_own_letter() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tlt.stopping import SignalRecord, StopRequest, recorded_signals, stop_request
+from tlt.stopping import StopRequest, stop_request
 
 
 @pytest.mark.parametrize("ends", [StopRequest.step_has_ended, StopRequest.run_ends, lambda request: None])
@@ -24,13 +24,3 @@ def test_the_time_ends_with_the_step_the_run_and_the_request(ends: Callable[[Sto
         assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0.0) == (ends.__name__ == "<lambda>")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert [signal.getsignal(number) for number in signal.Signals] == before
-
-
-def test_a_second_signal_ends_the_work_at_once() -> None:
-    record = SignalRecord()
-    with recorded_signals(record):
-        assert not record
-        signal.raise_signal(signal.SIGTERM)
-        assert record.name == "SIGTERM"
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
 from pathlib import Path
@@ -19,8 +18,8 @@ def test_every_test_named_on_the_page_exists() -> None:
     assert named
     assert all(named)
     for found in filter(None, named):
-        tree = ast.parse((ROOT / found[1]).read_text(encoding="utf-8"))
-        assert found[2] in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, found[0]
+        source = (ROOT / found[1]).read_text(encoding="utf-8")
+        assert f"def {found[2]}(" in source, found[0]
 
 
 def test_the_readme_shows_a_reward_that_reads_a_column() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,45 +38,29 @@ def names_of_tests(tree: ast.AST) -> Iterator[str]:
             yield node.name.replace("_", " ")
 
 
-def faults(code: str) -> list[str]:
-    """Return the docstrings and messages that are not plain English."""
+def faults(code: str, in_tests: bool = False) -> list[str]:
+    """Return the texts that are not plain English: docstrings, and messages or names of tests. Other strings in tests
+    may be data."""
     tree = ast.parse(code)
-    return _without_subject(tree) + [text for text in sentences(tree) if FORBIDDEN.search(text)]
+    texts = [*docstrings(tree), *names_of_tests(tree)] if in_tests else sentences(tree)
+    without_subject = [text for text in docstrings(tree) if text.partition(" ")[0] in FIRST]
+    return without_subject + [text for text in texts if FORBIDDEN.search(text)]
 
 
-def faults_in_tests(code: str) -> list[str]:
-    """Return the docstrings and names of tests that are not plain English. Other strings in tests may be data."""
-    tree = ast.parse(code)
-    texts = [*docstrings(tree), *names_of_tests(tree)]
-    return _without_subject(tree) + [text for text in texts if FORBIDDEN.search(text)]
-
-
-def _without_subject(tree: ast.AST) -> list[str]:
-    return [text for text in docstrings(tree) if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in FIRST]
-
-
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_docstrings_and_messages_are_plain_english(path: Path) -> None:
-    assert faults(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_docstrings_and_names_of_tests_are_plain_english(path: Path) -> None:
-    assert faults_in_tests(path.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("folder", [SOURCE, TESTS], ids=["source", "tests"])
+def test_docstrings_messages_and_names_of_tests_are_plain_english(folder: Path) -> None:
+    found = {path: faults(path.read_text(encoding="utf-8"), folder == TESTS) for path in folder.rglob("*.py")}
+    assert {path: texts for path, texts in found.items() if texts} == {}
 
 
 @pytest.mark.parametrize(
-    ("check", "code", "is_fine"),
+    ("code", "in_tests", "is_fine"),
     [
-        (faults, 'def f():\n    """Of a member\'s own shards."""', False),
-        (faults, 'def f():\n    """Return the shards of a member."""', True),
-        (faults, 'raise ValueError(f"worker {n} was lost amid {method}")', False),
-        (faults, 'log.info("worker %d failed while decoding", n)', True),
-        (faults_in_tests, 'def test_a():\n    """Of two prompts."""', False),
-        (faults_in_tests, 'def test_a():\n    """One is lost amid an update."""', False),
-        (faults_in_tests, "def test_a_worker_lost_amid_an_update(): ...", False),
-        (faults_in_tests, 'def test_a():\n    """One is lost."""\n    assert error == "amid decode"', True),
+        ('def f():\n    """Of a member\'s own shards."""', False, False),
+        ('raise ValueError(f"worker {n} was lost amid {method}")', False, False),
+        ("def test_a_worker_lost_amid_an_update(): ...", True, False),
+        ('def test_a():\n    """One is lost."""\n    assert error == "amid decode"', True, True),
     ],
 )
-def test_the_checks_find_first_words_and_phrases(check: Callable[[str], list[str]], code: str, is_fine: bool) -> None:
-    assert (check(code) == []) == is_fine
+def test_the_checks_find_first_words_and_phrases(code: str, in_tests: bool, is_fine: bool) -> None:
+    assert (faults(code, in_tests) == []) == is_fine

@@ -38,12 +38,6 @@ class Unsure(Echo):
         return f"{reply}{os.urandom(2).hex()}", done, reward
 
 
-class AsyncEcho(Echo):
-    async def step(self, text: str) -> tuple[str, bool, float]:  # type: ignore[override]
-        await asyncio.sleep(0.2)
-        return super().step(text)
-
-
 class Nap:
     """Environment whose turn is the number of seconds that it takes."""
 

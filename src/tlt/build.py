@@ -41,7 +41,7 @@ def load_engine(
     longest: int | None = None,
 ) -> RolloutEngine:
     """Return an engine for a model folder, a model on the Hugging Face hub, or the newest policy in a run's folder.
-    Each argument is a section of a recipe or a mapping of its fields; `model` may be a path.
+    `model`, `speculation` and `engine` are sections of a recipe or mappings of their fields; `model` may be a path.
 
     `longest` is the largest number of tokens of a prompt and its response together (default: the model's limit). Only
     vLLM uses it. Raises ConfigError, ModelError, DrafterError, CheckpointError or HubError."""
@@ -104,7 +104,7 @@ def refuse_wrong_folders(config: Config) -> None:
 
 
 def steps_ahead(config: SpeculationConfig) -> int:
-    """Return the number of future steps for which idle workers decode look-ahead drafts; 0 if look-ahead is off."""
+    """Return the number of future steps for which look-ahead drafts are decoded; 0 if look-ahead is off."""
     return config.look_ahead if config.drafter == "adaptive" else 0
 
 

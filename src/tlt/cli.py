@@ -43,8 +43,9 @@ _DRAFTER = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
-    Exit codes: 0 success; 1 a check failed; 2 bad input, explained in one sentence; 75 no memory left, or all workers
-    were lost; 130 interrupted, 143 terminated, 129 hung up. A run that a signal stopped has been saved.
+    Exit codes: 0 success; 1 a check failed; 2 bad input, explained in one sentence; 75 no memory left, or the workers
+    cannot start or continue; 130 interrupted, 143 terminated, 129 hung up. The message of a run that a signal stopped
+    says what was saved.
     """
     arguments, overrides = _parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of other libraries would garble tlt's display

@@ -76,12 +76,12 @@ class Nvml:
         return bool(self._cards)
 
     def read(self) -> float:
-        """Return the joules used since the driver was loaded. Raises the library's errors."""
+        """Return the joules that all GPUs have used since the NVIDIA driver was loaded. Raises errors of pynvml."""
         return sum(self._library.nvmlDeviceGetTotalEnergyConsumption(card) for card in self._cards) / 1e3
 
 
 def cpu_seconds(root: Path = _PROC, ticks: int | None = None) -> float:
-    """Return the CPU seconds of this process and all its descendants, those that have ended included."""
+    """Return the CPU seconds of this process and all its descendants, including those that have ended."""
     if not (root / "self" / "stat").exists():
         used = os.times()
         return used.user + used.system + used.children_user + used.children_system
@@ -163,8 +163,8 @@ class MeteredTracer(Tracer):
 
 
 def _difference(now: Counters, before: Counters) -> Counters:
-    """Return the increase of each counter, at least 0. CPU seconds of a process that has just ended may be missing
-    until its parent counts them."""
+    """Return the increase of each counter. If a counter fell, return 0, because the CPU seconds of a process that has
+    just ended may be missing until its parent counts them."""
     return {name: max(0.0, now[name] - before[name]) for name in now if name in before}
 
 

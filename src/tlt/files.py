@@ -60,7 +60,7 @@ def first_line(error: BaseException) -> str:
 
 def is_text(words: str) -> bool:
     """Return whether a string can be encoded as UTF-8. JSON and command lines may contain lone surrogates, which
-    cannot."""
+    cannot be encoded."""
     return not any("\ud800" <= char <= "\udfff" for char in words)
 
 

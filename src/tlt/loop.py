@@ -1,7 +1,7 @@
 """Training loop: rollout, reward, update, sync. Only this file defines their order.
 
 1. Take the next prompts. Each gets a group of G responses, and every response has a seed of its own.
-2. Rollout: the engine decodes them. The tokens are the same with and without speculation.
+2. Rollout: the engine decodes the responses. The tokens are the same with and without speculation.
 3. Reward each response. With dynamic sampling, decode further waves until enough groups have rewards that differ.
 4. Update the policy on the batch, in prompt order whatever the order of arrival.
 5. Give the new weights to the engine.
@@ -26,9 +26,8 @@ from tlt.draft.ahead import Ahead
 from tlt.energy import MeteredTracer
 from tlt.metrics import timed
 from tlt.rewards import Reward
-from tlt.rewards.alike import warn_if_alike
+from tlt.rewards.checks import Unrewarded, warn_if_alike
 from tlt.rewards.turns import SingleTurn, Turns
-from tlt.rewards.unrewarded import Unrewarded
 from tlt.rl.early import EarlyGroups, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
@@ -64,8 +63,8 @@ class Rollout(Protocol):
     ) -> tuple[list[Response], RolloutStats]:
         """Decode all requests. Return the responses, in any order, and the counters of the rollout. `on_response` is
         called for each response as soon as it ends. Idle workers may compute early shards of the update from the groups
-        in `early`. They may also decode look-ahead drafts for `coming`, which has the requests of each future step in a
-        list."""
+        in `early`. They may also decode look-ahead drafts for `coming`, which yields the list of requests of each
+        future step."""
         ...
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:

@@ -32,7 +32,7 @@ class MetricsError(ValueError):
 
 
 def leaves(tree: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for each value of a nested dictionary. A path is its keys, joined by `separator`."""
+    """Yield (path, value) for each value of a nested dictionary. The path is the value's keys joined by `separator`."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, separator, f"{prefix}{name}{separator}")
@@ -109,9 +109,9 @@ def _line(words: str) -> dict[str, Any]:
 def summarize(
     folder: Path, policy_sha256: str, evaluation: dict[str, float], changes: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Write summary.json to `folder` and return its content. It covers all steps in metrics.jsonl, including those
-    before a resume. `evaluation` is the last evaluation. `changes` has the changes of the recipe at resumes
-    that may affect the result, see `run.resume.allowed_changes`."""
+    """Write summary.json to `folder` and return its content. The summary covers all steps in metrics.jsonl, including
+    those before a resume. `evaluation` is the last evaluation. `changes` lists recipe changes that were made at resumes
+    and may affect the result (`run.resume.allowed_changes`)."""
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
@@ -163,8 +163,8 @@ def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return for each worker, over all steps: the seconds and the share of time in each state, and the seconds and
-    share of its idle time in which it trained the drafter."""
+    """Return one entry per worker, summed over all steps: seconds and share of its time in each state, and seconds and
+    share of its idle time that it trained the drafter."""
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}

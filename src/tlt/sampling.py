@@ -143,8 +143,9 @@ class SamplingTensors(NamedTuple):
 
 
 def lowest_temperature(dtype: torch.dtype) -> float:
-    """Return the smallest temperature used; lower ones are raised to it. Logits up to 4e8 divided by it stay finite,
-    and the distribution is already concentrated on the most likely tokens."""
+    """Return the smallest temperature that is used. Lower temperatures above 0 are raised to it. At this temperature,
+    scaled logits are finite for logits up to 4e8, and the distribution is already concentrated on the most likely
+    tokens."""
     return torch.finfo(dtype).tiny * 1e8
 
 

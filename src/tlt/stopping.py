@@ -108,8 +108,9 @@ def recorded_signals(record: SignalRecord) -> AbstractContextManager[None]:
 
 @contextmanager
 def stop_request(patience: float) -> Iterator[StopRequest]:
-    """Record the signals that arrive in the `with` block. After the first signal, the current step has `patience`
-    seconds to end."""
+    """Yield a `StopRequest` that handles signals in the `with` block. After the first signal, the current step has
+    `patience` seconds to end, or twice as long if it has updated the weights. Before the run has progress to save, the
+    first signal ends it at once."""
     request = StopRequest(patience)
     with _handled(dict.fromkeys(_not_ignored(), request.receive_signal) | {signal.SIGALRM: request.time_is_up}):
         try:

@@ -125,7 +125,8 @@ class TraceFile:
         self._numbers: dict[str, int] = {}
 
     def write(self, spans: Mapping[str, Sequence[Span]]) -> None:
-        """Append spans by name of the worker, or `driver`. Each name is a process of the trace. Raises TraceError."""
+        """Append the spans of each worker and of the driver, by name. The trace shows each name as a process. Raises
+        TraceError."""
         events = [event for name in spans for event in self._introduce(name)]
         events += [_event(span, self._numbers[name]) for name, mine in spans.items() for span in mine]
         if not events:

@@ -12,8 +12,8 @@ MAX_DRAFT_TOKENS = 64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Distribution that a response is sampled from, and its end conditions. `top_k=0` turns top-k off, `top_p=1.0`
-    turns top-p off, and `temperature=0` is argmax."""
+    """Parameters of the distribution that a response is sampled from, and conditions that end the response. `top_k=0`
+    turns top-k off, `top_p=1.0` turns top-p off, and `temperature=0` is argmax."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -22,7 +22,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     continues: bool = False
-    """whether an environment may continue the response after its turn; the engine then keeps its keys and values"""
+    """whether an environment may continue the response after a turn; the engine then keeps the keys and values of the
+    response"""
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
@@ -66,7 +67,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """Request for one response. Its tokens are a function of (target version, prompt, seed) only."""
+    """Request for one response. The response's tokens are a function of (target version, prompt, seed) only."""
 
     prompt: Prompt
     index: int
@@ -108,7 +109,7 @@ class PassCounts:
 
 
 class Reply(NamedTuple):
-    """Reply of an environment: its text, and its tokens [start, end) of the response."""
+    """Reply of an environment: its text, and the range [start, end) of its tokens in the response."""
 
     start: int
     end: int
@@ -125,7 +126,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
     harvested: int = 0
-    """hidden states before this position of the sequence have already been saved as training data of the drafter"""
+    """position in the sequence; hidden states before it are already saved as training data of the drafter"""
     finite: bool = True
     """whether all outputs of the target for this row were finite so far"""
     ahead: bool = False
@@ -177,19 +178,19 @@ class Response:
     text: str = ""
     """the prompt's prefill and the decoded text"""
     reward: float | None = None
-    """None if there is no reward; the statistics of the group and the update then leave the response out"""
+    """reward; None if there is none. The statistics of the group and the update leave out responses without reward."""
     outcome: str = ""
     """reason why there is no reward; empty if there is one"""
     scores: dict[str, float] = field(default_factory=dict)
-    """score of each reward term, before its weight"""
+    """score of each reward term before its weight, or the environment's `scores`"""
     advantage: float | None = None
-    """None if the policy is not trained on this response"""
+    """advantage; None if the policy is not trained on this response"""
     decoded: PassCounts = field(default_factory=PassCounts)
     """counters of the target passes that decoded this response"""
     proposed: str = ""
     """same as `Row.proposed`"""
     old_logprobs: list[float] | None = None
-    """log-probs under the policy that decoded the response; only for a response that the next step trains on"""
+    """log-probs under the policy that decoded the response; only for a response that is kept for the next step"""
     answer: str = ""
     """the part of `text` that rewards take as the answer"""
     replies: list[Reply] = field(default_factory=list)
@@ -244,12 +245,13 @@ class RolloutStats(PassCounts):
     """Number of drafts by drafter and depth, with keys such as `eagle 2`. The depth is that of the first rejected draft
     token, or of the last draft token if none was rejected."""
     accepted_to: dict[str, int] = field(default_factory=dict)
-    """number of verified drafts, keyed as `verified_to` is; the depth is that of the deepest accepted token, or 0"""
+    """Number of drafts by drafter and depth, with keys as in `verified_to`. The depth is that of the deepest accepted
+    draft token, or 0 if none was accepted."""
     alarms: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of each drafter whose rate has fallen below half of its rate when it was published"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """seconds of prefill, draft, verify and commit; of look-ahead (`ahead`) and of the early update (`early`) in idle
-    time; and of drafter training that delayed the rollout (`spot`)"""
+    """Seconds by kind of work: `prefill`, `draft`, `verify` and `commit`; look-ahead (`ahead`) and the early update
+    (`early`), which use idle time; and drafter training that delayed the rollout (`spot`)."""
     against_plain: dict[str, float] = field(default_factory=dict)
     """`seconds` of timed rounds (without prefill, preemption or capture of a CUDA graph), and `plain_seconds`, the
     estimated seconds with plain decoding"""
@@ -262,7 +264,8 @@ class RolloutStats(PassCounts):
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
-        """Add up two rollouts. Values that are not sums (acceptance_rate, alarms) are those of the later one."""
+        """Return the sum of the counters of two rollouts. `acceptance_rate` and `alarms` are those of `other`, the
+        later rollout. Entries of `other.spot` replace those of `self.spot`."""
         mine, theirs = vars(self), vars(other)
         counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
         return RolloutStats(
@@ -352,7 +355,7 @@ class StepMetrics:
     reward: float
     reward_std: float
     rewards: dict[str, dict[str, float]]
-    """mean and standard deviation of each reward term, before its weight"""
+    """mean and standard deviation of each reward term before its weight, or of each of the environment's `scores`"""
     tasks: dict[str, dict[str, float]]
     """mean and standard deviation of the reward, and number of responses, for each task"""
     lengths: dict[str, float]
@@ -364,8 +367,8 @@ class StepMetrics:
     update: dict[str, float]
     rollout: dict[str, Any]
     batch: dict[str, float] = field(default_factory=dict)
-    """Counts by name: `waves` (1 + further samplings of prompts, see `rollout.max_waves`), groups in the update, groups
-    kept for the next step, and groups or responses with a fault (docs/metrics.md)."""
+    """Counts by name: `waves` (number of times that prompts were sampled, see `rollout.max_waves`), groups in the
+    update, groups kept for the next step, and groups or responses with a fault (docs/metrics.md)."""
     outcomes: dict[str, int] = field(default_factory=dict)
     """number of responses without a reward, by reason"""
     episodes: dict[str, Any] = field(default_factory=dict)
@@ -375,8 +378,8 @@ class StepMetrics:
     prompts: list[tuple[int, int]] = field(default_factory=list)
     """(prompt id, epoch) of each prompt of the step, in order"""
     compared: dict[str, int] = field(default_factory=dict)
-    """if the step was also decoded with plain decoding: numbers of tokens, of responses, and of responses that differ.
-    The time is seconds['compare']."""
+    """comparison with plain decoding: numbers of tokens, of responses, and of responses that differ; empty if there was
+    none. The comparison takes seconds['compare']."""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""
     useful_share: float = 0.0

@@ -19,7 +19,7 @@ class Decoding:
     """Rollout that records the requests it decodes."""
 
     def __init__(self) -> None:
-        self.coordinator = SimpleNamespace(early=SimpleNamespace(most=4))
+        self.coordinator = SimpleNamespace(idle=SimpleNamespace(early=SimpleNamespace(most=4)))
         self.log: list[tuple[list[int], Any]] = []
 
     def generate(self, requests: Sequence[Request], on_response: Any, coming: Any = (), early: Any = None) -> Any:

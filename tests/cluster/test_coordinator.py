@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count, pairwise
@@ -25,14 +25,15 @@ from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.remote import join
+from tlt.cluster.worker import Slice
 from tlt.config import Config
 from tlt.metrics import read_metrics
-from tlt.rl.parallel import GroupBroken
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.spot.schedule import RULE
+from tlt.types import RolloutStats
 
-STEPS = 2
+STEPS, WORKERS = 2, 3
 AT_ONCE = 1e-9  # seconds of a slice: one round
 
 
@@ -76,37 +77,32 @@ def train(
     return summary["policy_sha256"], learned, pools[0] if pools else None  # type: ignore[return-value]
 
 
-@pytest.fixture(scope="module", params=[3])
-def undisturbed(request: pytest.FixtureRequest, home: Path) -> tuple[int, str, Any]:
-    digest, learned, _ = train(config_of(home, request.param))
+@pytest.fixture(scope="module")
+def undisturbed(home: Path) -> tuple[str, Any]:
+    digest, learned, _ = train(config_of(home, WORKERS))
     lines, losses = learned
     assert all(losses), "no gradient, no lesson"
     assert lines[0]["lengths"]["mean"] < lines[0]["lengths"]["max"]
-    return request.param, digest, learned
+    return digest, learned
 
 
 def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> None:
     _, (lines, losses), _ = train(config_of(home, 1))
-    assert lines == undisturbed[2][0]
+    assert lines == undisturbed[1][0]
     # Each shard computes a prompt's gradient once for its responses, so the sums are rounded otherwise: by 1e-7, as
     # transformers' RMSNorm computes in float32. Adam makes more of it from step to step.
-    assert losses == pytest.approx(undisturbed[2][1], rel=2e-6, abs=1e-12)
-
-
-@given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))
-@settings(max_examples=3, phases=[Phase.generate])
-def test_the_result_is_that_of_any_schedule(home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str) -> None:
-    workers, digest, learned = undisturbed
-    config = config_of(home, workers, engine={"max_rows": slots}, speculation={"drafter": drafter})
-    assert train(config, choose=lambda n: seed.randrange(n))[:2] == (digest, learned)
+    assert losses == pytest.approx(undisturbed[1][1], rel=2e-6, abs=1e-12)
 
 
 @given(data=st.data())
-@settings(max_examples=5, phases=[Phase.generate])  # to shrink an example takes minutes
-def test_the_result_does_not_depend_on_lost_workers(home: Path, undisturbed: Any, data: st.DataObject) -> None:
-    workers, digest, learned = undisturbed
+@settings(max_examples=6, phases=[Phase.generate])  # to shrink an example takes minutes
+def test_the_result_depends_on_no_schedule_and_no_lost_worker(
+    home: Path, undisturbed: Any, data: st.DataObject
+) -> None:
     random = data.draw(st.randoms(use_true_random=False))
-    share = data.draw(st.sampled_from([0.02, 0.1]))
+    share = data.draw(st.sampled_from([0.0, 0.02, 0.1]))
+    engine = {"max_rows": data.draw(st.integers(1, 5))}
+    config = config_of(home, WORKERS, engine=engine, speculation={"drafter": random.choice(["off", "suffix"])})
     lost: list[tuple[int, str, str]] = []
 
     def loses(worker: int, method: str) -> str:
@@ -117,45 +113,48 @@ def test_the_result_does_not_depend_on_lost_workers(home: Path, undisturbed: Any
 
     found = None
     with suppress(ClusterError):  # all lost, or one too often
-        found = train(config_of(home, workers), choose=lambda n: random.randrange(n), loses=loses)
+        found = train(config, choose=lambda n: random.randrange(n), loses=loses)
     if found is None:
-        assert len(lost) >= workers
+        assert len(lost) >= WORKERS
     else:
-        assert found[:2] == (digest, learned), lost
+        assert found[:2] == undisturbed, lost
 
 
 @pytest.mark.parametrize(
     ("method", "when"),
     [
-        *(("decode", "amid"), ("update", "before"), ("update", "amid"), ("update", "after")),
-        *(("sync", "amid"), ("save", "after"), ("rendezvous", "before"), ("tuner_state", "amid")),
+        *(("update", "before"), ("update", "after"), ("sync", "after")),
+        *(("save", "after"), ("rendezvous", "before"), ("tuner_state", "after")),
     ],
 )
 def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str, when: str) -> None:
-    workers, *expected = undisturbed
     calls = count(1)
 
     def loses(worker: int, called: str) -> str:
         return when if called == method and next(calls) == 2 else ""
 
-    *found, pool = train(config_of(home, workers), loses=loses)
-    assert found == expected
+    *found, pool = train(config_of(home, WORKERS), loses=loses)
+    assert tuple(found) == undisturbed
     if method not in ("rendezvous", "save", "tuner_state"):  # these are called once
         assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
+def coordinator_of(home: Path, build: Callable[[int], Any] = lambda index: None) -> Coordinator:
+    """Return a coordinator of two workers."""
+    return Coordinator(Crew(TestPool(2, build)), config_of(home, 2))
+
+
 def test_the_progress_of_an_update_is_that_of_the_slowest_worker(home: Path) -> None:
-    coordinator = Coordinator(Crew(TestPool(2, lambda i: SimpleNamespace(updated=(0.75, 0.25)[i]))), config_of(home, 2))
+    coordinator = coordinator_of(home, lambda index: SimpleNamespace(updated=(0.75, 0.25)[index]))
     coordinator.group_update.read_progress()
     assert coordinator.group_update.done == 0.25
 
 
-@pytest.mark.parametrize("when", ["amid", "after"])
-def test_rows_decoded_by_a_lost_worker_count_once(home: Path, when: str) -> None:
+def test_rows_decoded_by_a_lost_worker_count_once(home: Path) -> None:
     calls = count()
 
     def loses(worker: int, method: str) -> str:
-        return when if (worker, method) == (1, "decode") and next(calls) == 12 else ""
+        return "after" if (worker, method) == (1, "decode") and next(calls) == 12 else ""
 
     config = config_of(home, 2, speculation={"drafter": "off"})
     _, _, pool = train(config, loses=loses)
@@ -168,77 +167,57 @@ def test_the_loss_of_all_workers_is_an_error_of_one_sentence(home: Path) -> None
         train(config_of(home, 2), loses=lambda worker, method: "before" if method == "update" else "")
 
 
-def never_gets_past(method: str, *, step: int) -> Loses:
-    """Lose worker 1 in each call of this method from this step on, as if its node had too little memory."""
-    calls = count()
-    return lambda worker, called: "amid" if (worker, called) == (1, method) and next(calls) >= step else ""
+def lost_in_updates() -> Loses:
+    """Lose worker 1 in each update from the second one on, as if its node had too little memory."""
+    updates = count()
+    return lambda worker, method: "amid" if (worker, method) == (1, "update") and next(updates) else ""
 
 
-@pytest.mark.parametrize("method", ["decode", "update"])
-@pytest.mark.parametrize("undisturbed", [2], indirect=True)
 def test_a_worker_that_is_lost_repeatedly_at_the_same_call_is_left_out(
-    home: Path, undisturbed: Any, method: str, caplog: pytest.LogCaptureFixture
+    home: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    size, *expected = undisturbed
     turn = count()
-    *found, pool = train(config_of(home, size), lambda n: next(turn), never_gets_past(method, step=1))
-    assert found == expected
+    *found, pool = train(config_of(home, WORKERS), lambda n: next(turn), lost_in_updates())
+    assert tuple(found) == undisturbed
     assert pool.log.count((1, "take_state")) == 3
     (told,) = [record.getMessage() for record in caplog.records if "times in a row" in record.getMessage()]
-    assert told.startswith("1 of 2 workers are left, and the run continues with them; worker 1 is tried again")
-    assert f"worker 1 was lost 4 times in a row; worker 1 was lost during {method} (" in told
+    assert told.startswith("2 of 3 workers are left, and the run continues with them; worker 1 is tried again")
+    assert "worker 1 was lost 4 times in a row; worker 1 was lost during update (" in told
 
 
-def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path) -> None:
-    config = config_of(home, 2, cluster={"min_workers": 2})
-    left = r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
+def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path, undisturbed: Any) -> None:
+    config = config_of(home, WORKERS, cluster={"min_workers": 3})
+    left = r"2 of 3 workers are left, but the run needs 3 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
     with pytest.raises(ClusterError, match=left) as ended:
-        train(config, loses=never_gets_past("update", step=1))
+        train(config, loses=lost_in_updates())
     assert ended.value.__notes__ == [f"saved after step 1 in {config.run.folder}: continue with --resume"]
-    assert train(config, resume=True)[0] == train(config_of(home, 2))[0]
+    assert train(config, resume=True)[0] == undisturbed[0]
 
 
-@pytest.mark.parametrize("amid", ["decode", "update", "sync"])
+@pytest.mark.parametrize("amid", ["decode", "update"])
 def test_a_run_admits_new_workers(home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is missing in the first step, and back in the second. The policy is that of a run with all workers."""
     monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
-    size, *expected = undisturbed
-    room, one = [size], 0 if amid == "decode" else size - 1
+    room, one = [WORKERS], 0 if amid == "decode" else WORKERS - 1
     losses: list[int] = []
 
     def loses(worker: int, method: str) -> str:
         if method == "trace":
-            room[0] = size
+            room[0] = WORKERS
         if (worker, method) != (one, amid) or losses:
             return ""
-        room[0] = size - 1
+        room[0] = WORKERS - 1
         losses.append(worker)
         return "amid"
 
-    config = config_of(home, size, cluster={"grace": 0.05})
+    config = config_of(home, WORKERS, cluster={"grace": 0.05})
     *found, pool = train(config, loses=loses, room=lambda: room[0])
-    assert found == expected
+    assert tuple(found) == undisturbed
     absent = [worker["ABSENT"] > 0 for worker in read_metrics(Path(config.run.folder))[0]["workers"]]
-    assert absent == [index == one for index in range(size)]
+    assert absent == [index == one for index in range(WORKERS)]
     updates = [worker for worker, method in pool.log if method == "update"]
-    if amid != "sync":
-        assert updates.count(one) < updates.count(1 - min(one, 1)), "the first update was made without it"
-    assert sorted(updates[-size:]) == list(range(size)), "it is there for the last one"
-
-
-@pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])
-def test_a_worker_lost_with_its_shard_is_an_error_of_one_sentence(home: Path, method: str, who: str) -> None:
-    def broken(self: ThreadWorker, version: int) -> None:
-        raise GroupBroken("Connection closed by peer")
-
-    def loses(worker: int, called: str) -> str:
-        return "before" if worker == 1 and called == method != "sync" else ""
-
-    no_shards = patch.object(ThreadWorker, "shard_policy", lambda *arguments: True)
-    sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
-    sentence = rf"{who} was lost during {method} together with its shard of the policy"
-    with no_shards, sync, pytest.raises(ClusterError, match=sentence):
-        train(config_of(home, 2, train={"shard": True}), loses=loses)
+    assert updates.count(one) < updates.count(1), "the first update was made without it"
+    assert sorted(updates[-WORKERS:]) == list(range(WORKERS)), "it is there for the last one"
 
 
 def test_training_workers_are_interrupted(home: Path) -> None:
@@ -248,7 +227,6 @@ def test_training_workers_are_interrupted(home: Path) -> None:
     drafter = {"drafter": "adaptive", "look_ahead": 0, "training": training}
     config = config_of(home, 2, rollout=LONGER, speculation=drafter, train={"steps": 3 * STEPS})
     turn, decodes, real = count(), count(), ThreadWorker.train_drafter
-    expected = train(config, lambda n: next(turn))[:2]
     trained: list[tuple[bool, int]] = []  # whether it was wanted, and micro-batches
 
     def train_drafter(self: ThreadWorker, start: Any, seconds: float, number: float) -> Any:
@@ -261,7 +239,7 @@ def test_training_workers_are_interrupted(home: Path) -> None:
 
     always = patch("tlt.spot.schedule.RULE", replace(RULE, burst=10**9))
     with always, patch.object(ThreadWorker, "train_drafter", train_drafter):
-        assert train(config, lambda n: next(turn), dies)[:2] == expected
+        train(config, lambda n: next(turn), dies)
     assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}
     assert sum(micro_batches for wanted, micro_batches in trained if not wanted) > STEPS
     assert [wanted for wanted, _ in trained].index(True) < len(trained) - 1
@@ -274,27 +252,50 @@ LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False
 @pytest.mark.parametrize(
     ("possible", "tried"),
     [
-        ({"ask_for_rows"}, ["ask_for_rows", "_decode_ahead"]),  # it looks ahead while it waits
-        ({"_update_early"}, ["ask_for_rows", "_update_early"]),
-        ({"_train"}, ["ask_for_rows", "_update_early", "_train"]),
-        (set[str](), ["ask_for_rows", "_update_early", "_train", "_decode_ahead"]),
+        ({"ask_for_rows"}, ["ask_for_rows", "decode_ahead"]),  # it looks ahead while it waits
+        ({"update_early"}, ["ask_for_rows", "update_early"]),
+        ({"train"}, ["ask_for_rows", "update_early", "train"]),
+        (set[str](), ["ask_for_rows", "update_early", "train", "decode_ahead"]),
     ],
 )
 def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tried: list[str]) -> None:
-    coordinator = Coordinator(Crew(TestPool(2, lambda index: SimpleNamespace())), config_of(home, 2))
-    asked, idle = [], []
+    work, asked, idle = coordinator_of(home).idle, [], []
 
     def do(name: str, *arguments: Any) -> bool:
         asked.append(name)
         idle.extend(arguments[1:2])
         return name in possible
 
-    owners = {"ask_for_rows": coordinator.allocation}
-    for name in ("ask_for_rows", "_update_early", "_train", "_decode_ahead"):
-        setattr(owners.get(name, coordinator), name, partial(do, name))
-    coordinator._idle(1)
+    for name in ("ask_for_rows", "update_early", "train", "decode_ahead"):
+        setattr(work.allocation if name == "ask_for_rows" else work, name, partial(do, name))
+    work.start(1)
     assert asked == tried
-    assert idle == [coordinator.allocation.idle()] * ("_train" in tried)
+    assert idle == [work.allocation.idle()] * ("train" in tried)
+
+
+@pytest.mark.parametrize(
+    ("idle", "has_requests", "started"),
+    [
+        ([1], True, ["train", "decode_ahead", "train", "decode_ahead"]),
+        ([1], False, ["train"] * 4),  # nothing to look ahead to
+        ([0, 1], True, ["train"] * 4),  # another idle worker looks ahead
+    ],
+)
+def test_the_only_idle_worker_trains_and_looks_ahead_in_turns(
+    home: Path, idle: list[int], has_requests: bool, started: list[str]
+) -> None:
+    work, calls = coordinator_of(home).idle, []
+
+    def do(name: str, possible: bool, *arguments: Any) -> bool:
+        calls.extend([name] * possible)
+        return possible
+
+    work.allocation.idle = lambda: idle
+    for name, possible in (("update_early", False), ("train", True), ("decode_ahead", has_requests)):
+        setattr(work, name, partial(do, name, possible))
+    for _ in range(4):
+        work.start(1)
+    assert calls == started
 
 
 def ahead_of(config: Config) -> dict[str, int]:
@@ -371,7 +372,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
         self.crew.pool.log.extend([(index, "asks")] * helps)
         return helps
 
-    always = patch("tlt.cluster.balance.Forecast.is_worth_helping", lambda *arguments: True)
+    always = patch("tlt.cluster.allocation.Forecast.is_worth_helping", lambda *arguments: True)
     with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Allocation, "ask_for_rows", asking):
         *found, pool = train(config_of(home, 2, rollout=LONGER, speculation=drafter), choose=lambda n: next(turn))
     assert found == [*train(config_of(home, 2, rollout=LONGER))[:2]]
@@ -383,19 +384,13 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 
 
 def test_acceptance_rates_and_alarms_cover_all_workers(home: Path) -> None:
-    config, turn, decode = config_of(home, 2), count(), ThreadWorker.decode
-
-    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        done = decode(self, work, seconds)
-        done.stats.acceptance_rate = {"suffix": [0.2, 0.8][self.index]}
-        done.stats.alarms = {"suffix": 0.2} if self.index == 0 else {}
-        return done
-
-    with patch.object(ThreadWorker, "decode", decoding):
-        train(config, choose=lambda n: next(turn))
-    for line in read_metrics(Path(config.run.folder)):
-        found = line["rollout"]
-        assert (found["acceptance_rate"], found["alarms"]) == ({"suffix": 0.5}, {"suffix": 0.2})
+    coordinator = coordinator_of(home)
+    first = RolloutStats(acceptance_rate={"suffix": 0.2}, alarms={"suffix": 0.2})
+    second = RolloutStats(acceptance_rate={"suffix": 0.8, "eagle": 0.5})
+    for share, stats in zip(coordinator.allocation.shares, (first, second), strict=True):
+        share.last = Slice([], [], stats, {}, [], 1.0, {})
+    found = coordinator._stats([])
+    assert (found.acceptance_rate, found.alarms) == ({"suffix": 0.5, "eagle": 0.5}, {"suffix": 0.2})
 
 
 def test_the_result_does_not_depend_on_a_comparison_with_plain_decoding(home: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,11 +18,10 @@ from test_coordinator import config_of as two_workers
 from test_coordinator import train as run
 
 from tlt.build import starting_drafter
-from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.drafter_training import DrafterTraining
+from tlt.cluster.idle import IdleWork
 from tlt.cluster.pool import ClusterError
-from tlt.cluster.share import Share
 from tlt.config import Config
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
@@ -32,8 +31,6 @@ from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
-from tlt.trace import SPOT
-from tlt.types import Prompt, Request, Row, SamplingParams
 
 SHORT, LONG = (3, 32, 5), (4, 40, 6)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
@@ -68,7 +65,7 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
     order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
     learned = Fixed(Strategy("eagle", 3, 2, 6))  # without a profile at start-up
     with (
-        patch("tlt.cluster.coordinator.DrafterTraining", noted),
+        patch("tlt.cluster.idle.DrafterTraining", noted),
         patch("tlt.engine.backend.make_tuner", lambda *arguments: learned),
         rule(**changed),
     ):
@@ -86,44 +83,71 @@ def plain_long(home: Path) -> str:
     return train(config_of(home, "off", LONG))[0]
 
 
-def training_of(crew: Any, config: Config) -> DrafterTraining:
+class Calls:
+    """Crew that records the calls to its workers."""
+
+    def __init__(self, workers: int = 3) -> None:
+        self.present = list(range(workers))
+        self.made: list[tuple[Any, ...]] = []
+
+    def free(self) -> list[int]:
+        return self.present
+
+    def call(self, index: int, method: str, *arguments: Any) -> None:
+        self.made.append((index, method, *arguments))
+
+    call_idle = call
+
+    def done(self) -> list[Done]:
+        return []
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        made, self.made = self.made, []
+        return made
+
+
+def training_of(config: Config, workers: int = 3) -> Any:
+    """Return the driver of a training that is always due, with `Calls` as its crew."""
     options = decoder_options(read_config(config.model.path))
-    training = DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
-    training.schedule.credit = 1e9  # so that training is always due
+    training = DrafterTraining(Calls(workers), lambda value: value, config, options, starting_drafter(config, options))
+    training.schedule.credit = 1e9
     return training
 
 
-class Published(NamedTuple):
-    """Results of a run that trained and published drafters. Tests do not change it."""
+@pytest.fixture
+def training(home: Path) -> Any:
+    return training_of(config_of(home, "adaptive"))
 
-    digest: str
-    training: DrafterTraining
-    pool: TestPool
-    busy: list[bool]
-    """whether the worker was decoding, at each evaluation"""
-    lines: list[dict[str, Any]]
-    """what metrics.jsonl says of its rollouts"""
+
+def train_on(training: Any, worker: int, micro_batches: int = 1) -> None:
+    """Let a worker train, and forget the calls so far."""
+    training.next_call(worker, [worker], 0.5)
+    training.handle_result(Done(worker, "train_drafter", SpotReport(micro_batches, 32, 0.1)))
+    training.crew.taken()
+
+
+BETTER = Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0))
+STATE = {"mean.a": torch.ones(1)}
 
 
 @pytest.fixture(scope="module")
-def published(home: Path) -> Published:
-    busy: list[bool] = []
+def published(home: Path) -> tuple[str, DrafterTraining, TestPool]:
+    """Return the results of a run that trained and published drafters. Tests do not change them."""
     evaluate = ThreadWorker.evaluate_drafter
 
     def watched(self: ThreadWorker, *arguments: Any) -> Any:
-        busy.append(self.engine.busy)
+        assert not self.engine.busy, "workers that decode are left alone"
         return evaluate(self, *arguments)
 
     with patch.object(ThreadWorker, "evaluate_drafter", watched):
         found = train(config_of(home, "adaptive"))
-    lines = [line["rollout"] for line in read_metrics(home / "run")]
     (home / "run").rename(home / "published")
     found[1].folder = home / "published" / "drafter"
-    return Published(*found, busy, lines)
+    return found
 
 
-def test_idle_workers_train_and_publish(published: Published, plain: str) -> None:
-    digest, training, pool, busy, lines = published
+def test_idle_workers_train_and_publish(home: Path, published: tuple[str, Any, TestPool], plain: str) -> None:
+    digest, training, pool = published
     assert digest == plain
     assert training.version > 0
     saved = load_latest(training.folder, training.target)
@@ -135,23 +159,14 @@ def test_idle_workers_train_and_publish(published: Published, plain: str) -> Non
     weight = weights_of(saved.state)["fc.weight"]
     used = [worker.spot.trainer.in_use.fc.weight for worker in pool.workers]
     assert any(torch.equal(mine.to(weight.dtype), weight) for mine in used), "what was saved is what was published"
+    lines = [line["rollout"] for line in read_metrics(home / "published")]
     assert {line["spot"]["rests"] for line in lines} == {0.0}
     assert any(line["spot"].get("candidate", 0.0) > 1.0 for line in lines)
     assert all(line["spot_seconds"] == 0.0 for line in lines), "no step is delayed"
-    assert busy
-    assert not any(busy), "workers that decode are left alone"
     trained: set[int] = set()
     for worker, method in pool.log:
         assert method != "drafter_state" or worker in trained, "only of one that trained, or evaluated"
         trained |= {worker} if method in ("train_drafter", "evaluate_drafter") else set()
-
-
-def test_without_training_nothing_is_recorded(home: Path) -> None:
-    _, training, pool = train(config_of(home, "suffix"))
-    assert not training.is_on
-    assert training.state() == {}
-    assert all(line["rollout"]["spot"] == {} for line in read_metrics(home / "run"))
-    assert not any("drafter" in method for _, method in pool.log)
 
 
 @pytest.mark.parametrize("rate", [None, 0.4])
@@ -160,26 +175,26 @@ def test_a_run_with_a_trained_drafter_begins_at_rest(home: Path, rate: float | N
     layer = starting_drafter(config, options := decoder_options(read_config(config.model.path)))
     assert layer
     layer.acceptance_rate = rate
-    assert DrafterTraining(Calls(), lambda value: value, config, options, layer).schedule.rests == (rate is not None)
+    training = DrafterTraining(Calls(), lambda value: value, config, options, layer)
+    assert training.schedule.rests == training.report()["rests"] == (rate is not None)
 
 
 @pytest.mark.parametrize("changed", ["nothing", "the files are damaged", "the recipe's drafter has another window"])
-def test_resumed_runs_use_the_published_drafter(home: Path, tmp_path: Path, published: Published, changed: str) -> None:
+def test_resumed_runs_use_the_published_drafter(home: Path, tmp_path: Path, published: Any, changed: str) -> None:
     """If no drafter can be used, later ones have higher numbers, because the saver keeps the highest."""
-    before, config = published.training, config_of(home, "adaptive")
+    before, config = published[1], config_of(home, "adaptive")
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path)})})
     shutil.copytree(before.folder, tmp_path / "drafter")
     for file in tmp_path.glob("drafter/*/model.safetensors") if "damaged" in changed else ():
         file.write_bytes(b"")
     if "window" in changed:
         config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"window": 8})})
-    calls = Calls(2)
-    after = training_of(calls, config)
+    after = training_of(config, workers=2)
     after.load_state(json.loads(json.dumps(before.state())))
     assert after.version == before.version > 0
     if "window" not in changed:
         assert after.schedule.state() == before.schedule.state()
-    made = [call[:2] for call in calls.taken()]
+    made = [call[:2] for call in after.crew.taken()]
     assert made == [(0, "take_drafter"), (1, "take_drafter")] * (changed == "nothing")
     assert after.report()["version"] == (after.version if changed == "nothing" else 0.0)
     if changed == "nothing":
@@ -213,8 +228,8 @@ def test_the_next_idle_worker_continues_the_training_of_another(home: Path, plai
 
 def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> None:
     """A worker trains between a rollout and the update, also on data of that rollout. One worker is lost then."""
-    lost, asked, ages, shown = list[int](), list[float](), set[int](), set[str]()
-    evaluate, train_longer = ThreadWorker.evaluate_drafter, Coordinator._spend_extra_time
+    lost, asked, ages = list[int](), list[float](), set[int]()
+    evaluate, train_longer = ThreadWorker.evaluate_drafter, IdleWork.train_longer
 
     def loses_one(worker: int, method: str) -> str:
         if method != "train_drafter" or lost or len(asked) < 3:
@@ -227,87 +242,62 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
         ages.update(self.target.version - item.target_version for item in self.spot.trainer.buffer.latest)
         return evaluate(self, *arguments)
 
-    def longer(coordinator: Coordinator, seconds: float) -> float:
+    def longer(idle: IdleWork, seconds: float) -> float:
         """Let the extra time last 30 turns of the driver, so that an evaluation fits in on a busy machine too."""
         asked.append(seconds)
-        turns, handle = itertools.count(), Coordinator._handle_idle_work
+        turns = itertools.count()
+        with patch("tlt.cluster.idle.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
+            return train_longer(idle, seconds)
 
-        def noted(coordinator: Coordinator, done: Done) -> None:
-            shown.add(coordinator.tracers[done.worker].state if done.method == "train_drafter" else SPOT)
-            handle(coordinator, done)
-
-        note = patch.object(Coordinator, "_handle_idle_work", noted)
-        with note, patch("tlt.cluster.coordinator.time", SimpleNamespace(monotonic=lambda: next(turns) * seconds / 30)):
-            return train_longer(coordinator, seconds)
-
-    extra = patch.object(Coordinator, "_spend_extra_time", longer)
+    extra = patch.object(IdleWork, "train_longer", longer)
     with extra, patch.object(ThreadWorker, "evaluate_drafter", evaluated):
         digest, training, _ = train(config_of(home, "adaptive", LONG, extra=1.0), loses_one)
     assert digest == plain_long
     assert training.version > 0
     assert 0 in ages, "held-out data are of the rollout that has just ended"
-    assert shown == {SPOT}, "the training is not shown as idle time"
     lines = [line["rollout"] for line in read_metrics(home / "run")]
     assert all(line["spot_seconds"] >= seconds for line, seconds in zip(lines[2:], asked[2:], strict=True))
     assert len(lost) == 1
 
 
-def test_paused_training_delays_nothing(home: Path, plain: str) -> None:
-    digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, rest_share=0.0)
-    assert digest == plain
-    assert not any(method in ("train_drafter", "evaluate_drafter") for _, method in pool.log)
-    assert all(line["rollout"]["spot"]["rests"] == 1.0 for line in read_metrics(home / "run"))
+def test_training_at_rest_delays_nothing(training: Any) -> None:
+    training.schedule.rests, training.schedule.credit, left = True, 0.0, iter([9.0])
+    training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
+    assert training.crew.taken() == []
 
 
-@pytest.mark.parametrize("acceptances", [[0.9, 0.1, 0.9, 0.1], [0.9, 0.1, 0.1, 0.9]])
-def test_all_workers_drop_older_data_after_a_change_of_the_task(home: Path, acceptances: list[float]) -> None:
-    calls = Calls(2)
-    training = training_of(calls, config_of(home, "adaptive"))
-    for acceptance in acceptances:
+def test_the_last_call_is_as_short_as_the_time_left(training: Any) -> None:
+    left = iter([0.2, 0.0])
+    training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
+    assert training.crew.taken() == [(0, "train_drafter", None, 0.2)]
+
+
+def test_all_workers_drop_older_data_after_a_change_of_the_task(training: Any) -> None:
+    for acceptance in (0.9, 0.1, 0.9, 0.1):
         training.rollout_ended(1.0, acceptance)
-    assert calls.taken() == [(0, "forget_older_data"), (1, "forget_older_data")] * (acceptances[2] == 0.1)
+    assert training.crew.taken() == []
+    training.rollout_ended(1.0, 0.1)
+    assert training.crew.taken() == [(worker, "forget_older_data") for worker in range(3)]
 
 
-class Calls:
-    def __init__(self, workers: int = 3) -> None:
-        self.present = list(range(workers))
-        self.made: list[tuple[Any, ...]] = []
-
-    def free(self) -> list[int]:
-        return self.present
-
-    def call(self, index: int, method: str, *arguments: Any) -> None:
-        self.made.append((index, method, *arguments))
-
-    call_idle = call
-
-    def done(self) -> list[Done]:
-        return []
-
-    def taken(self) -> list[tuple[Any, ...]]:
-        made, self.made = self.made, []
-        return made
-
-
-def test_the_training_state_moves_from_a_decoding_worker_to_an_idle_one(home: Path) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
+def test_the_training_state_moves_from_a_decoding_worker_to_an_idle_one(training: Any) -> None:
+    calls = training.crew
     assert training.next_call(0, [0], 0.5)
     assert calls.taken() == [(0, "train_drafter", None, 0.5)]
     assert not training.next_call(1, [0, 1], 0.5), "one at a time"
+    training.handle_result(Done(0, "decode", None))
+    assert training.under_way == 0, "a call of another kind has returned"
     training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
     assert not training.next_call(1, [0, 1], 0.5), "the one that trains is idle too"
     assert calls.taken() == []
     assert not training.next_call(1, [1], 0.5)
     assert calls.taken() == [(0, "drafter_state")], "it has got something to decode"
-    training.handle_result(Done(0, "drafter_state", {"mean.a": torch.ones(1)}))
+    training.handle_result(Done(0, "drafter_state", STATE))
     assert training.next_call(1, [1], 0.5)
-    assert calls.taken() == [(1, "train_drafter", {"mean.a": torch.ones(1)}, 0.5)]
+    assert calls.taken() == [(1, "train_drafter", STATE, 0.5)]
 
 
-def test_a_worker_with_too_little_data_trains_in_the_next_rollout(home: Path) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
+def test_a_worker_with_too_little_data_trains_in_the_next_rollout(training: Any) -> None:
     training.next_call(0, [0, 1], 0.5)
     training.handle_result(Done(0, "train_drafter", None))
     assert not training.next_call(0, [0, 1], 0.5)
@@ -317,106 +307,72 @@ def test_a_worker_with_too_little_data_trains_in_the_next_rollout(home: Path) ->
     assert training.next_call(0, [0, 1], 0.5)
 
 
-def test_a_candidate_is_published_to_all_present_workers(home: Path) -> None:
-    calls = Calls()
+def test_a_candidate_is_published_to_all_present_workers(training: Any) -> None:
+    calls = training.crew
     calls.present = [0, 2]
-    training = training_of(calls, config_of(home, "adaptive"))
-    training.saver = SimpleNamespace(save=lambda *saved: calls.made.append(("saved", *saved)))  # type: ignore
-    training.next_call(2, [2], 0.5)
-    training.handle_result(Done(2, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
-    calls.taken()
+    training.saver = SimpleNamespace(save=lambda *saved: calls.made.append(("saved", *saved)))
+    train_on(training, 2, RULE.stretch)
     assert training.next_call(2, [2], 0.5)
     assert calls.taken() == [(2, "evaluate_drafter", None)]
-    training.handle_result(Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
+    training.handle_result(BETTER)
     assert calls.taken() == [(2, "drafter_state")]
-    state = {"mean.a": torch.ones(1)}
-    training.handle_result(Done(2, "drafter_state", state))
-    assert calls.taken() == [
-        (0, "take_drafter", state, 0.75),
-        (2, "take_drafter", state, 0.75),
-        ("saved", 1, state, 0.75),
-    ]
+    training.handle_result(Done(2, "drafter_state", STATE))
+    published = [(worker, "take_drafter", STATE, 0.75) for worker in calls.present]
+    assert calls.taken() == [*published, ("saved", 1, STATE, 0.75)]
     assert training.report() == {"version": 1.0, "rests": 0.0, "accept_length": 2.0, "candidate": 2.5}
     assert training.report() == {"version": 1.0, "rests": 0.0}, "of the next rollout"
     training.handle_result(Done(1, "take_state", None))
-    assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
-    training.handle_result(Done(2, "drafter_state", state))
+    assert calls.taken() == [(1, "take_drafter", STATE, 0.75)], "a new worker"
+    training.handle_result(Done(2, "drafter_state", STATE))
     assert calls.taken() == [], "this state was not evaluated"
 
 
-def test_one_call_is_under_way_at_a_time(home: Path) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
-    training.next_call(0, [0], 0.5)
-    training.handle_result(Done(0, "decode", None))
-    assert training.under_way == 0, "a call of another kind has returned"
-    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
-    training.next_call(0, [0], 0.5)
-    calls.taken()
+def test_the_state_is_fetched_before_an_update_unless_a_call_is_under_way(training: Any) -> None:
+    train_on(training, 0)
     training.update_begins()
-    assert calls.taken() == []
-
-
-def test_the_state_is_fetched_before_an_update(home: Path) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
-    training.next_call(0, [0], 0.5)
-    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
-    calls.taken()
+    assert training.crew.taken() == [(0, "drafter_state")]
     training.update_begins()
-    assert calls.taken() == [(0, "drafter_state")]
+    assert training.crew.taken() == []
 
 
-def test_a_holder_with_too_little_data_hands_on_its_state(home: Path) -> None:
+def test_a_holder_with_too_little_data_hands_on_its_state(training: Any) -> None:
     """The state is not finite, so the stretch begins again."""
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
-    training.next_call(0, [0], 0.5)
-    training.handle_result(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
+    train_on(training, 0)
     training.next_call(0, [0], 0.5)
     training.handle_result(Done(0, "train_drafter", None))
-    calls.taken()
+    training.crew.taken()
     assert not training.next_call(1, [0, 1], 0.5)
-    assert calls.taken() == [(0, "drafter_state")]
+    assert training.crew.taken() == [(0, "drafter_state")]
     training.handle_result(Done(0, "drafter_state", None))
     assert training.schedule.micro_batches == 0
     assert training.next_call(1, [0, 1], 0.5)
 
 
-def test_the_last_call_is_as_short_as_the_time_left(home: Path) -> None:
-    calls, left = Calls(1), iter([0.2, 0.0])
-    training = training_of(calls, config_of(home, "adaptive"))
-    training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
-    assert calls.taken() == [(0, "train_drafter", None, 0.2)]
-
-
-def test_the_whole_evaluation_decides_about_a_publication(home: Path) -> None:
+def test_the_whole_evaluation_decides_about_a_publication(training: Any) -> None:
     """The candidate is better in the last part only."""
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
-    for part in (Evaluation(1, 100.0, 120.0, 30.0, interrupted=True), Evaluation(100, 50.0, 40.0, 30.0)):
-        training.handle_result(Done(0, "evaluate_drafter", part))
-    assert calls.taken() == []
+    worse = Evaluation(1, 100.0, 120.0, 30.0, interrupted=True)
+    training.handle_result(Done(2, "evaluate_drafter", worse))
+    training.handle_result(BETTER)
+    assert training.crew.taken() == []
 
 
-def test_the_candidate_of_an_absent_worker_is_not_published(home: Path) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_candidate_of_a_lost_worker_is_not_published(training: Any, is_asked: bool) -> None:
+    """It is lost before or after its state is requested, and another worker sends its own."""
+    train_on(training, 2, RULE.stretch)
     training.next_call(2, [2], 0.5)
-    training.handle_result(Done(2, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
-    training.next_call(2, [2], 0.5)
-    calls.present = [0, 1]
-    training.handle_result(Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
-    calls.taken()
-    training.handle_result(Done(0, "drafter_state", {"mean.a": torch.ones(1)}))
-    assert calls.taken() == []
+    training.crew.present = [0, 1, 2] if is_asked else [0, 1]
+    training.handle_result(BETTER)
+    assert ((2, "drafter_state") in training.crew.taken()) == is_asked
+    if is_asked:
+        training.handle_result(Done(2, "drafter_state", None, lost=True))
+    training.handle_result(Done(0, "drafter_state", STATE))
+    assert training.crew.taken() == []
+    assert (training.version, training.in_use) == (0, None)
 
 
-def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
-    training.next_call(0, [0], 0.5)
-    training.handle_result(Done(0, "train_drafter", SpotReport(RULE.stretch - 1, 32, 0.1)))
+def test_the_training_of_a_lost_worker_is_lost(training: Any) -> None:
+    train_on(training, 0, RULE.stretch - 1)
     training.next_call(0, [0], 0.5)
     training.handle_result(Done(0, "train_drafter", None, lost=True))
     assert training.schedule.micro_batches == 0
@@ -428,24 +384,22 @@ def schedule_fails(method: str, error: type[Exception] = ZeroDivisionError) -> A
 
 
 @pytest.mark.parametrize("method", ["due", "trained", "evaluated", "rollout_ended", "state"])
-def test_a_failing_schedule_is_not_used_again(home: Path, method: str) -> None:
-    calls = Calls()
-    training = training_of(calls, config_of(home, "adaptive"))
+def test_a_failing_schedule_is_not_used_again(training: Any, method: str) -> None:
     with schedule_fails(method):
-        training.next_call(0, [0], 0.5)
-        training.handle_result(Done(0, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
-        training.handle_result(Done(0, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
+        train_on(training, 2, RULE.stretch)
+        training.handle_result(BETTER)
         training.rollout_ended(1.0, None)
         training.state()
     assert not training.is_on
-    calls.taken()
+    training.crew.taken()
     assert not training.next_call(0, [0], 0.5)
-    assert calls.taken() == []
+    assert training.crew.taken() == []
 
 
-def test_errors_of_the_cluster_do_not_turn_training_off(home: Path) -> None:
+def test_errors_of_the_cluster_do_not_turn_training_off(training: Any) -> None:
     with schedule_fails("trained", ClusterError), pytest.raises(ClusterError):
-        train(config_of(home, "adaptive"))
+        train_on(training, 0)
+    assert training.is_on
 
 
 def test_a_worker_that_hangs_in_an_evaluation_is_replaced() -> None:
@@ -461,12 +415,11 @@ def test_a_worker_that_hangs_in_an_evaluation_is_replaced() -> None:
     assert crew.pending(0) == ["train_drafter", "state"]
 
 
-@pytest.mark.parametrize(("method", "when"), [("drafter_state", "after"), ("evaluate_drafter", "before")])
-def test_a_worker_lost_in_training_or_publication(home: Path, plain_long: str, method: str, when: str) -> None:
+def test_a_worker_lost_in_a_publication(home: Path, plain_long: str) -> None:
     calls = itertools.count()
 
     def loses(worker: int, called: str) -> str:
-        return when if called == method and next(calls) == 0 else ""
+        return "after" if called == "drafter_state" and next(calls) == 0 else ""
 
     digest, training, pool = train(config_of(home, "adaptive", LONG), loses, better=1.0, stretch=1)  # much is published
     assert digest == plain_long
@@ -475,32 +428,10 @@ def test_a_worker_lost_in_training_or_publication(home: Path, plain_long: str, m
     assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
-def test_weights_that_were_not_evaluated_are_not_published(home: Path) -> None:
-    """The worker with the better candidate is lost before it sends its state, and another one sends its own."""
-    training = training_of(Calls(2), config_of(home, "adaptive"))
-    whole = patch.object(Schedule, "evaluated", lambda self, part: part)
-    with whole, patch.object(Schedule, "publishes", return_value=True):
-        training.handle_result(Done(0, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 20.0)))
-    assert training.under_way == 0
-    training.handle_result(Done(0, "drafter_state", None, lost=True))
-    training.handle_result(Done(1, "drafter_state", SimpleNamespace()))
-    assert (training.version, training.in_use) == (0, None)
-
-
-@pytest.mark.parametrize("method", ["train", "publish", "harvest"])
+@pytest.mark.parametrize("method", ["publish", "harvest"])
 def test_a_failing_trainer_only_costs_speed(home: Path, plain: str, method: str) -> None:
     with patch.object(SpotTrainer, method, side_effect=RuntimeError("out of memory")):
         digest, training, pool = train(config_of(home, "adaptive"))
     assert digest == plain
     assert training.version == (method == "publish"), "that is the last one"
     assert not all(worker.spot.trainer for worker in pool.workers)
-
-
-def test_rows_assigned_to_a_lost_worker_are_given_to_others(home: Path) -> None:
-    crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
-    coordinator = Coordinator(crew, config_of(home, "adaptive"))
-    given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))
-    coordinator.allocation.shares = [Share(), Share(rows={0: given}, promised=[promised])]
-    coordinator._reclaim(1)
-    assert list(coordinator.allocation.queue) == [[given, promised]]
-    assert not coordinator.allocation.shares[1].promised

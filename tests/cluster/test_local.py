@@ -153,23 +153,17 @@ def test_training_takes_its_share_of_time_and_no_more(tmp_path: Path) -> None:
     assert training.under_way is None
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path, damaged: bool) -> None:
+def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path) -> None:
     first, second = (make(config_of(tmp_path)) for _ in range(2))
     run(first, 3)
-    before, after = training_of(first), training_of(second)
-    before.close()
-    for file in before.folder.glob("*/model.safetensors") if damaged else ():
-        file.write_bytes(b"")
+    pair: Any = training_of(first), training_of(second)
+    pair[0].close()
     second.load_state(json.loads(json.dumps(first.state())))
     assert second.engine.tuner.state()["took"] == first.engine.tuner.state()["took"] != []
-    assert before.version == after.version > 0
-    assert (after.in_use is None) == damaged
-    assert before.schedule.state() == after.schedule.state()
-    if not damaged:
-        pair: Any = (before, after)
-        for one, other in zip(*(it.worker.trainer.in_use.parameters() for it in pair), strict=True):
-            assert torch.allclose(one, other, atol=1e-6)
+    assert pair[0].version == pair[1].version > 0
+    assert pair[0].schedule.state() == pair[1].schedule.state()
+    for one, other in zip(*(it.worker.trainer.in_use.parameters() for it in pair), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
     assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]
 
 

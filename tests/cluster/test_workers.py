@@ -108,7 +108,13 @@ def shm() -> Callable[[], set[str]]:
     return lambda: {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} - before
 
 
-def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
+@pytest.fixture(scope="module")
+def expected(home: Path) -> str:
+    """Return the sha256 of an undisturbed run."""
+    return in_this_process(config_of(home, 2, "undisturbed"))
+
+
+def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, expected: str, shm: Callable[[], set[str]]) -> None:
     run = {"save_every": 1, "keep": 1}
     in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
     killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0})
@@ -118,7 +124,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert killer.killed == 2
     assert killer.heard == {"127.0.0.1"}
-    assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
+    assert disturbed["policy_sha256"] == expected
     assert disturbed["steps"] == STEPS
     assert not Path(killer.folder).exists()
     assert marked(killer.folder) == []
@@ -127,7 +133,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [(1, "rollout"), (1, "update")])
-def test_a_worker_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
+def test_a_worker_that_does_not_answer_is_replaced(home: Path, expected: str, moment: tuple[int, str]) -> None:
     """Its process is stopped, not dead, so that no call to it fails."""
     killer = Killer({moment: 0.0}, signal.SIGSTOP)
     with watched_by(killer):
@@ -135,13 +141,13 @@ def test_a_worker_that_does_not_answer_is_replaced(home: Path, moment: tuple[int
         disturbed = run_module.train(config, False, killer)
     assert killer.killed == 1
     assert "here is worker 0" in Path(config.run.folder, "worker_0.log").read_text()
-    assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
+    assert disturbed["policy_sha256"] == expected
     assert marked(killer.folder) == []
 
 
 @pytest.mark.slow
 def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
-    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: Path, expected: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt.cluster.control._EVERY", 0.2)
 
@@ -159,7 +165,6 @@ def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
     assert re.match(rf"saved after step \d in {config.run.folder}: continue with --resume", lost.value.__notes__[0])
     assert marked(killer.folder) == []
     assert "gcs" not in "".join(capfd.readouterr())
-    expected = in_this_process(config_of(home, 2, "undisturbed"))
     assert run_module.train(config, True, quiet())["policy_sha256"] == expected
 
 
@@ -235,9 +240,7 @@ def test_sigterm_stops_a_run_whose_workers_start(tmp_path: Path, monkeypatch: py
 
 
 DRIVER = """
-import os, sys, time
-from importlib.util import find_spec
-from pathlib import Path
+import time
 from tlt.cluster.workers import RayPool
 from tlt.config import parse_config
 config = parse_config({"model": {"path": "no model here", "device": "cpu"}, "data": {"path": "-"},
@@ -263,13 +266,6 @@ def test_a_driver_that_is_killed_leaves_nothing(shm: Callable[[], set[str]]) -> 
     assert marked(folder) == []
     assert not Path(folder).exists()
     assert shm() == set()
-
-
-def test_an_error_of_a_worker_is_raised_with_its_own_message(home: Path) -> None:
-    config = config_of(home, 1, "bad")
-    broken = config.model_copy(update={"model": config.model.model_copy(update={"path": str(home / "no model")})})
-    with pytest.raises(ModelError, match="no model"):
-        remote.join(RayPool(broken, home / "no model"), broken)
 
 
 def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,9 +329,8 @@ def test_cores_are_shared_evenly() -> None:
 TESTS = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (TESTS / "cluster", TESTS, TESTS.parent / "src")))
 JOINS = """
-import faulthandler, sys
+import sys
 from pathlib import Path
-faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
 from tlt.run import train as run
 home, workers, address, folder, allow = sys.argv[1:]
@@ -351,10 +346,7 @@ def joined(
     """Let a process train with workers of this cluster. `allow`: whether it needs a token."""
     command = [sys.executable, "-c", JOINS, str(home), str(workers), address, f"joined{workers}{allow}", allow]
     environment = environment | {"PYTHONPATH": PATHS}
-    try:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired as late:
-        pytest.fail(f"it hangs: {(late.stderr or b'').decode()[-4000:]}")
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tiny import compare_here, qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tlt.cli import main
 from tlt.commands import export_check
 from tlt.commands.export import export
 from tlt.commands.export_check import check_drafter, check_in_new_process
@@ -70,6 +69,9 @@ def test_an_exported_model_can_be_loaded_whole(model: Path, tmp_path: Path) -> N
     assert (generation.eos_token_id, generation.temperature) == ([256, 7], 0.6)
     assert generation.use_cache is not False
     assert f"vllm serve {out}" in (out / "README.md").read_text()
+    (tmp_path / "mine").touch()
+    modes = {path.stat().st_mode for path in out.rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "mine").stat().st_mode}, "who serves it may be another user"
 
 
 @pytest.mark.parametrize("to", ["hf", "vllm", "sglang"])
@@ -83,20 +85,23 @@ def test_the_dtype_in_a_config_is_that_of_its_tensors(model: Path, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "config.json").read_text())[name] == "bfloat16"
 
 
-def run_with(config: Config, drafter: Path) -> Path:
-    """Train, and return the run's folder. Its recipe then names this drafter."""
-    train(config)
-    run = Path(config.run.folder)
-    recipe = json.loads((run / "config.json").read_text())
-    recipe["speculation"]["path"] = str(drafter)
-    (run / "config.json").write_text(json.dumps(recipe))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Return the recipe of a run that has ended."""
+    train(config := tiny_config(tmp_path_factory.mktemp("trained")))
+    return config
+
+
+def run_with(trained: Config, folder: Path, drafter: Path) -> Path:
+    """Return a copy of the run whose recipe names this drafter."""
+    run = shutil.copytree(trained.run.folder, folder / "run", symlinks=True)
+    edit(run / "config.json", speculation=trained.speculation.model_dump(mode="json") | {"path": str(drafter)})
     return run
 
 
-def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    layer = a_drafter(Path(config.model.path), tmp_path / "drafter")
-    run, out = run_with(config, tmp_path / "drafter"), tmp_path / "out"
+def test_a_run_leaves_its_policy_and_its_drafter(trained: Config, tmp_path: Path) -> None:
+    layer = a_drafter(Path(trained.model.path), tmp_path / "drafter")
+    run, out = run_with(trained, tmp_path, tmp_path / "drafter"), tmp_path / "out"
     said = export(run, out, "vllm", "float32")
     assert said == [f"the model is in {out}", f"the drafter is in {out / 'drafter'}"]
     policy = read_safetensors(policy_in(run))
@@ -117,7 +122,7 @@ def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
         ("vllm", "eagle3", '"method": "eagle3", "model": "{out}"', "The config sets it as `sliding_window`"),
         ("sglang", "eagle1", "--speculative-algorithm EAGLE --speculative-draft-model-path {out} ", "SGLang reads no"),
         ("sglang", "eagle3", "--speculative-algorithm EAGLE3 --speculative-draft-model-path {out} ", "SGLang reads no"),
-        ("speculators", "eagle3", "vllm serve {out}\n", "The config sets it as `sliding_window`"),
+        ("speculators", "eagle3", "vllm serve {out}", "The config sets it as `sliding_window`"),
     ],
 )
 def test_a_drafters_card_names_its_command_and_its_window(
@@ -128,12 +133,13 @@ def test_a_drafters_card_names_its_command_and_its_window(
     held_out = [{"strategy": "eagle-d2", "accept_length": 1.9, rates: [0.75, 0.5, None]}]
     facts = {"harvest_tokens": 1234, "held_out": held_out}
     (tmp_path / "drafter" / "training.json").write_text(json.dumps(facts))
-    out = tmp_path / "out"
+    out = tmp_path / "what's out"  # quoted for a shell
     export(tmp_path / "drafter", out, to, "float32", model)  # type: ignore[arg-type]
     card = (out / "README.md").read_text()
+    served = " ".join(shlex.split(card.split(f"Served by {to}:")[1].split("\n\n")[1]))
+    assert command.replace("{out}", str(out)) in served
     numbers = ("the last 64 tokens", "accept length 1.90", "| 0.75 | 0.50 | - |", "1,234 tokens")
-    missing = [words for words in (command.replace("{out}", str(out)), window, *numbers) if words not in card]
-    assert missing == []
+    assert [words for words in (window, *numbers) if words not in card] == []
     if kind == "eagle3":
         head = load_file(out / "model.safetensors")["lm_head.weight"]
         assert torch.equal(head, read_safetensors(model)["lm_head.weight"].float())
@@ -161,56 +167,30 @@ def test_sources_that_cannot_be_exported_are_refused(model: Path, tmp_path: Path
             export(source, to, form, "float32", of)  # type: ignore[arg-type]
 
 
-def test_the_command(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tlt.commands.export.check_in_new_process", check_in_new_process)
-    with pytest.raises(SystemExit) as done:
-        main(["export", str(model), str(tmp_path / "out"), "--to", "sglang", "--dtype", "float32"])
-    assert done.value.code == 0
-    assert capsys.readouterr().out == f"the model is in {tmp_path / 'out'}\n"
-    (tmp_path / "mine").touch()
-    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert modes == {(tmp_path / "mine").stat().st_mode}, "who serves it may be another user"
-    with pytest.raises(SystemExit) as done:
-        main(["export", str(tmp_path / "nowhere"), str(tmp_path / "other")])
-    assert done.value.code == 2
-
-
-@pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_the_serving_command_is_quoted_for_a_shell(model: Path, tmp_path: Path, to: str) -> None:
-    mine, out = tmp_path / "my drafter", tmp_path / "what's out"
-    a_drafter(model, mine)
-    export(mine, out, to, "float32", model)  # type: ignore[arg-type]
-    command = shlex.split((out / "README.md").read_text().split(f"Served by {to}:")[1].split("\n\n")[1])
-    place = command.index("--speculative-draft-model-path") + 1 if to == "sglang" else -1
-    assert (json.loads(command[-1])["model"] if to == "vllm" else command[place]) == str(out)
-
-
-def test_a_missing_drafter_is_an_error(tmp_path: Path) -> None:
-    run = run_with(tiny_config(tmp_path), tmp_path / "moved")
+def test_a_missing_drafter_is_an_error(trained: Config, tmp_path: Path) -> None:
+    run = run_with(trained, tmp_path, tmp_path / "moved")
     with pytest.raises(DrafterError, match=r"moved, which is missing: restore it, or .* --to hf"):
         export(run, tmp_path / "out", "vllm", "float32")
     assert not (tmp_path / "out").exists()
     assert export(run, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'out'}"]
 
 
-def test_an_export_says_that_a_run_has_no_drafter_and_names_an_unwritable_folder(tmp_path: Path) -> None:
-    train(config := tiny_config(tmp_path))
-    run = Path(config.run.folder)
+def test_an_export_says_that_a_run_has_no_drafter_and_names_an_unwritable_folder(
+    trained: Config, tmp_path: Path
+) -> None:
+    run = Path(trained.run.folder)
     said = export(run, tmp_path / "out", "vllm", "float32")
     assert said[1:] == [f"there is no drafter in {run}, so the model is served without one (tlt draft train makes one)"]
     with pytest.raises(ModelError, match=r"/proc/out cannot be written \(.*\): give another folder"):
         export(run, Path("/proc/out"), "hf", "float32")
 
 
-def test_a_published_drafter_is_preferred_to_that_of_the_recipe(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    old = a_drafter(Path(config.model.path), tmp_path / "drafter")
-    run = run_with(config, tmp_path / "drafter")
+def test_a_published_drafter_is_preferred_to_that_of_the_recipe(trained: Config, tmp_path: Path) -> None:
+    old = a_drafter(Path(trained.model.path), tmp_path / "drafter")
+    run = run_with(trained, tmp_path, tmp_path / "drafter")
     layer = EagleLayer(old.options)
-    target = make_target(config.model)
-    target.load(read_safetensors(config.model.path), 0)
+    target = make_target(trained.model)
+    target.load(read_safetensors(trained.model.path), 0)
     state = SpotTrainer(layer, target, DrafterTrainConfig(), 0).state()
     assert state
     write(run / "drafter", layer.options, 3, state, 0.5)
@@ -378,15 +358,11 @@ def test_a_drafter_has_the_rope_of_its_target(model: Path, tmp_path: Path) -> No
         check_drafter(tmp_path / "out", target)
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"top_k": 20}, {"num_beams": 1, "early_stopping": True}, {"min_p": 0.1, "top_p": 0.9}]
-)
-def test_generation_defaults_that_transformers_would_not_write_are_kept_by_training_and_export(
-    tmp_path: Path, sampling: dict[str, Any]
-) -> None:
+def test_generation_defaults_that_transformers_would_not_write_are_kept_by_training_and_export(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, train={"steps": 1})
     source = Path(config.model.path)
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, **sampling}))
+    defaults = {"eos_token_id": 256, "top_k": 20, "min_p": 0.1, "num_beams": 1, "early_stopping": True}
+    (source / "generation_config.json").write_text(json.dumps(defaults))
     train(config)
     export(Path(config.run.folder), tmp_path / "out", "hf", "float32")
     for folder in (policy_in(config.run.folder), tmp_path / "out"):

@@ -20,11 +20,11 @@ from tlt.models.families import ModelError
 from tlt.store.model_files import model_files, write_files
 
 
-def a_tokenizer(prefix_space: bool = False) -> Tokenizer:
+def a_tokenizer() -> Tokenizer:
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     found = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     found.normalizer = normalizers.NFC()
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens([AddedToken("<eos>", normalized=False), AddedToken("<bos>", normalized=False)])
     return found
@@ -47,7 +47,14 @@ def carried(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("part", "other"), [("normalizer", normalizers.Lowercase()), ("decoder", decoders.Fuse())])
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("normalizer", normalizers.Lowercase()),
+        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)),
+        ("decoder", decoders.Fuse()),
+    ],
+)
 def test_a_tokenizer_that_differs_from_its_file_is_replaced_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, other: Any
 ) -> None:
@@ -70,13 +77,6 @@ def test_a_tokenizer_that_differs_from_its_file_is_replaced_with_a_warning(
     assert (again / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert read_json(again / "tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert load_tokenizer(again)(text)["input_ids"] == ids
-
-
-@pytest.mark.parametrize("prefix_space", [True, False])
-def test_a_prefix_space_follows_the_file(tmp_path: Path, prefix_space: bool) -> None:
-    words = a_tokenizer(prefix_space)
-    found = load_tokenizer(a_folder(tmp_path, words))
-    assert len(found("word")["input_ids"]) == len("word") + prefix_space
 
 
 def test_lengths_in_the_file_neither_truncate_nor_pad(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,20 +91,18 @@ def trees(
 
 
 EVERY_ROUND = [Strategy("eagle", 4, 1, 5)]
+NOW_AND_THEN = [PLAIN, PLAIN, Strategy("eagle", 3, 1, 4), PLAIN, Strategy("eagle", 2, 1, 3)]
 CASES: dict[str, tuple[Kind, bool, list[Strategy], str, int | None]] = {
-    f"{name}, {kind}, {'some' if reduced else 'all'} tokens": (kind, reduced, strategies, "plain", None)
-    for name, strategies in {
-        "every round": EVERY_ROUND,
-        "one level": [Strategy("eagle", 1, 1, 2)],
-        "cut": [Strategy("eagle", 4, 1, 3)],
-        "unlikely ones are left out": [Strategy("eagle", 5, 1, 6, 0.3)],
-        "now and then": [PLAIN, PLAIN, Strategy("eagle", 3, 1, 4), PLAIN, Strategy("eagle", 2, 1, 3)],
-    }.items()
-    for kind in ("eagle1", "eagle3")
-    for reduced in (False, True)
+    "every round": ("eagle3", False, EVERY_ROUND, "plain", None),
+    "eagle1": ("eagle1", False, EVERY_ROUND, "plain", None),
+    "some tokens": ("eagle3", True, EVERY_ROUND, "plain", None),
+    "one level": ("eagle1", True, [Strategy("eagle", 1, 1, 2)], "plain", None),
+    "cut": ("eagle3", False, [Strategy("eagle", 4, 1, 3)], "plain", None),
+    "unlikely ones are left out": ("eagle1", True, [Strategy("eagle", 5, 1, 6, 0.3)], "plain", None),
+    "now and then": ("eagle3", False, NOW_AND_THEN, "plain", None),
+    "preempted": ("eagle3", False, EVERY_ROUND, "long", 180),
+    **{name: ("eagle1", True, EVERY_ROUND, name, None) for name in ("tempered", "greedy", "restricted")},
 }
-CASES |= {name: ("eagle1", True, EVERY_ROUND, name, None) for name in ("tempered", "greedy", "restricted")}
-CASES |= {"preempted": ("eagle3", False, EVERY_ROUND, "long", 180)}
 
 
 @pytest.mark.parametrize("case", CASES)

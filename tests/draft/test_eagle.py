@@ -92,10 +92,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config of something else": (text("config.json", '{"model_type": "llama"}'), "tlt draft train"),
     "drafter's config is a list": (text("config.json", '{"tlt_drafter": [1]}'), "tlt draft train"),
     "weights are no safetensors": (text("model.safetensors", "x" * 100), "tlt draft train"),
-    "weights are cut off": (
-        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-99]),
-        "tlt draft train",
-    ),
     "an unknown field": (config_with(colour="red"), "colour"),
     "an unknown kind": (config_with(kind="eagle9"), "eagle9"),
     "another hidden size": (config_with(hidden_size=32), "hidden_size 32"),
@@ -106,7 +102,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no window": (config_with(window=0), "window"),
     "a tap too deep": (config_with(taps=[2, 4, 8]), "layer 8"),
     "a tap below 0": (config_with(taps=[-1, 4, 5]), "taps"),
-    "a tap that is no number": (config_with(taps=["a", 4, 5]), "taps"),
     "two taps": (config_with(taps=[2, 4]), "taps"),
     "more positions than the target": (config_with(max_positions=100_000), "max_positions"),
     "a tensor missing": (tensors_with(lambda t: t.pop("fc.weight")), "fc.weight"),

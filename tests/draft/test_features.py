@@ -16,7 +16,7 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
-from tlt.draft.features import FeatureLayout, FeatureWindow
+from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
@@ -177,7 +177,7 @@ def eagle(model: Model, window: int) -> EagleDrafter:
 
 
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "random"])
-@pytest.mark.parametrize("window", [8, 16, 100])
+@pytest.mark.parametrize("window", [8, 100])
 def test_training_data_equals_hidden_states_of_transformers(model: Model, window: int, drafter: str) -> None:
     """The features are those at the taps and after the final norm. Each entry has the next token and the true position.
     Entries come one window at a time."""
@@ -225,20 +225,13 @@ def test_siblings_with_a_copied_prompt_have_their_own_training_data(model: Model
     found.check()
 
 
-def test_without_a_layout_nothing_is_kept(model: Model) -> None:
-    items: list[Harvest] = []
-    engine = Engine(model.decoder, EngineConfig(), on_harvest=items.append)
-    assert len(list(engine.generate(requests(2)))) == 2
-    assert engine.rollout.window is None
-    assert items == []
-
-
 @pytest.mark.parametrize(("wrote", "given"), [("nothing", 1), ("a token", 0), ("NaN", 0)])
 def test_training_data_that_a_drafter_overwrote_is_dropped(wrote: str, given: int) -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
     row = Row(A_ROW.request, tokens=[5, 6, 7])
     window.append(row, 0)
     window.write([0] * 3, range(3), torch.ones(3, 2), [5, 6, 7])
+    FeatureView(window).lengths[0] = 99  # only in a copy
     if wrote == "a token":
         window.tokens[0, 1] = 8
     if wrote == "NaN":

@@ -158,7 +158,7 @@ def test_without_a_head_the_engine_uses_that_of_the_target(tmp_path: Path) -> No
     assert "lm_head.weight" not in written(tmp_path, "eagle3", "vllm", head=False)[1]
 
 
-@pytest.mark.parametrize("layers", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("layers", [1, 6])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
 def test_repeated_layers_are_refused(tmp_path: Path, layers: int, to: Any) -> None:
     """vLLM would sort them and leave one out, and the drafter would read other layers."""

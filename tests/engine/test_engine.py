@@ -115,14 +115,21 @@ def test_a_group_is_prefilled_once() -> None:
     assert narrow.stats.prefill_tokens == 19
 
 
-@pytest.mark.parametrize("prefill_tokens", [1, 5, 40])
-def test_prefill_passes_stay_within_their_bound(prefill_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [request(tuple(range(3 * i + 2)), prompt_id=i) for i in range(6)]
-    want = tokens(decode(engine(), requests))
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the number of tokens in each pass of the target. It is filled while the test runs."""
     forward, sizes = target().forward, list[int]()
     monkeypatch.setattr(target(), "forward", lambda ids, *more: sizes.append(ids.numel()) or forward(ids, *more))
+    return sizes
+
+
+@pytest.mark.parametrize("prefill_tokens", [1, 5, 40])
+def test_prefill_passes_stay_within_their_bound(prefill_tokens: int, computed: list[int]) -> None:
+    requests = [request(tuple(range(3 * i + 2)), prompt_id=i) for i in range(6)]
+    want = tokens(decode(engine(), requests))
+    computed.clear()
     assert tokens(decode(engine(prefill_tokens=prefill_tokens), requests)) == want
-    assert max(sizes) <= max(prefill_tokens, len(requests))  # a decode pass has one token a row
+    assert max(computed) <= max(prefill_tokens, len(requests))  # a decode pass has one token a row
 
 
 def test_an_engine_left_in_the_middle_of_a_rollout_starts_a_new_one() -> None:
@@ -158,13 +165,14 @@ def test_a_rollout_does_not_continue_after_a_failed_round(call: int, monkeypatch
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, TREE], ids=["plain", "tree"])
-def test_counters_add_up(strategy: Strategy) -> None:
+def test_counters_add_up_and_padding_is_not_computed(strategy: Strategy, computed: list[int]) -> None:
     used = engine(SuffixDrafter(10_000) if strategy == TREE else None, strategy)
     responses = decode(used, [request(index=i, top_k=2, max_new_tokens=10 + 6 * i) for i in range(6)])
     stats = used.stats
     assert stats.tokens == sum(len(r.token_ids) for r in responses)
     assert stats.tokens == stats.accepted + stats.row_passes, "each pass of a row gives one bonus token"
     assert stats.accepted <= stats.drafted <= stats.row_passes * (strategy.verify_tokens - 1)
+    assert sum(computed) == stats.prefill_tokens + stats.drafted + stats.row_passes, "without the padding of trees"
     assert stats.accept_length == stats.tokens / stats.row_passes
     assert (stats.accepted > 0) == (strategy == TREE)
     assert strategy == TREE or stats.rounds == max(len(r.token_ids) for r in responses)
@@ -212,6 +220,7 @@ INVALID = {
     "wide kinds": Candidates(None, torch.zeros(8, 1, VOCAB), classes=np.zeros((8, 3), dtype=np.int64)),
     "too many": Candidates(None, torch.zeros(8, 1, VOCAB + 1)),
     "empty": Candidates(None, torch.zeros(8, 1, 0)),
+    "ids that are no integers": Candidates(torch.full((8, 1, 2), 0.5), torch.zeros(8, 1, 2)),
 }
 
 
@@ -219,4 +228,6 @@ INVALID = {
 def test_invalid_output_of_a_batched_drafter_changes_no_token(result: Candidates) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
-    assert tokens(decode(engine(Failing("predict", 2, result), TREE), requests)) == want
+    broken = engine(Failing("predict", 2, result), TREE)
+    assert tokens(decode(broken, requests)) == want
+    assert broken.stats.drafter_failures == 1

@@ -105,17 +105,6 @@ def test_the_memory_of_a_released_cache_is_free(target: Decoder) -> None:
     assert memory() is None
 
 
-def test_a_pass_that_does_not_fit_is_refused(target: Decoder) -> None:
-    """Its nodes would be written into the next slot."""
-    engine, graphs = started(target, 2)
-    engine.round()
-    runner, store = engine.rollout.runner, engine.cache.store
-    trees = TreeBatch(torch.ones(1, 2, dtype=torch.long), torch.arange(2)[None], None)
-    graphs(trees, [store.tokens - 2], runner._forward)
-    with pytest.raises(AssertionError, match="resize"):
-        graphs(trees, [store.tokens - 1], runner._forward)
-
-
 def test_padding_rows_are_not_kept(target: Decoder) -> None:
     """A free slot may hold a prompt that a later row begins with."""
     engine = Engine(target, EngineConfig())

@@ -26,7 +26,7 @@ from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 
 import tlt.engine.noise
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
-from tlt.draft.eagle import EagleLayer, Kind
+from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.quantized import QuantizedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
@@ -64,7 +64,8 @@ def check_all(draws: np.ndarray, params: SamplingParams, of: Target) -> None:
     small.check_request_independence(draws, of, params)
 
 
-@pytest.mark.parametrize("sampling", [pytest.param("plain", marks=pytest.mark.slow), "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["plain", "all"])
 def test_the_sampling_rule_has_the_distribution(sampling: str) -> None:
     """argmax of log p + g for 600,000 requests. This shows a bias of the noise, or related seeds."""
     draws = small.reference_draw(target(), SAMPLINGS[sampling], epochs=150_000)
@@ -112,15 +113,6 @@ def test_distribution_of_responses(name: str) -> None:
         small.check_same_draws(draws, small.reference_draw(of, params, s.epochs, run_seed=run_seed))
 
 
-def test_detectable_bias_is_as_stated() -> None:
-    """The figures of this file's docstring: (cells, draws of one prompt or pairs) -> total variation."""
-    rule = {(625, 300_000): 0.015, (5, 300_000): 0.007, (625, 150_000): 0.021}
-    tree = {(625, 25_000): 0.051, (5, 25_000): 0.023, (625, 12_500): 0.072}
-    others = {(625, 8_000): 0.090, (5, 8_000): 0.040, (625, 4_000): 0.127}
-    for (cells, draws), bias in (rule | tree | others).items():
-        assert small.detectable_bias(cells, draws) == pytest.approx(bias, abs=5e-4)
-
-
 MIX = (
     SamplingParams(1.0, max_new_tokens=40),
     SamplingParams(0.7, top_k=3, max_new_tokens=40),
@@ -158,19 +150,17 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
     "oracle": small.oracle,
     "suffix": lambda t: SuffixDrafter(history_tokens=200),
     "quantized": lambda t: QuantizedDrafter(t.decoder),
+    "eagle3": small.learned,
+    "eagle1": lambda t: small.learned(t, kind="eagle1"),
 }
+CHAINS = {"quantized", "eagle1"}
+"""drafters of which chains are tested, and not trees"""
 HOSTILE: dict[str, Callable[[Target], Drafter | None]] = {
     "always_wrong": lambda t: ContextDrafter(t, -1.0, 0.0),
     "nan": lambda t: Says(None, [NAN] * 5),
-    "some_nan": lambda t: Says([0, 1, 2], [-1.0, NAN, -0.5]),
-    "infinite": lambda t: Says(None, [float("inf"), 0.0, 0.0, -1.0, float("-inf")]),
     "duplicates": lambda t: Says([3, 3, 3, 1, 1], [-0.1, -0.1, -0.2, -0.3, -0.3]),
     "out_of_vocabulary": lambda t: Says([5, -1, 10**12, 2, -(2**40)], [0.0, 0.0, 0.0, -1.0, 0.0]),
     "nothing": lambda t: Says([-1], [float("-inf")]),
-}
-FAILING: dict[str, Callable[[Target], Drafter]] = {
-    "wrong_shape": lambda t: Says(None, [0.0, 0.0, 0.0]),
-    "ids_are_no_integers": lambda t: Says([0.5, 1.5], [0.0, -1.0]),
 }
 
 
@@ -183,7 +173,6 @@ class Schedule(NamedTuple):
 
 SCHEDULES = {
     "together": Schedule(),
-    "three_rows_shuffled": Schedule(max_rows=3, shuffle=1),
     "preempted_shuffled": Schedule(bound_tokens=85, shuffle=2, prefill_tokens=7),
 }
 
@@ -206,15 +195,16 @@ def run_mixed(drafter: Drafter | None, strategy: Strategy, schedule: Schedule) -
 @pytest.mark.parametrize("schedule", ["together", "preempted_shuffled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_do_not_depend_on_drafter_or_schedule(drafter: str, schedule: str) -> None:
-    engine = run_mixed(DRAFTERS[drafter](target()), CHAIN if drafter == "quantized" else TREE, SCHEDULES[schedule])
+    engine = run_mixed(DRAFTERS[drafter](target()), CHAIN if drafter in CHAINS else TREE, SCHEDULES[schedule])
     assert engine.stats.drafter_failures == 0
+    assert (engine.stats.drafted > 0) == (drafter != "plain")
     assert (engine.stats.preemptions > 0) == (schedule == "preempted_shuffled")
 
 
-@pytest.mark.parametrize(("drafter", "failures"), [*((d, 0) for d in HOSTILE), *((d, 1) for d in FAILING)])
-def test_a_hostile_or_failing_drafter_changes_no_token(drafter: str, failures: int) -> None:
-    made = (HOSTILE | FAILING)[drafter](target())
-    assert run_mixed(made, TREE, SCHEDULES["preempted_shuffled"]).stats.drafter_failures == failures
+@pytest.mark.parametrize("drafter", HOSTILE)
+def test_a_hostile_drafter_changes_no_token(drafter: str) -> None:
+    engine = run_mixed(HOSTILE[drafter](target()), TREE, SCHEDULES["preempted_shuffled"])
+    assert engine.stats.drafter_failures == 0
 
 
 @settings(max_examples=8)
@@ -234,21 +224,6 @@ def test_tokens_do_not_depend_on_the_strategy(
     run_mixed(DRAFTERS[drafter](target()), Strategy("", depth, branching, verify_tokens), Schedule(**schedule))
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "schedule"),
-    [
-        ("eagle3", TREE, "preempted_shuffled"),
-        ("eagle3", CHAIN, "three_rows_shuffled"),
-        ("eagle1", TREE, "three_rows_shuffled"),
-        ("eagle1", CHAIN, "preempted_shuffled"),
-    ],
-)
-def test_tokens_with_a_learned_drafter(kind: Kind, shape: Strategy, schedule: str) -> None:
-    engine = run_mixed(small.learned(target(), kind=kind), shape, SCHEDULES[schedule])
-    assert engine.stats.drafter_failures == 0
-    assert engine.stats.drafted > engine.stats.accepted > 0
-
-
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e300])
 def test_drafter_weights_that_are_nan_change_no_token(value: float) -> None:
     layer = EagleLayer(small.learned(target()).options).double()
@@ -260,7 +235,6 @@ def test_drafter_weights_that_are_nan_change_no_token(value: float) -> None:
     assert value == 1e300 or engine.stats.drafted == 0
 
 
-@pytest.mark.parametrize("memory", ["roomy", "preempted"])
 @pytest.mark.parametrize("strategy", [Strategy("", 4, 1, 5), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     ("temperature", "cut"),
@@ -268,16 +242,16 @@ def test_drafter_weights_that_are_nan_change_no_token(value: float) -> None:
     ids=["no cut", "top_k", "top_p", "both"],
 )
 def test_all_draft_tokens_of_an_oracle_are_accepted(
-    temperature: float, cut: dict[str, Any], strategy: Strategy, memory: str
+    temperature: float, cut: dict[str, Any], strategy: Strategy
 ) -> None:
     """This shows drafts with another noise, position, distribution or context than the target's, which only cost
     speed."""
     params = SamplingParams(temperature, **cut, max_new_tokens=40)
     requests = make_requests(MIXED_PROMPTS, [params], group=2)
-    engine = build(target(), small.oracle(target()), strategy, bound_tokens=85 if memory == "preempted" else None)
+    engine = build(target(), small.oracle(target()), strategy, bound_tokens=85)
     steps = small.record_steps(engine)
     decode(engine, requests)
     small.check_oracle(steps, strategy)
-    assert (engine.stats.preemptions > 0) == (memory == "preempted")
+    assert engine.stats.preemptions > 0
     if strategy.branching == 1:
         assert engine.stats.accepted == engine.stats.drafted

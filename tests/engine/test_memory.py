@@ -18,7 +18,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.memory import cache_tokens, free_bytes, return_freed_memory
 from tlt.types import Prompt, Request, SamplingParams
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 MIB = 2**20
 
 
@@ -52,13 +52,6 @@ def test_a_containers_limit_counts_and_its_file_cache_does_not(
 ) -> None:
     assert free_bytes(CPU, tmp_path) == 800 * MIB, "without a container"
     assert free_bytes(CPU, group(tmp_path, limit, 120 * MIB, statistics, version)) == free * MIB
-
-
-def test_free_cuda_memory_includes_unused_memory_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90)
-    assert free_bytes(CUDA) == 300 + 250 - 90
 
 
 def test_cache_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:

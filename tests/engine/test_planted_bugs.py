@@ -12,7 +12,7 @@ import small
 from small import ContextDrafter, Violation, build, decode
 from test_losslessness import TREE, mixed_requests, target
 
-import tlt.engine.engine
+import tlt.engine.committing
 import tlt.engine.noise
 from tlt import sampling
 from tlt.engine.engine import Engine
@@ -41,7 +41,7 @@ def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
 
 
 def first_draft_tokens_always_accepted(patch: Patch) -> None:
-    patch.setattr(tlt.engine.engine, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
+    patch.setattr(tlt.engine.committing, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
 
 
 def kv_not_rebuilt_after_preemption(patch: Patch) -> None:

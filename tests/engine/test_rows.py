@@ -14,7 +14,7 @@ import torch
 from small import Target, by_seed, cache_for, finish, reference
 from torch import Tensor
 
-import tlt.engine.engine
+import tlt.engine.committing
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import Strategy
@@ -83,20 +83,6 @@ def test_rows_find_their_prompt_in_free_slots_or_at_a_sibling() -> None:
     assert (len(kept), len(fresh), len(copies)) == (0, 0, 1), "place 1 holds another prompt, but a sibling is live"
 
 
-@pytest.mark.parametrize("leaves", [1, 2])
-def test_siblings_of_rows_that_left_need_no_prefill(leaves: int) -> None:
-    """Each row that ended leaves a free slot. An earlier row continues."""
-    engine = small.build(TARGET)
-    engine.start([request((1, 2, 3), 0, 30), *(request((4, 0, 2, 2, 1), 10 + i, 3) for i in range(leaves))])
-    for _ in range(4):
-        engine.round()
-    late, prefilled = [request((4, 0, 2, 2, 1), 15 + i, 9) for i in range(2)], engine.stats.prefill_tokens
-    engine.submit(late)
-    found = by_seed(finish(engine))
-    assert engine.stats.prefill_tokens == prefilled
-    assert [found[asked.seed] for asked in late] == [right(asked) for asked in late]
-
-
 def test_a_target_that_changes_during_a_rollout_is_an_error() -> None:
     target = Target(seed=0)
     engine = small.build(target)
@@ -117,13 +103,6 @@ def run(engine: Engine) -> None:
         pass
 
 
-def test_the_ledger_is_on_in_tests_and_accepts_a_correct_cache() -> None:
-    engine = speculating()
-    assert engine.cache.ledger is not None
-    run(engine)
-    assert engine.stats.preemptions > 0, "the ledger saw rows leave and return"
-
-
 def forgetful(self: KVCache, slots: int, tokens: int, resize: Any = KVCache._resize) -> None:
     """Resize, but keep the list of prompts that slots hold, and forget what the ledger knows."""
     held = list(self._held)
@@ -136,7 +115,7 @@ FAULTS = {
     "moves": (KVCache, "move", lambda self, *moves: None),
     "copies": (KVCache, "copy", lambda self, *slots: None),
     "a slot that lost its tokens": (KVCache, "_resize", forgetful),
-    "walk": (tlt.engine.engine, "walk", lambda tree, sampled: [0, len(tree.tokens) - 1]),
+    "walk": (tlt.engine.committing, "walk", lambda tree, sampled: [0, len(tree.tokens) - 1]),
     "weights": (Engine, "round", lambda self, one=Engine.round: self.cache.check(7) or one(self)),
 }
 

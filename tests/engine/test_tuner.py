@@ -20,7 +20,7 @@ import pytest
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.bandit import Bandit, strategies, with_ahead
-from tlt.engine.round_times import bucket_of
+from tlt.engine.estimates import bucket_of
 from tlt.engine.tuner import Fixed, RoundResult
 
 SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
@@ -176,19 +176,6 @@ def test_it_is_never_slower_than_plain_decoding(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_a_much_better_drafter_is_found_soon(rows: int) -> None:
-    """Over 2,000 rounds, including the first ones, in which the drafter is not known."""
-    shares = []
-    for seed in range(12):
-        world, bandit = any_world(seed)
-        best = world.best(rows) / world.speed(PLAIN, rows)
-        if best > 1.25:
-            shares.append(play(bandit, world, rows, 2000).against_plain / best)
-    assert statistics.median(shares) > 0.9
-    assert min(shares) > 0.6
-
-
-@pytest.mark.parametrize("rows", [1, 16])
 def test_it_follows_a_drafter_that_gets_worse_or_better(rows: int) -> None:
     """The drafter was trained meanwhile. A strategy that was slow long ago is tried again."""
     worse, better = World(), World({"eagle": 0.1, "suffix": 0.1})
@@ -254,24 +241,6 @@ def test_acceptance_is_not_forgotten_while_plain_decoding_is_faster() -> None:
     assert tuner.current.drafter == "eagle"
 
 
-def test_a_slowly_improving_drafter_is_used_in_every_bucket() -> None:
-    """This happened in training. In rounds with one row the first drafter was useless, and plain rounds gave no
-    information about its successors, each a little better. In other rounds the drafter was used all the time."""
-    world = World(right={"eagle": 0.8, "suffix": 0.0}, per_level={"eagle": 0.3, "suffix": 0.3})
-    arms = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4))]
-    tuner = Bandit(
-        arms, lambda: {rows: {arm: world.seconds(arm, rows) for arm in arms} for rows in (1, 2, 4, 8)}, {"eagle": 0.8}
-    )
-    play(tuner, world, 1, 100)
-    world.right["eagle"] = 0.0  # the task changed
-    assert sum(arm == PLAIN for arm in play(tuner, world, 1, 400).arms) > 300
-    for step in range(1, 10):
-        world.right["eagle"] = 0.09 * step
-        tuner.renew("eagle", 0.09 * step)
-        play(tuner, world, 8, 40)
-    assert sum(arm.drafter == "eagle" for arm in play(tuner, world, 1, 40).arms) > 30
-
-
 @pytest.mark.parametrize(
     ("right", "catch_up", "what", "switches", "regret"),
     [
@@ -329,15 +298,12 @@ def known(arms: Sequence[Strategy], seconds: Callable[[Strategy], float], rows: 
     return bandit
 
 
-def test_a_chain_shorter_than_all_limits_is_used() -> None:
-    assert known([PLAIN], lambda arm: 1.0).choose(1, 300.0, (), [3]).ahead == 4
-
-
-@pytest.mark.parametrize(("seconds", "ahead"), [(4.4, 4), (4.8, 0)])
-def test_look_ahead_is_chosen_by_its_tokens(seconds: float, ahead: int) -> None:
-    """Four look-ahead tokens, each accepted with 0.97, and the next one are 4.71 tokens."""
+@pytest.mark.parametrize(("seconds", "offer", "ahead"), [(4.4, 4, 4), (4.8, 4, 0), (1.0, 3, 4)])
+def test_look_ahead_is_chosen_by_its_tokens(seconds: float, offer: int, ahead: int) -> None:
+    """Four look-ahead tokens, each accepted with 0.97, and the next one are 4.71 tokens. A chain may be shorter than
+    all limits."""
     bandit = known([PLAIN], lambda arm: seconds if arm.ahead else 1.0)
-    assert bandit.choose(1, 300.0, (), [4]).ahead == ahead
+    assert bandit.choose(1, 300.0, (), [offer]).ahead == ahead
 
 
 def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
@@ -352,11 +318,6 @@ def test_a_shorter_longest_chain_makes_a_faster_round() -> None:
     bandit = known([PLAIN], lambda arm: {0: 1.0, 4: 4.9, 8: 7.7}.get(arm.ahead, 10.9))
     bandit.seen_ahead.add(("ahead", 1), [16] * 1000, [17] * 1000)
     assert [bandit.choose(1, 300.0, (), [longest]).ahead for longest in (8, 10, 16)] == [8, 16, 16]
-
-
-def test_free_and_brief_rows_are_not_mixed_up() -> None:
-    bandit = Bandit([PLAIN], lambda: {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
-    assert (bandit.free_rows(1), bandit.brief_rows(), bandit.free_rows(1)) == (4, 81, 4)
 
 
 def test_free_rows_follow_the_acceptance_rates() -> None:
@@ -380,30 +341,6 @@ def test_the_time_of_unscored_rounds_is_ignored() -> None:
     assert bandit.state()["seen"], "how right the guesses were is seen all the same"
 
 
-def test_one_slow_round_does_not_exclude_a_width_forever() -> None:
-    arms = with_ahead([PLAIN])
-    bandit = Bandit(arms, lambda: {1: {arm: 1.0 + 0.03 * arm.nodes for arm in arms}})
-    for _ in range(4):
-        bandit.record(RoundResult(bandit.choose(1, 300.0, (), [64]), 1.03, [1], scored=True))
-    for _ in range(20):
-        bandit.record(RoundResult(bandit.choose(1, 300.0, (), [64]), 0.0, [64], scored=False, ahead=[63]))
-    for turn in range(8):
-        arm = bandit.choose(1, 300.0, (), [64])
-        assert arm.ahead == 63
-        seconds = 5.0 if turn == 0 else 1.0 + 0.03 * arm.nodes
-        bandit.record(RoundResult(arm, seconds, [64], scored=True, ahead=[63]))
-
-
-def test_the_catch_up_of_a_drafter_does_not_count_against_its_strategy() -> None:
-    """A useful drafter stays in use, although each of its first rounds takes four times as long."""
-    world = World(catch_up=5.0)
-    bandit = Bandit(ARMS, world.profile, world.right)
-    play(bandit, world, 4, 400)
-    played = play(bandit, world, 4, 400)
-    assert sum(arm.drafter == "eagle" for arm in played.arms) > 360
-    assert played.regret < 0.13
-
-
 @pytest.mark.parametrize(("catch_up", "is_tried"), [(0.5, True), (2.0, False)])
 def test_a_try_is_charged_the_whole_catch_up(catch_up: float, is_tried: bool) -> None:
     """At first, tries may lose 1 % of 128 plain rounds of 1 s."""
@@ -416,8 +353,8 @@ def test_a_try_is_charged_the_whole_catch_up(catch_up: float, is_tried: bool) ->
 def test_a_published_drafter_begins_with_its_evaluation_as_8_rows() -> None:
     bandit = Bandit(ARMS, World().profile)
     bandit.seen.add(("eagle", 1), [1] * 100, [1] * 100)
-    bandit.renew("eagle", 0.9)
-    assert bandit.seen.chances(("eagle", 1), 1, [0.0]) == [pytest.approx(0.9 * 8 / 10)]
+    bandit.renew("eagle", 0.5)
+    assert bandit.seen.seen["eagle", 1][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
 
 
 def test_the_catch_up_is_the_mean_of_slow_and_fast_rounds() -> None:
@@ -491,11 +428,6 @@ def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
         mixed.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 3], True, [16, 0]))
         alone.record(RoundResult(eagle, 1.0, [3], True))
     assert mixed.tokens(eagle) == pytest.approx(alone.tokens(eagle), rel=0.02)
-    before = looking(world).tokens(eagle)
-    none = looking(world)
-    none.choose(2, 300.0, BOTH)
-    none.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 5], True, [16, 4]))
-    assert none.tokens(eagle) == pytest.approx(before, rel=0.01), "where all have one, it has learned nothing"
 
 
 def test_the_strategies_begin_with_plain_decoding_and_differ() -> None:
@@ -508,7 +440,6 @@ def test_the_strategies_begin_with_plain_decoding_and_differ() -> None:
 
 
 def test_its_state_survives_json() -> None:
-    """Both then choose strategies that are as good. Now and then a choice is a try."""
     world = World()
     bandit, back = looking(world), looking(world)
     play(bandit, world, lambda turn: 1 + turn % 40, 500)
@@ -518,9 +449,6 @@ def test_its_state_survives_json() -> None:
     back.load_state(json.loads(text))
     assert json.dumps(back.state()) == text
     assert back.state()["seen_ahead"]
-    choices = ([b.choose(16, 300.0, BOTH) for _ in range(40)][20:] for b in (bandit, back))
-    one, other = (world.speed(max(set(arms), key=arms.count), 16) for arms in choices)
-    assert one == pytest.approx(other, rel=0.05)
 
 
 def test_a_state_with_removed_strategies_is_read() -> None:
@@ -571,6 +499,7 @@ def test_free_rows_hardly_add_time_to_a_round() -> None:
     """At 1 % per row, three more rows are within 3 % of one."""
     bandit = Bandit([PLAIN], lambda: {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
     assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]
+    assert bandit.brief_rows() == 81, "not mixed up with the free rows of one row"
 
 
 @pytest.mark.parametrize(

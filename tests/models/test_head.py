@@ -44,12 +44,3 @@ def test_it_follows_the_weights_and_has_their_gradients(tmp_path: Path) -> None:
     with torch.no_grad():
         weight.mul_(2)
     assert torch.allclose(head(hidden.detach()), 2 * before)
-
-
-@pytest.mark.parametrize(("name", "is_scaled"), [("llama", False), ("cohere", True), ("nanochat", False)])
-def test_a_constant_factor_is_in_the_weight(name: str, is_scaled: bool, tmp_path: Path) -> None:
-    """A soft cap has no constant factor."""
-    model, _ = small(name, tmp_path)
-    weight = model.get_output_embeddings().weight
-    expected = weight * model.config.logit_scale if is_scaled else weight
-    assert torch.allclose(Head(model).scaled(weight), expected)

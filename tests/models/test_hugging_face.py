@@ -42,7 +42,7 @@ def test_checkpointed_layers_apply_no_dropout(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[0], found[1], rtol=1e-9)  # the order of sums depends on the memory's alignment
 
 
-@pytest.mark.parametrize("padding", [0, 16, 24, 32, 48])
+@pytest.mark.parametrize("padding", [0, 16, 24])
 def test_loaded_weights_are_aligned_wherever_they_begin_in_the_file(tmp_path: Path, padding: int) -> None:
     """MKL rounds by the address. A checkpoint's file has another header than the model's, so a resume would differ."""
     families.save_small("qwen3", tmp_path)

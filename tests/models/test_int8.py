@@ -10,9 +10,9 @@ from small import Target
 from torch import Tensor
 
 from tlt.models import int8
-from tlt.models.causal import causal_hidden
 from tlt.models.int8 import Int8Copy, Int8Product, can_quantize
 from tlt.models.product import Product
+from tlt.verify.oracle import causal_hidden
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 0, 2]])
 

@@ -21,7 +21,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("sampling_log_probs", "unwrap", 31, "A restricted distribution sums to 1."),
         ("gumbel_topk", "operator", 0, "A token is the argmax of log-probability plus noise."),
     ],
-    ("engine.walk", "engine/test_walk.py"): [
+    ("engine.committing", "engine/test_committing.py"): [
         ("walk", "operand", 0, "An accepted node is a child of the node before it."),
         ("walk", "operand", 1, "An accepted node holds the token that the target sampled."),
     ],
@@ -86,19 +86,23 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.runner", "engine/test_planted_bugs.py"): [
         ("_sample", "never", 0, "A greedy token has probability 1."),
     ],
-    ("engine.engine", "engine/test_planted_bugs.py"): [
-        ("Engine._commit", "swap", 6, "An accepted branch is moved behind the committed tokens."),
-        ("Engine._commit", "compare", 1, "Only nodes off the main chain are moved in the cache."),
+    ("engine.committing", "engine/test_planted_bugs.py"): [
+        ("commit_tokens", "swap", 9, "An accepted branch is moved behind the committed tokens."),
+        ("commit_tokens", "compare", 1, "Only nodes off the main chain are moved in the cache."),
     ],
-    ("engine.engine", "engine/test_rows.py"): [
-        ("Engine.verify", "drop", 3, "A draft that leads to values that are not finite changes no token."),
+    ("engine.committing", "engine/test_rows.py"): [
+        ("verify_trees", "drop", 3, "A draft that leads to values that are not finite changes no token."),
     ],
     ("engine.engine", "engine/test_look_ahead.py"): [
         ("Engine._admit", "drop", 0, "A request of this step takes precedence over look-ahead."),
-        ("Engine._commit", "always", 5, "A look-ahead row is no response of this step."),
-        ("Engine._commit", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
+        ("Engine._commit", "always", 1, "A look-ahead row is no response of this step."),
         ("Engine.keep_ahead", "argument", 4, "An old draft is kept until new tokens replace it."),
-        ("Engine._offers", "argument", 10, "A look-ahead draft ends where the response must end."),
+    ],
+    ("engine.committing", "engine/test_look_ahead.py"): [
+        ("commit_tokens", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
+    ],
+    ("engine.drafting", "engine/test_look_ahead.py"): [
+        ("look_ahead_offers", "argument", 10, "A look-ahead draft ends where the response must end."),
     ],
     ("engine.harvest", "engine/test_look_ahead.py"): [
         ("Harvester.collect", "operand", 4, "Look-ahead rows are no training data."),
@@ -116,9 +120,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("AsyncEngine._submit", "drop", 0, "Two requests under way never share a seed."),
         ("AsyncEngine._withdraw", "drop", 2, "A cancelled request leaves the engine."),
     ],
+    ("attention.slot_memory", "attention/test_slots.py"): [
+        ("SlotMemory.resize", "drop", 3, "Growing the cache keeps its contents."),
+        ("SlotMemory.wipe", "element", 4, "Wiping a slot keeps the tokens before its start."),
+    ],
     ("attention.slots", "attention/test_slots.py"): [
-        ("SlotAttention.resize", "drop", 3, "Growing the cache keeps its contents."),
-        ("SlotAttention.wipe", "element", 4, "Wiping a slot keeps the tokens before its start."),
         ("SlotAttention._attend_span", "always", 1, "A row attends to its own tokens only."),
         ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
@@ -206,7 +212,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.planner", "rl/test_early.py"): [
         ("Planner.early_shard", "never", 1, "Early log-probs do not depend on advantages over the whole batch."),
     ],
-    ("rl.fixed", "rl/test_shard_sum.py"): [
+    ("rl.logprobs", "rl/test_shard_sum.py"): [
         ("exchange", "drop", 2, "All members have all log-probs."),
     ],
     ("rl.shard_sum", "rl/test_shard_sum.py"): [
@@ -267,7 +273,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.turns", "rewards/test_episodes.py"): [
         ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
     ],
-    ("rl.packer", "rl/test_policy.py"): [
+    ("rl.planner", "rl/test_policy.py"): [
         ("Packer.pack", "always", 1, "Tokens that an environment wrote are not trained on."),
     ],
     ("store.checkpoint", "store/test_checkpoint.py"): [
@@ -349,14 +355,21 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("spot.losses", "spot/test_drafter_losses.py"): [
         ("draft_loss", "drop", 2, "A loss under way can be interrupted."),
     ],
+    ("spot.schedule", "spot/test_schedule.py"): [
+        ("Schedule.publishes", "operand", 1, "A drafter that is not better is not published."),
+        ("Schedule.evaluated", "operand", 4, "Training rests when its candidates gain little."),
+    ],
+    ("cluster.idle", "cluster/test_coordinator.py"): [
+        ("IdleWork.start", "operand", 4, "The only idle worker also looks ahead."),
+    ],
     ("spot.rounds", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),
     ],
-    ("cluster.deadlines", "cluster/test_deadlines.py"): [
+    ("cluster.calls", "cluster/test_calls.py"): [
         ("Deadlines.seconds", "opposite", 0, "A long call has at least the short calls' timeout."),
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
-    ("cluster.balance", "cluster/test_balance.py"): [
+    ("cluster.allocation", "cluster/test_allocation.py"): [
         ("half_of", "element", 0, "The longest row stays with its worker."),
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
@@ -382,8 +395,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
         ("Coordinator._stats", "drop", 7, "Tokens that were decoded twice count once."),
-    ],
-    ("cluster.coordinator", "cluster/test_rescue.py"): [
         ("Coordinator._reclaim", "drop", 1, "Tokens of a lost worker serve as drafts for its rows."),
     ],
 }

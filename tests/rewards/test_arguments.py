@@ -44,17 +44,14 @@ def test_parameters_are_filled_by_their_names() -> None:
 
 
 def test_the_other_columns_are_passed_as_keywords() -> None:
+    """Columns whose names mean a response in TRL and verl are left out."""
+
     def of_trl(completions: list[str], **kwargs: Any) -> None: ...
 
+    row = ROW | {"solution_str": "old", "completion_ids": [1], "response": "old"}
     rest = {"question": "Q", "solution": "so 42", "extra_info": {"level": 3}, "answers": ["a column"]}
-    assert called(of_trl, lists=True) == {"completions": SAID.text, "ground_truth": "42", **rest}
-
-
-def test_columns_with_names_of_other_projects_are_not_passed_as_keywords() -> None:
-    """In TRL and verl these names mean a response."""
-    row = {"answer": "42", "completion": "old", "solution_str": "old", "completion_ids": [1], "response": "old"}
-    found = called(lambda prompt, answer, **kwargs: 0.0, prompt=Prompt(0, "", (1,), row | {"level": 3}))
-    assert found.keys() == {"prompt", "answer", "ground_truth", "level"}
+    found = called(of_trl, lists=True, prompt=Prompt(0, "", (1,), row))
+    assert found == {"completions": SAID.text, "ground_truth": "42", **rest}
 
 
 def test_names_of_lists_may_be_plurals_and_those_of_tlt_are_preferred() -> None:
@@ -84,7 +81,6 @@ REFUSED = {
     "positional": (eval("lambda prompt, answer, /: 0.0"), r"needs the argument 'prompt': a parameter before `/`"),
     "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that can be filled"),
     "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): the first two must be \(prompt, ans"),
-    "verl's prompt": (lambda prompt, solution_str: 0.0, r"\(prompt, solution_str\): the first two must be"),
     "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): the first two must be"),
     "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): the first two must be"),
 }

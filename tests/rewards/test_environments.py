@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ from tlt.data.prompts import DataError, load_prompts
 from tlt.rewards import RewardError
 from tlt.rewards.environments import Environments, Turn, open_environments
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.pool import ScorePool
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
 
@@ -99,33 +98,13 @@ def test_replayed_turns_share_one_timeout() -> None:
 
 
 def test_async_environments_are_called_concurrently() -> None:
-    isolated = IsolatedScore(config("tiny_environments:AsyncEcho"), opens=open_environments)
+    isolated = IsolatedScore(config("tiny_environments:Nap"), opens=open_environments)
     assert isolated.at_once == 16
-    found = isolated.score_all([(PROMPT, Turn(1, seed, ("abc",))) for seed in range(16)])
-    assert found == [Verdict(1.0, reply="uvw")] * 16
+    began = time.monotonic()
+    found = isolated.score_all([(PROMPT, Turn(1, seed, ("0.3",))) for seed in range(16)])
+    assert found == [Verdict(0.0, reply="turn 1")] * 16
+    assert time.monotonic() - began < 3, "4.8 s one after the other"
     isolated.close()
-
-
-def test_the_turns_of_an_episode_go_to_one_process() -> None:
-    """Two processes are each busy for a moment. The third turn goes to the process of the first two."""
-    isolated: list[IsolatedScore] = []
-
-    def start() -> IsolatedScore:
-        isolated.append(IsolatedScore(config("tiny_environments:Slow"), opens=open_environments))
-        return isolated[-1]
-
-    pool = ScorePool(start, 2)
-    pool._serve(start())
-    told: list[tuple[IsolatedScore, int]] = []
-    for one in isolated:
-        whole = partial(type(one).score_all, one)
-        one.score_all = lambda asked, one=one, whole=whole: (told.append((one, asked[0][1].seed)), whole(asked))[1]  # type: ignore[method-assign]
-    for said in [("a",), ("a", "b"), ("a", "b", "c")]:
-        verdicts = [pool.submit(PROMPT, Turn(1, seed, said), key=seed) for seed in range(6)]
-        assert [pool.result(verdict).reply is None for verdict in verdicts] == [len(said) == 3] * 6
-    assert len(set(told)) == 6, "each episode in one process"
-    assert len({one for one, _ in told}) == 2
-    pool.close()
 
 
 def test_a_class_that_is_not_an_environment_is_refused_at_the_start() -> None:

@@ -134,33 +134,21 @@ def test_a_pattern_that_takes_forever_is_a_timeout() -> None:
 
 
 def test_rewards_that_cannot_hang_need_no_process() -> None:
-    reward = make_reward(config("exact"), [PROMPT])
-    given = responses("7", "8")
-    reward(given)
-    assert [r.reward for r in given] == [1.0, 0.0]
-    assert isinstance(reward.scorer, AtOnce)
+    assert isinstance(make_reward(config("exact"), [PROMPT]).scorer, AtOnce)
 
 
 RUN = """
-import os, sys, time
+import os, sys
 sys.path[:0] = {path}
-from tlt.rewards.isolated import IsolatedScore
-from tlt.config import parse_config
-from tlt.rewards.scores import Answer
-from tlt.types import Prompt
+from test_isolated import IsolatedScore, config, judged
 if __name__ == "__main__":
-    given = parse_config({{"model": {{"path": "-"}}, "data": {{"path": "-"}},
-                          "reward": {{"name": "tiny_rewards:trouble", "timeout_seconds": 1000.0}}}})
-    isolated = IsolatedScore(given)
-    print(int(isolated.score_all([(Prompt(0, "", (1,)), Answer("child", "child", 1))])[0].reward), flush=True)
+    isolated = IsolatedScore(config(timeout_seconds=1000.0))
+    print(int(judged(isolated, "child").reward), flush=True)
     {then}
 """
 
 
-@pytest.mark.parametrize(
-    "then",
-    ["pass", "os.kill(os.getpid(), 9)", "isolated.score_all([(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))])"],
-)
+@pytest.mark.parametrize("then", ["pass", "os.kill(os.getpid(), 9)", "judged(isolated, 'hang')"])
 def test_it_ends_with_the_run_in_any_case(tmp_path: Any, then: str) -> None:
     script = tmp_path / "run.py"
     script.write_text(RUN.format(path=[p for p in sys.path if p], then=then), encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,20 +171,13 @@ def _score_of(task: str) -> tuple[Score, Prompt]:
     return make_score(given), asked
 
 
-@pytest.fixture
-def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder with a module. It is not on the path of a console script."""
-    (tmp_path / "my_rewards.py").write_text(
-        "def length(prompt, answer):\n    return len(answer) + prompt.data['bonus']\n\nconstant = 3\n", encoding="utf-8"
-    )
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
-    yield tmp_path
-    sys.modules.pop("my_rewards", None)
-
-
 def test_a_users_function_is_also_found_in_the_working_directory(
-    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(user_folder)
-    score = make_score(config(name="my_rewards:length"))
+    """It is not on the path of a console script."""
+    source = "def length(prompt, answer): return len(answer) + prompt.data['bonus']\n"
+    (tmp_path / "in_working_directory.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    monkeypatch.chdir(tmp_path)
+    score = make_score(config(name="in_working_directory:length"))
     assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -94,47 +94,24 @@ def test_concurrent_episodes_and_one_that_is_created_again() -> None:
     assert (found.reply, found.reward) == (None, 2.5)
 
 
-def module_of(name: str, **changes: Any) -> ModuleType:
+def module_of(env: Any = None, tools: Any = None, **changes: Any) -> Any:
+    """Patch the module `tiny_needs`: a taskset of one task with these changes, with its environment and its tools."""
     import tiny_verifiers
 
-    module = ModuleType(name)
+    module: Any = ModuleType("tiny_needs")
     kind = type("Kind", (tiny_verifiers.CountTask,), changes)
     data = tiny_verifiers.CountData(prompt=changes.get("prompt", "?"), number=1)
     body = {"load": lambda self: [kind(data)], "task_type": classmethod(lambda cls: kind)}
-    module.Given = type("Given", (tiny_verifiers.CountTaskset,), body)  # type: ignore[attr-defined]
-    module.__all__ = ["Given"]  # type: ignore[attr-defined]
-    return module
+    if tools:
+        body["toolsets"] = classmethod(lambda cls, config: [tools])
+    module.Given, module.__all__ = type("Given", (tiny_verifiers.CountTaskset,), body), ["Given"]
+    if env:
+        module.Own, module.__all__ = env, ["Own", "Given"]
+    return patch.dict(sys.modules, {"tiny_needs": module})
 
 
 async def with_runtime(self: Any, trace: Any, runtime: Any) -> float:
     return 0.0
-
-
-def refuse(module: ModuleType, why: str) -> None:
-    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
-    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
-        load_prompts(config("tiny_needs").data, lambda text: (1,))
-
-
-@pytest.fixture(autouse=True)
-def loaded_again() -> Iterator[None]:
-    load.cache_clear()
-    yield
-    load.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (lambda: {"NEEDS_CONTAINER": True}, "a container or sandbox"),
-        (lambda: {"setup": with_runtime}, "a container or sandbox"),
-        (lambda: {"prompt": None}, "a user who opens the conversation"),
-        (lambda: {"ends": vf.stop(lambda self, trace: True)}, "hooks of the agent"),
-        (lambda: {"files": vf.reward(with_runtime)}, "a sandbox for its rewards"),
-    ],
-)
-def test_features_that_an_episode_lacks_are_refused_by_name(changes: Callable[[], dict[str, Any]], why: str) -> None:
-    refuse(module_of("tiny_needs", **changes()), why)
 
 
 class Counted(vf.State):
@@ -154,21 +131,30 @@ class Duel(vf.Env[TwoSeats]):
     async def run(self, task: Any, agents: Any) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def loaded_again() -> Iterator[None]:
+    load.cache_clear()
+    yield
+    load.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "why"),
+    ("changes", "why"),
     [
-        ("Env", type("Service", (Duel,), {"start": with_runtime}), "a service of its own"),
-        ("Env", Duel, "several models"),
-        ("toolsets", classmethod(lambda cls, config: [Shared(vf.ToolsetConfig())]), "a state that its tools share"),
+        ({"NEEDS_CONTAINER": True}, "a container or sandbox"),
+        ({"setup": with_runtime}, "a container or sandbox"),
+        ({"prompt": None}, "a user who opens the conversation"),
+        ({"ends": vf.stop(lambda self, trace: True)}, "hooks of the agent"),
+        ({"files": vf.reward(with_runtime)}, "a sandbox for its rewards"),
+        ({"env": type("Service", (Duel,), {"start": with_runtime})}, "a service of its own"),
+        ({"env": Duel}, "several models"),
+        ({"tools": Shared(vf.ToolsetConfig())}, "a state that its tools share"),
     ],
 )
-def test_an_environment_that_needs_more_is_refused_by_name(name: str, value: Any, why: str) -> None:
-    module = module_of("tiny_needs")
-    if name == "Env":
-        module.Env, module.__all__ = value, ["Env", "Given"]  # type: ignore[attr-defined]
-    else:
-        setattr(module.Given, name, value)
-    refuse(module, why)
+def test_features_that_an_episode_lacks_are_refused_by_name(changes: dict[str, Any], why: str) -> None:
+    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
+    with module_of(**changes), refused:
+        load_prompts(config("tiny_needs").data, lambda text: (1,))
 
 
 def test_tasks_are_loaded_once_and_no_more_than_needed() -> None:
@@ -190,15 +176,13 @@ async def two_conversations(self: Any, task: Any, agents: Any) -> None:
     ("run", "error"),
     [
         (no_turn, "ended without a turn of the model"),
-        (two_conversations, "lets the model play several times in an episode"),
+        (two_conversations, "starts a second conversation with the model in one episode"),
     ],
 )
 def test_an_episode_is_one_conversation(run: Any, error: str) -> None:
     import tiny_verifiers
 
-    module = module_of("tiny_needs")
-    module.Env, module.__all__ = type("Own", (tiny_verifiers.CountEnv,), {"run": run}), ["Env", "Given"]  # type: ignore[attr-defined]
-    with patch.dict(sys.modules, {"tiny_needs": module}):
+    with module_of(type("Own", (tiny_verifiers.CountEnv,), {"run": run})):
         (prompt,) = load_prompts(config("tiny_needs").data, lambda text: (1,))
         (found,) = Environments(Episode, 20.0).answer_all([(prompt, Turn(1, 1, ("1",)))])
     assert found.outcome == "error"
@@ -240,11 +224,8 @@ def test_an_environment_sees_the_whole_conversation() -> None:
         seen["ids"] = [call.id for message in trace.assistant_messages for call in message.tool_calls or []]
         return 1.0
 
-    module = module_of("tiny_needs", judged=vf.reward(judged))
-    module.Own, module.__all__ = Own, ["Own", "Given"]  # type: ignore[attr-defined]
-    module.Given.toolsets = classmethod(lambda cls, config: [Shelf(tiny_verifiers.AddConfig())])  # type: ignore[attr-defined]
     calls, answer = 2 * call("shelf_take"), "a book"
-    with patch.dict(sys.modules, {"tiny_needs": module}):
+    with module_of(Own, Shelf(tiny_verifiers.AddConfig()), judged=vf.reward(judged)):
         (prompt,) = load_prompts(config("tiny_needs").data, lambda text: (1,))
         environments = Environments(Episode, 20.0)
         for said in [(), (calls,), (calls, answer)]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import MicroBatch
-from tlt.rl.fixed import penalized
 from tlt.rl.groups import advantages_of
+from tlt.rl.logprobs import penalized
 from tlt.rl.parallel import Alone
 from tlt.rl.passes import Passes
 from tlt.rl.policy import Policy

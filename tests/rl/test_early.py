@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,18 +17,15 @@ from tlt.rl.early import (
     EarlyGroups,
     counts_early,
     cut,
-    fixed_logprobs,
-    has_early_shards,
     in_shards,
     most_responses,
     needs_logprobs,
     owners_of,
 )
 from tlt.rl.groups import make_batch, usable
-from tlt.rl.packer import Packer
-from tlt.rl.planner import Planner
-from tlt.rl.schedule import split
+from tlt.rl.planner import Packer, Planner
 from tlt.rl.shard_sum import Shard
+from tlt.rl.update import split
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
 
 LONGEST = 9
@@ -43,7 +38,7 @@ def config_of(prompts: int, workers: int, max_waves: int = 0, **train: Any) -> C
     return parse_config(tree | {"rollout": rollout, "cluster": cluster, "train": train})
 
 
-def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float], prompts: int = 999) -> Group:
+def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float | None], prompts: int = 999) -> Group:
     """Return a group. `prompts` is the number of different prompts, after which they repeat."""
     prompt = Prompt(number, "", (number % prompts, 7))
     requests = [Request(prompt, k, 0, 100 * number + k, SamplingParams()) for k in range(len(lengths))]
@@ -57,7 +52,8 @@ def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float], prom
     )
 
 
-groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st.sampled_from([(0, 1), (1, 1), (1, 0)]))
+rewards = st.sampled_from([(0, 1), (1, 1), (1, 0), (None, 1)])
+groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), rewards)
 
 
 @given(
@@ -141,7 +137,7 @@ def test_shards_by_hand() -> None:
 def test_no_shard_exceeds_most_responses(drawn: list[Any], more: int, workers: int, updates: int) -> None:
     prompts = len(drawn) + more
     config = config_of(prompts, workers, updates_per_step=min(updates, prompts))
-    batch = make_batch([group_of(number, *one) for number, one in enumerate(drawn)], config)
+    batch = make_batch(usable([group_of(number, *one) for number, one in enumerate(drawn)], config), config)
     planner = Planner(config.train, prompts, Packer(99, 8, torch.device("cpu"), shares=True))
     everyone: Any = SimpleNamespace(rank=0, size=1, shards=workers)
     for members in split(len(batch.response_ids), config.train.updates_per_step):
@@ -162,54 +158,12 @@ def of(group: int) -> list[int]:
     return [2 * group, 2 * group + 1]
 
 
-@given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 5))
-def test_more_groups_only_add_shards(count: int, prompts: int, workers: int) -> None:
-    cuts = [in_shards(range(n), n, prompts, workers) for n in range(count + 1)]
-    assert all(list(after)[: len(before)] == list(before) for before, after in pairwise(cuts))
-    if count <= prompts:
-        assert len(cuts[-1]) <= 4 * workers
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
-def test_each_shard_has_one_owner(work: list[int], data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, len(work)))
-    share = st.floats(0, 1)
-    held = [data.draw(st.dictionaries(st.integers(0, len(work) + 2), share, max_size=3)) for _ in range(size)]
-    owners = owners_of(work, held)
-    assert sorted(shard for own in owners for shard in own) == list(range(len(work)))
-    assert all(own == sorted(own) for own in owners)
-    first: dict[int, int] = {}
-    for member, begun in enumerate(held):
-        for shard in begun:
-            first.setdefault(shard, member)
-    assert all(shard in owners[member] for shard, member in first.items() if shard < len(work))
-
-
-def test_the_worker_with_the_least_work_gets_the_most() -> None:
+def test_each_shard_has_one_owner_and_the_worker_with_the_least_work_gets_the_most() -> None:
     assert owners_of([4, 4, 6, 6], [{}, {}]) == [[0, 2], [1, 3]]
     assert owners_of([1, 1, 4], [{}, {}]) == [[2], [0, 1]], "the largest first"
     assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.5}, {}]) == [[0, 1, 3], [2]]
     assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.0}, {}]) == [[0, 1, 3], [2]]
-
-
-@pytest.mark.parametrize(
-    ("train", "workers", "expected", "logprobs"),
-    [
-        ({}, 2, True, ()),
-        ({}, 1, False, ()),
-        ({"advantage": "rloo", "kl_weight": 0.1}, 2, True, ()),
-        ({"advantage": "reinforce_pp"}, 2, False, ()),
-        ({"advantage": "grpo_batch", "kl_weight": 0.1}, 2, True, ("reference",)),
-        ({"epochs": 2}, 2, True, ("old",)),
-        ({"epochs": 2}, 1, False, ("old",)),
-        ({"updates_per_step": 2, "kl_weight": 0.1}, 2, True, ("old", "reference")),
-        ({"kl_weight": 0.1, "kl_in": "reward"}, 2, True, ("old", "reference")),
-        ({"shard": True, "kl_weight": 0.1}, 2, False, ("reference",)),
-    ],
-)
-def test_when_there_are_early_shards(train: dict[str, Any], workers: int, expected: bool, logprobs: Any) -> None:
-    assert has_early_shards(TrainConfig(**train), workers) == expected
-    assert fixed_logprobs(TrainConfig(**train)) == logprobs
+    assert owners_of([4, 4, 4], [{2: 1.0, 9: 1.0}, {2: 0.5, 1: 1.0}]) == [[0, 2], [1]], "the first that has begun it"
 
 
 def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
@@ -228,15 +182,3 @@ def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
     assert found(advantage="reinforce_pp") == [0, 1, 4], "their advantages depend on other groups"
     assert found(kl_weight=0.1) == [0, 1, 2, 3, 4]
     assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_response_without_reward_is_in_no_shard() -> None:
-    config = config_of(3, 2)
-    three = [group_of(k, (k + 1, k + 2), (0, 1)) for k in range(3)]
-    three[0].responses[1] = replace(three[0].responses[1], reward=None)
-    requests = [response.request for group in three for response in group.responses]
-    early = EarlyGroups(config, [], requests, True, lambda some: True)
-    for group in three:
-        for response in group.responses:
-            early.add_response(response)
-    assert [shard.response_ids for shard in early.shards({})] == [[[1, 1], [1, 1, 1]]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
@@ -25,6 +24,7 @@ from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.parallel import (
     Alone,
     GroupBroken,
+    Membership,
     Processes,
     ProcessGroup,
     Rendezvous,
@@ -98,28 +98,15 @@ def together(size: int, act: Any, shards: int = 0) -> list[Any]:
     return results
 
 
-def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.rl.parallel._BUCKET", 5)  # some tensors are cut, and some share a bucket
-    shapes = {(2, 2): torch.float32, (3,): torch.float32, (4, 3): torch.float32, (): torch.float64, (1,): torch.float64}
-    first = [torch.arange(math.prod(shape), dtype=dtype).view(shape) for shape, dtype in shapes.items()]
-
-    def act(group: ProcessGroup) -> list[Tensor]:
-        gradients = [one * 10**group.rank for one in first]
-        sum_gradients(gradients, group, [gradients], [[rank] for rank in range(group.size)])
-        return gradients
-
-    for gradients in together(3, act):
-        assert all(torch.equal(own, one * 111) for own, one in zip(gradients, first, strict=True))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """1e16 + 1 is 1e16 in float64, so any other order has another sum."""
     monkeypatch.setattr("tlt.rl.parallel._BUCKET", 3)
     numbers = [1e16, 1.0, -1e16, 1.0]
 
-    def act(group: ProcessGroup) -> list[list[float]]:
-        parameters = [torch.nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (2, 3)]
+    def act(group: ProcessGroup) -> list[Any]:
+        shapes = ((2, 2), (3,), (), (1,))  # one is cut into two buckets, and two share a bucket
+        parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
         shards: list[list[Tensor]] = []
         for number in numbers_of(group.rank, group.size, 4):
             if shards:
@@ -131,7 +118,7 @@ def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyP
         sum_gradients(shards[-1], group, shards, [numbers_of(rank, group.size, 4) for rank in range(group.size)])
         return [gradient.tolist() for gradient in shards[-1]]
 
-    assert together(size, act, shards=4) == [[[1.0] * 2, [1.0] * 3]] * size
+    assert together(size, act, shards=4) == [[[[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0, 1.0], 1.0, [1.0]]] * size
 
 
 def test_early_shards_in_host_memory_are_summed_on_the_device() -> None:
@@ -162,8 +149,7 @@ def updated(
     return [act(Alone())] if size == 1 and not shards else together(size, act, shards)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
-@pytest.mark.parametrize(("size", "responses"), [(2, 6), (3, 6), (3, 2)])
+@pytest.mark.parametrize(("loss", "size", "responses"), [("grpo", 2, 6), ("gspo", 3, 6), ("dapo", 3, 2)])
 def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, size: int, responses: int) -> None:
     """If there are 3 members, 2 responses and 2 optimizer steps, some members have no response in an optimizer step."""
     batch = random_batch(VOCAB, responses=responses)
@@ -180,8 +166,10 @@ def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, si
         assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
-@pytest.mark.parametrize("way", [{"kl_weight": 0.1}, {"kl_weight": 0.1, "kl_in": "reward"}, {"epochs": 2}])
+@pytest.mark.parametrize(
+    ("way", "shared"),
+    [({"kl_weight": 0.1}, False), ({"kl_weight": 0.1, "kl_in": "reward"}, True), ({"epochs": 2}, True)],
+)
 def test_the_bits_do_not_depend_on_the_number_of_members(folder: Path, way: dict[str, Any], shared: bool) -> None:
     """In float32, because values that are computed together round together. One of four shards is empty in some
     steps."""
@@ -228,3 +216,24 @@ def test_a_member_that_waits_in_vain_for_others_raises(monkeypatch: pytest.Monke
     rendezvous = Rendezvous("127.0.0.1")
     with pytest.raises(GroupBroken, match="2 workers did not connect at 127"):
         Processes(rendezvous.address, 0, 2, 2, CPU)
+
+
+def test_a_worker_leaves_its_group_before_it_joins_another() -> None:
+    log: list[Any] = []
+
+    class Group(Alone):
+        def leave(self) -> None:
+            log.append("leave")
+
+    def join(rendezvous: Any, rank: int, size: int, workers: int, device: torch.device) -> Group:
+        log.append((rendezvous, rank, size, workers))
+        return Group()
+
+    membership = Membership("127.0.0.1", 4, torch.device("cpu"), join)
+    membership.leave()
+    first = membership.enter("a", 1, 3)
+    assert membership.enter("a", 1, 3) is first
+    assert membership.enter("b", 0, 2) is not first
+    membership.leave()
+    membership.leave()
+    assert log == [("a", 1, 3, 4), "leave", ("b", 0, 2, 4), "leave"]

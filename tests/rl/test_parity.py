@@ -82,35 +82,17 @@ def sound(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_equal_models_pass_and_the_new_weights_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = sound(tmp_path)
+def test_equal_models_pass_and_another_head_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = own_head(tmp_path)
     policy, decoder = make_policy(folder, dtype), make_decoder(folder, dtype)
     check_parity(decoder, policy)
     policy.update(random_batch(VOCAB), 0)
     take_weights(decoder, policy, version=1)
-    assert decoder.version == 1
-    torch.testing.assert_close(decoder.embedding, policy.state_dict()[EMBEDDING].to(dtype), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = own_head(tmp_path)
-    policy, decoder = make_policy(folder, dtype), make_decoder(folder, dtype)
     state = policy.state_dict()
+    torch.testing.assert_close(decoder.embedding, state[EMBEDDING].to(dtype), rtol=0, atol=0)
     decoder.load({**state, HEAD: state[EMBEDDING]}, version=7)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    with torch.no_grad():
-        hidden = model.model(torch.arange(0, VOCAB, 2)[None]).last_hidden_state[0]
-        distributions = [(hidden @ state[name].double().T).softmax(-1) for name in (HEAD, EMBEDDING)]
-    expected = 0.5 * (distributions[0] - distributions[1]).abs().sum(-1)
-    with pytest.raises(ModelError, match=r"version 7.*config\.json") as caught:
+    with pytest.raises(ModelError, match=rf"version 7: .* in {str(dtype)[6:]} .*check that config\.json fits"):
         check_parity(decoder, policy)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(dtype).removeprefix("torch.") in message
-    tokens, apart = (float(message.split(word)[1].split()[0]) for word in ("after", "differ by"))
-    assert apart == pytest.approx(expected.max().item(), abs=0.02)
-    assert tokens == int(expected.argmax()) + 1
 
 
 class Positions(Decoder):
@@ -148,21 +130,7 @@ def test_a_decoder_that_computes_differently_is_refused(tmp_path: Path, kind: An
         take_weights(decoder, make_policy(folder, torch.float32), version=1)
 
 
-def test_weights_other_than_the_policys_are_refused_at_a_later_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, decoder = make_policy(sound(tmp_path)), make_decoder(tmp_path)
-    take_weights(decoder, policy, version=1)
-    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    for weight in policy.model.parameters():
-        weight.data.mul_(1.5)
-    monkeypatch.setattr(policy, "state_dict", lambda: before)
-    with pytest.raises(ModelError, match="not one model at version 2"):
-        take_weights(decoder, policy, version=2)
-
-
-@pytest.mark.parametrize("whose", ["policy", "engine"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("whose", "value"), [("policy", float("nan")), ("engine", float("inf"))])
 def test_logits_that_are_not_finite_are_named(tmp_path: Path, whose: str, value: float) -> None:
     folder = sound(tmp_path)
     policy, decoder = make_policy(folder), make_decoder(folder)

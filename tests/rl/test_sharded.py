@@ -116,17 +116,17 @@ def updated(
     return metrics, all_of(policy), policy.sha256()
 
 
-def updated_once(group: ProcessGroup, folder: Path, batch: TrainBatch, is_dry: bool) -> tuple[bool, str]:
-    """Return whether a dry run finds that the update fits, and the digest after the update."""
-    policy, need = make_policy(group, folder, {}), dry_run._Need(3, 1.0, 1, LAYERS, 1)
-    has_room = not is_dry or dry_run._has_room(policy, need, dry_run._Update(4, 12, 24, 1, False))
-    policy.update(batch, 0, group)
-    return has_room, policy.sha256()
+def updated_once(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[bool, bool]:
+    """Return whether a dry run finds that the update fits, and whether the update has the same result without it."""
+    dry, plain = (make_policy(group, folder, {}) for _ in range(2))
+    has_room = dry_run._has_room(dry, dry_run._Need(3, 1.0, 1, LAYERS, 1), dry_run._Update(4, 12, 24, 1, False))
+    for policy in (dry, plain):
+        policy.update(batch, 0, group)
+    return has_room, dry.sha256() == plain.sha256()
 
 
 def test_a_dry_run_of_shards_changes_nothing(folder: Path) -> None:
-    dry, plain = (together(2, updated_once, folder, random_batch(VOCAB), is_dry) for is_dry in (True, False))
-    assert dry == plain == [(True, plain[0][1])] * 2
+    assert together(2, updated_once, folder, random_batch(VOCAB)) == [(True, True)] * 2
 
 
 def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-10) -> None:
@@ -142,17 +142,15 @@ def summed(group: ProcessGroup) -> list[float]:
     return group.sum_shards(given, [numbers_of(rank, group.size, group.shards) for rank in range(group.size)]).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_shards_are_summed_in_their_order_with_any_number_of_members(size: int) -> None:
-    assert together(size, summed, shards=4) == [[1.0] * 5] * size
+def test_shards_are_summed_in_their_order() -> None:
+    assert together(3, summed, shards=4) == [[1.0] * 5] * 3
 
 
 @pytest.mark.parametrize(
     ("head", "size", "responses", "train"),
     [
-        ("tied", 2, 7, {"loss": "dapo"}),
-        ("untied", 3, 6, {"updates_per_step": 2, "loss": "gspo"}),
-        ("tied", 3, 2, {"updates_per_step": 2, "kl_weight": 0.1, "gradient_checkpointing": True}),
+        ("untied", 2, 7, {"updates_per_step": 2, "loss": "gspo"}),
+        ("tied", 3, 2, {"updates_per_step": 2, "loss": "dapo", "kl_weight": 0.1, "gradient_checkpointing": True}),
     ],
 )
 def test_several_members_end_with_the_weights_of_one(
@@ -180,41 +178,30 @@ def test_bfloat16_differs_by_its_rounding(folder: Path) -> None:
             assert found[name] == pytest.approx(metrics[name], rel=1e-2, abs=1e-3), name
 
 
-def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch, spoils: bool) -> tuple[float, str, str]:
-    policy = make_policy(group, folder, {})
-    if spoils and group.rank == 0:
-        policy.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    before = policy.sha256()
-    return policy.update(batch, 0, group)["skipped"], before, policy.sha256()
-
-
-def test_a_gradient_that_is_missing_or_not_finite_changes_nothing(folder: Path) -> None:
-    digest = make_policy(Alone(), folder, {}).sha256()
-    for responses in (6, 0):
-        found = together(2, without_a_step, folder, random_batch(VOCAB, responses=responses), responses > 0)
-        assert found == [(float(responses > 0), digest, digest)] * 2
-
-
-def fails(group: ProcessGroup, folder: Path, idle: TrainBatch, batch: TrainBatch) -> list[str]:
-    """Return the errors of updates: with one response's advantage that is not finite, then with one layer's weight of
-    the first member."""
-    policy, said = make_policy(group, folder, {}), []
-    for asked in (batch, idle):
+def not_finite(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[float, bool, list[str]]:
+    """Update with values of one member that are not finite: its gradient, the advantage of a response, and a weight.
+    Return the share of skipped steps, whether the weights stayed the same, and the errors."""
+    policy, said = make_policy(group, folder, {}), list[str]()
+    parameters, before = dict(policy.model.named_parameters()), policy.sha256()
+    factor = math.nan if group.rank == 0 else 1.0
+    spoilt = parameters["model.embed_tokens.weight"].register_hook(lambda gradient: gradient * factor)
+    skipped, is_same = policy.update(batch, 0, group)["skipped"], policy.sha256() == before
+    spoilt.remove()
+    idle = replace(batch, advantages=[0.0] * len(batch.advantages))
+    for asked in (replace(idle, advantages=[math.inf, *idle.advantages[1:]]), idle):
         if asked is idle and group.rank == 0:
             with torch.no_grad():
-                _local(dict(policy.model.named_parameters())["model.layers.1.mlp.up_proj.weight"])[0, 0] = math.nan
+                _local(parameters["model.layers.1.mlp.up_proj.weight"])[0, 0] = math.nan
         try:
             policy.update(asked, 3, group)
         except NotFinite as error:
             said.append(str(error))
-    return said
+    return skipped, is_same, said
 
 
-def test_all_members_name_values_that_are_not_finite(folder: Path) -> None:
-    batch = random_batch(VOCAB)
-    idle = replace(batch, advantages=[0.0] * len(batch.advantages))
-    batch.advantages[0] = math.inf  # in one member's shard
-    for loss, weight in together(2, fails, folder, idle, batch):
+def test_values_that_are_not_finite_are_skipped_or_named_by_all_members(folder: Path) -> None:
+    for skipped, is_same, (loss, weight) in together(2, not_finite, folder, random_batch(VOCAB)):
+        assert (skipped, is_same) == (1.0, True)
         assert loss.startswith("the loss is not finite in step 4")
         assert weight.startswith("model.layers.1.mlp.up_proj.weight of the policy is not finite after step 4")
 
@@ -265,12 +252,9 @@ def go_on(group: ProcessGroup, batch: TrainBatch, place: Path) -> dict[str, np.n
 
 
 def test_checkpoints_are_equal_and_can_be_loaded_with_and_without_shards(folder: Path, tmp_path: Path) -> None:
-    batch, (one, many, again) = random_batch(VOCAB), (tmp_path / name for name in ("one", "many", "again"))
+    batch, (one, many) = random_batch(VOCAB), (tmp_path / name for name in ("one", "many"))
     whole = save_between(Alone(), folder, batch, one)
-    shards, repeated = (together(2, save_between, folder, batch, place)[0] for place in (many, again))
-    assert all(np.array_equal(shards[name], repeated[name]) for name in shards)
-    for name in ("policy/model.safetensors", "optimizer.safetensors"):
-        assert (many / name).read_bytes() == (again / name).read_bytes()
+    shards = together(2, save_between, folder, batch, many)[0]
     files = [sorted(str(path.relative_to(place)) for path in place.rglob("*")) for place in (one, many)]
     assert files[0] == files[1]
     for name in ("policy/config.json", "policy/generation_config.json"):

@@ -24,12 +24,10 @@ from tlt.commands import drafting
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.run import display as display_module
+from tlt.run import panels
 from tlt.run import train as run
-from tlt.run import workers_view as workers_view_module
 from tlt.run.display import Display
-from tlt.run.keys import listening
-from tlt.run.sample_view import choose, picture
-from tlt.run.workers_view import WorkersView
+from tlt.run.panels import WorkersView, choose, picture
 from tlt.trace import AHEAD, IDLE, ROLLOUT
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, StepMetrics, WorkerNow
 
@@ -52,7 +50,7 @@ class Clock:
 @pytest.fixture
 def clock() -> Any:
     clock = Clock()
-    with patch.object(workers_view_module, "time", clock):
+    with patch.object(panels, "time", clock):
         yield clock
 
 
@@ -74,7 +72,7 @@ class Watched(Display):
 
     def draw(self) -> list[str]:
         pictures = []
-        while not self.over.is_set():
+        while not self.over.wait(0.005):
             if hasattr(self, "workers_now"):
                 pictures.append(shown(self, 80))
         return pictures
@@ -91,6 +89,9 @@ def test_a_run_can_be_drawn_from_another_thread(tmp_path: Path) -> None:
     assert any(ROLLOUT in picture for picture in pictures.result())
     assert all(word in shown(display, 80) for word in ("mismatch", "workers"))
     assert len(read_metrics(tmp_path / "run")) == 2
+    with patch.object(display, "_live", Live()):
+        display.stopping("SIGTERM: wait")
+    assert "SIGTERM: wait" in shown(display)
 
 
 def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
@@ -130,18 +131,12 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
     return StepMetrics(step=step, **known | changes)
 
 
-def test_the_line_of_a_step_names_a_trained_drafter(tmp_path: Path) -> None:
+def test_the_line_of_a_step_names_a_trained_drafter_and_look_ahead_if_it_gave_tokens(tmp_path: Path) -> None:
     display, metrics = Display(Console(file=io.StringIO())), step_metrics(3)
     with display.live(tiny_config(tmp_path), 0, lambda: NOW):
         for version, said in ((0.0, ""), (12.0, "drafter 12  ")):
             metrics.rollout["spot"]["version"] = version
             assert f"  {said}1234.5 s (" in display._line(metrics)
-    assert "drafter" not in display._line(step_metrics(3, rollout=metrics.rollout | {"spot": {"version": 0.0}}))
-
-
-def test_the_line_of_a_step_names_look_ahead_if_it_gave_tokens(tmp_path: Path) -> None:
-    display, metrics = Display(Console(file=io.StringIO())), step_metrics(3)
-    with display.live(tiny_config(tmp_path), 0, lambda: NOW):
         for share, said in ((0.0, 0), (0.004, 0), (0.25, 1)):
             metrics.rollout["seen_ahead"] = share * metrics.tokens
             assert display._line(metrics).count("25% of tokens from look-ahead") == said
@@ -224,11 +219,6 @@ def read_until(terminal: int, what: str) -> str:
     return said
 
 
-def test_without_a_keyboard_no_thread_reads_keys() -> None:
-    with listening(lambda key: pytest.fail(key)):
-        pass
-
-
 def test_the_line_of_the_drafter_fits_80_columns_with_its_legend() -> None:
     result = {
         "strategy": "eagle d6 b2 n13 p0",
@@ -245,14 +235,3 @@ def test_the_line_of_the_drafter_fits_80_columns_with_its_legend() -> None:
     row = next(line for line in text.splitlines() if line.startswith("eagle"))
     assert " ".join(row.split()) == "eagle d6 b2 n13 p0 3.21 ±0.04 1.87 0.90 0.80 0.70 0.60 0.50 -"
     assert "times plain: tokens per second divided by those of plain decoding" in " ".join(text.split())
-
-
-def test_a_signal_is_acknowledged_in_the_panel_or_on_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    display = Watched()
-    run.train(tiny_config(tmp_path), False, display)
-    display.stopping("SIGINT: wait")
-    assert capfd.readouterr().err.splitlines()[-1] == "tlt: SIGINT: wait"
-    with patch.object(display, "_live", Live()):
-        display.stopping("SIGTERM: wait")
-        assert "SIGTERM: wait" in shown(display)
-    assert capfd.readouterr().err == ""

@@ -79,15 +79,12 @@ def explains(name: str, metric: str) -> bool:
 
 
 def test_the_page_explains_every_metric_once(everything: Path) -> None:
+    """It explains no other metrics, except those that this run does not have."""
     names = documented()
     assert len(names) == len(set(names))
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     assert len(found) > 60
     assert not [metric for metric in found if sum(explains(name, metric) for name in names) != 1]
-
-
-def test_the_page_explains_only_existing_metrics(everything: Path) -> None:
-    found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     rare = {
         *("outcomes/<outcome>", "memory/<process>/cuda", "rollout/alarms/<drafter>", "rollout/early_seconds"),
         *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules", "estimated_cpu_joules", "cost")),
@@ -96,8 +93,7 @@ def test_the_page_explains_only_existing_metrics(everything: Path) -> None:
         *("rollout/acceptance_rate/<drafter>", "rollout/by_depth/<drafter>/<depth>"),
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
     }
-    missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
-    assert missing <= rare
+    assert {name for name in names if not any(explains(name, metric) for metric in found)} <= rare
 
 
 def test_the_page_explains_every_key_of_a_completion(everything: Path) -> None:
@@ -343,12 +339,16 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return service
 
 
-def test_a_tracker_gets_every_metric_and_continues_after_a_resume(tmp_path: Path, service: Service) -> None:
-    run = {"trackers": [service.__name__]}
-    lines = read_metrics(train(config_of(tmp_path, run=run)))
+def test_a_tracker_gets_every_metric_and_continues_after_a_resume(
+    tmp_path: Path, service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"trackers": [service.__name__], "tracker_completions": 3}
+    lines = read_metrics(folder := train(config_of(tmp_path, run=run)))
+    assert capsys.readouterr().out == ""
     assert service.told == [(line["step"], dict(scalars(line))) for line in lines]
-    assert not (tmp_path / "run" / "tensorboard").exists(), "it was not named"
+    assert not (folder / "tensorboard").exists(), "it was not named"
     assert service.began[0]["id"] is None
+    check_tables(service, folder)
     train(config_of(tmp_path, train={"steps": 3}, run=run), resume=True)
     assert service.began[1]["id"] == "the-first"
     assert service.closed == 2
@@ -356,21 +356,14 @@ def test_a_tracker_gets_every_metric_and_continues_after_a_resume(tmp_path: Path
     assert service.began[2]["id"] is None, "that is another run"
 
 
-def test_responses_go_to_the_tables_of_trackers(tmp_path: Path, service: Service, capsys: Any) -> None:
-    folder = train(config_of(tmp_path, run={"trackers": [service.__name__], "tracker_completions": 3}))
-    assert capsys.readouterr().out == ""
+def check_tables(service: Service, folder: Path) -> None:
+    """Check that each step has a table of three responses with their rewards. MLflow has no such tables."""
     written = read_completions(folder)
     assert [step for step, _ in service.tables] == ([] if service.__name__ == "mlflow" else [0, 1])
     for step, rows in service.tables:
         known = {(row["prompt"], row["response"]): row["reward"] for row in written if row["step"] == step}
         assert len(rows) == 3
         assert all(known[row["prompt"], row["response"]] == row["reward"] for row in rows)
-
-
-def test_only_a_resumed_run_continues_its_tracker_run(tmp_path: Path) -> None:
-    remember_id(TrackedRun(tmp_path, 0, {}), "wandb", "the-first")
-    assert known_id(TrackedRun(tmp_path, 3, {}), "wandb") == "the-first"
-    assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None
 
 
 def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
@@ -385,6 +378,7 @@ def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
     with patch.object(Path, "write_text", half), pytest.raises(KeyboardInterrupt):
         remember_id(place, "mlflow", "another")
     assert known_id(place, "wandb") == "the-first"
+    assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None, "only a resumed run continues it"
 
 
 def test_a_failing_tracker_is_turned_off(tmp_path: Path, service: Service, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,9 +111,11 @@ def test_fields_that_change_the_replies_of_an_environment() -> None:
     assert not changes_environment([{"key": "data.path"}, {"key": "rollout.temperature"}])
 
 
-def test_another_rank_cannot_be_forced() -> None:
+def test_another_rank_or_fewer_steps_than_are_done_cannot_be_forced() -> None:
     with pytest.raises(ConfigError, match=r"train\.lora\.rank = 4, but the run .* has 0, and its weights do not fit"):
         compared({"train": {"lora": {"rank": 4}}}, force=("train.lora.rank",))
+    with pytest.raises(ConfigError, match=r"train\.steps = 1 is below 2, the number of steps done"):
+        compared({"train": {"steps": 1}}, force=("train.steps",))
 
 
 def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:

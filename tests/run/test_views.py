@@ -32,6 +32,5 @@ def test_an_evaluation_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
     view.evaluation(3, {"mean@2": 0.5, "length_mean": 9.0})
     view.end(SUMMARY, "runs/x")
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
-
     assert first == {"event": "evaluation", "step": 3, "mean@2": 0.5, "length_mean": 9.0}
     assert (last["event"], last["folder"], last["steps"]) == ("end", "runs/x", 4)

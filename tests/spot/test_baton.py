@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tlt.spot.baton import Baton
 
 
@@ -34,22 +31,11 @@ def test_training_that_is_not_finite_is_dropped() -> None:
     assert baton.pass_to(0) == "saved"
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["train", "take", "lose"])), max_size=30))
-def test_training_is_one_chain_in_any_case(events: list[tuple[int, str]]) -> None:
-    """A state is the number of times that it was trained. Without a loss, no state is trained twice."""
-    baton, states = Baton[int](), [0, 0, 0]
-    newest = 0
-    for worker, event in events:
-        if event == "lose":
-            newest = (baton.state or 0) if baton.holder == worker else newest
-            states[worker] = 0
-            baton.lost(worker)
-            assert baton.holder != worker, "other workers may train"
-        elif event == "train" and baton.is_free(worker):
-            loaded = baton.pass_to(worker)
-            states[worker] = (states[worker] if loaded is None else loaded) + 1
-            baton.trained(worker)
-            newest += 1
-            assert states[worker] == newest
-        elif event == "take" and baton.holder is not None:
-            baton.taken(baton.holder, states[baton.holder])
+def test_training_of_a_lost_worker_is_lost() -> None:
+    baton = Baton[str]()
+    baton.trained(0)
+    baton.taken(0, "first")
+    assert baton.pass_to(1) == "first"
+    baton.trained(1)
+    baton.lost(1)
+    assert [baton.pass_to(worker) for worker in (0, 1, 2)] == [None, "first", "first"], "a new worker 1 lacks it too"

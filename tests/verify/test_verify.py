@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from tlt.config import Config, EvalConfig, parse_config
 from tlt.draft.ahead import LookAhead
 from tlt.draft.tree import DraftTree
-from tlt.engine import engine, runner
+from tlt.engine import committing, engine, runner
+from tlt.engine.committing import walk
 from tlt.engine.noise import DraftNoise
-from tlt.engine.walk import walk
 from tlt.models.choose import make_target
 from tlt.models.weights import read_safetensors
 from tlt.run import train as run
@@ -218,10 +218,6 @@ def test_an_older_target_is_that_of_the_previous_step(home: Path) -> None:
     assert [ahead.tokens.tolist() for ahead in older.tokens_of(requests)] == now
 
 
-def takes_the_first_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
-    return [0, 1] if len(tree.tokens) > 1 else [0]
-
-
 def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
     """Planted bug that is right for chains, such as the oracle's."""
     return [0, 2] if tree.parents[:3] == [0, 0, 0] else walk(tree, sampled)
@@ -242,11 +238,10 @@ def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("bug", "dtype", "mode"),
     [
-        ((engine, "walk", takes_the_first_child), "float64", ""),
-        ((engine, "walk", commits_what_it_saw), "float64", "look-ahead, spoiled"),
+        ((committing, "walk", commits_what_it_saw), "float64", "look-ahead, spoiled"),
         ((runner, "gumbel_topk", rank_that_sees_the_tree), "float32", ""),
     ],
-    ids=["a walk that takes what was not sampled", "no verification", "a sample that depends on the batch"],
+    ids=["no verification", "a sample that depends on the batch"],
 )
 def test_a_planted_bug_is_found(
     verified: Verified, monkeypatch: Patch, bug: tuple[Any, str, Any], dtype: str, mode: str
@@ -267,7 +262,7 @@ def test_a_bug_that_changes_tokens_but_no_reward_is_found(
     verified: Verified, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """Equal rewards do not change the policy, so its sha256 does not depend on the tokens."""
-    monkeypatch.setattr(engine, "walk", takes_a_second_child)
+    monkeypatch.setattr(committing, "walk", takes_a_second_child)
     agree, result = verified(reward={"name": "exact"})
     assert sum(r["tokens_different"] for r in result["runs"]) > 0
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1

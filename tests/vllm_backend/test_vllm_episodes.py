@@ -62,13 +62,14 @@ def test_the_drafter_is_trained_on_the_turns_of_the_model(started: Any, tmp_path
     place, given = open_workplace(config), list[Transcript]()
     engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
     responses = played(engine, place, config)
-    expected = set[tuple[int, int]]()  # first entry and length of each turn
+    expected = set[Transcript]()  # one for each turn, with all tokens up to its end
     for response in responses:
-        before = len(response.request.prompt.token_ids)
+        prompt = response.request.prompt.token_ids
+        before, whole = len(prompt), (*prompt, *response.token_ids)
         starts = [0, *(before + reply.end - 1 for reply in response.replies)]
-        ends = [*(before + reply.start for reply in response.replies), before + len(response.token_ids)]
-        expected |= {(start, end) for start, end in zip(starts, ends, strict=True) if end > before}
-    assert {(transcript.first, len(transcript.tokens)) for transcript in given} == expected
+        ends = [*(before + reply.start for reply in response.replies), len(whole)]
+        expected |= {Transcript(before, whole[:e], s) for s, e in zip(starts, ends, strict=True) if e > before}
+    assert set(given) == expected
 
 
 def test_a_run_ends_with_the_same_sha256_with_any_lost_worker(started: Any, tmp_path: Path) -> None:

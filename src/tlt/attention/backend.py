@@ -1,4 +1,5 @@
-"""Protocol of attention backends. To add one (paged attention, another kernel), write one file with these methods.
+"""Protocol of attention backends. To add a backend (paged attention, another kernel), write one file with these
+methods.
 
 Shapes: R slots, B rows in a pass, N new nodes per row, H query heads, K key-value heads, E head size.
 """
@@ -44,7 +45,8 @@ class HeadShape:
 
     @classmethod
     def of(cls, options: Any, dtype: torch.dtype, device: torch.device) -> HeadShape:
-        """Return the shape for a model's `DecoderOptions`, a type that this package does not import."""
+        """Return the head shape of a model. `options` are its `DecoderOptions`, a type that this package does not
+        import."""
         o = options
         return cls(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, dtype, device)
 

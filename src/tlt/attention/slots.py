@@ -2,8 +2,8 @@
 capacity.
 
 The target's slots are as long as its longest row, so they never wrap. The learned drafter attends to a window of
-tokens, and its slots are ring buffers slightly longer than the window. Rows of very different lengths are attended in
-several spans, and each span is padded to its own longest row. The reason is that a CPU spends most of the time on
+tokens, and its slots are ring buffers slightly longer than the window. Rows of very different lengths are divided into
+several spans, and each span is padded to its own longest row. This is faster, because a CPU spends most of the time on
 reading keys and values.
 
 Shapes: R slots, B rows in a pass, N new nodes per row, T tokens per slot, H query heads, K key-value heads, E head
@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
+from tlt.attention.slot_memory import SlotMemory
 from tlt.types import MAX_DRAFT_TOKENS
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
-_SPARE = 16  # extra entries after the last slot, to which padding is written; 16, so that values are aligned
 
 
 class RowSpan(NamedTuple):
@@ -70,63 +70,14 @@ class _Ahead(NamedTuple):
     """[B * K, N, T] attention bias of the last level's nodes; None if all rows are chains that attend to all entries"""
 
 
-class SlotAttention:
-    """Attention backend with R slots of T tokens. A layer's keys and values are [2, R, K, T, E] in `layers`, a view of
-    its `memory` [2, R * K * T + spare, E]."""
+class SlotAttention(SlotMemory):
+    """Attention backend whose keys and values are in slots."""
 
     def __init__(self, shape: HeadShape) -> None:
-        self.shape = shape
+        super().__init__(shape)
         self.queries_per_kv = shape.num_heads // shape.num_kv_heads
-        self.memory = [self._empty(0, 0) for _ in range(shape.num_layers)]
-        self.layers = [self._slots_of(memory, 0, 0) for memory in self.memory]
         self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
         self._hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
-
-    def _empty(self, slots: int, tokens: int) -> Tensor:
-        s = self.shape
-        # zeros: a masked index has weight 0, and 0 * NaN of uninitialised memory would be NaN
-        return torch.zeros(2, slots * s.num_kv_heads * tokens + _SPARE, s.head_dim, dtype=s.dtype, device=s.device)
-
-    def _slots_of(self, memory: Tensor, slots: int, tokens: int) -> Tensor:
-        """Return a layer's memory as a view [2, R, K, T, E], without the spare entries."""
-        return memory[:, : memory.shape[1] - _SPARE].view(
-            2, slots, self.shape.num_kv_heads, tokens, self.shape.head_dim
-        )
-
-    @property
-    def slots(self) -> int:
-        return self.layers[0].shape[1]
-
-    @property
-    def tokens(self) -> int:
-        return self.layers[0].shape[3]
-
-    def resize(self, slots: int, tokens: int) -> None:
-        """Re-allocate layer by layer, so that only one layer exists twice at a time."""
-        r, t = min(slots, self.slots), min(tokens, self.tokens)
-        for layer, old in enumerate(self.layers):
-            self.memory[layer] = self._empty(slots, tokens)
-            self.layers[layer] = self._slots_of(self.memory[layer], slots, tokens)
-            self.layers[layer][:, :r, :, :t] = old[:, :r, :, :t]
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for tensor in self.layers:
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
-
-    def read(self, slot: int, length: int) -> Tensor:
-        return torch.stack([tensor[:, slot, :, :length] for tensor in self.layers]).cpu()
-
-    def write(self, slot: int, values: Tensor) -> None:
-        for tensor, part in zip(self.layers, values, strict=True):
-            tensor[:, slot, :, : part.shape[2]] = part
-
-    def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        for tensor in self.layers:
-            tensor[:, slots, :, targets] = tensor[:, slots, :, sources]
-
-    def wipe(self, slot: int, start: int) -> None:
-        for tensor in self.layers:
-            tensor[:, slot, :, start:] = 0
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
@@ -157,7 +108,9 @@ class SlotAttention:
         else:
             places = heads[written.rows, 0] + (written.positions % size)[:, None]
         if min(lengths) < longest or max(starts) > 0:
-            ahead = ahead._replace(seen=self.bias(self._beyond(ahead), None, 1))
+            ahead = ahead._replace(
+                seen=self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)), None, 1)
+            )
         span = RowSpan(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
         return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
@@ -177,7 +130,7 @@ class SlotAttention:
         elif not chain:
             assert parents is not None, "branches need parents"
             if seen is None:
-                seen = self.bias(self._beyond(ahead) - (old - 1), None, 1)
+                seen = self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)) - (old - 1), None, 1)
             of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
             own = self._tensor(self._indices(ahead.ends, old, new).repeat(heads, axis=0))
             seen = seen.gather(1, of_parent).scatter_(2, own[..., None], 0.0)
@@ -202,9 +155,6 @@ class SlotAttention:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.shape.device)
-
-    def _beyond(self, ahead: _Ahead) -> Tensor:
-        return self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts))
 
     def beyond(self, ends: Tensor, starts: Tensor) -> Tensor:
         """Return [B, T]: for each index of a slot, the position stored there minus `ends` [B], the position of the

@@ -41,8 +41,8 @@ from tlt.store.hub import from_hub
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128  # tokens of a prompt and of its response, in the comparison with other engines
-# After `repeats` repeats, more follow until the 95 % interval of adaptive has this relative half-width, up to twice as
-# many.
+# Relative half-width of the 95 % interval of adaptive at which the measurement ends. It has at least `repeats` and at
+# most 2 * `repeats` repeats.
 _HALF_WIDTH = 0.02
 _TRIALS = 3  # measurements of each number of threads
 _TURN = 0.1  # duration of a turn in seconds
@@ -66,10 +66,10 @@ def bench_rollout(
 ) -> None:
     """Measure the tokens per second of each strategy and print a table.
 
-    If `tail` is above 0, add a rollout of `tail` requests, decoded at once until the last one ends. `look_ahead` is the
-    number of policy updates between the target that decodes look-ahead drafts and the present target. 0 turns
-    look-ahead off, and nothing is trained. `only` has prefixes of the names of the strategies to measure, in addition
-    to plain decoding."""
+    If `tail` is above 0, add a rollout of `tail` requests, all decoded in one batch until the last one ends.
+    `look_ahead` is the number of policy updates between the target that decodes look-ahead drafts and the present
+    target. 0 turns look-ahead off, and nothing is trained. `only` has prefixes of the names of the strategies to
+    measure, in addition to plain decoding."""
     console, config = Console(highlight=False), settled(from_hub(config))
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
@@ -170,7 +170,8 @@ class _Bench:
     threads: int = field(default_factory=torch.get_num_threads)
 
     def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
-        """Return (rows at once, label, number of requests) of each case."""
+        """Return (largest number of rows decoded at once, label, number of requests) of each measurement: one for each
+        batch size, and one for a rollout of `tail` requests if `tail` is above 0."""
         G = self.config.rollout.group_size
         found = [(batch, f"batch {batch}", max(2 * G, 2 * batch)) for batch in batches]
         return found + ([(tail, f"rollout of {tail}", tail)] if tail else [])
@@ -232,7 +233,7 @@ class _Bench:
         ahead: Sequence[Ahead] = (),
     ) -> list[_Run]:
         """Decode with all contenders. The contender with the fewest tokens has the next turn. On a GPU they decode one
-        after another, because its memory does not suffice for all at once."""
+        after another, because the GPU's memory does not suffice for all at once."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
         for group in [[contender] for contender in contenders] if apart else [contenders]:

@@ -24,7 +24,8 @@ class Placement(NamedTuple):
     log_file: str
     """path of the file that receives all output of the worker's process, including errors"""
     cores: Sequence[int] = ()
-    """indices of the CPU cores that the worker may use; empty (default): all. Empty if the run joined a cluster."""
+    """Indices of the CPU cores that the worker may use. Empty (default, and if the run joined a Ray cluster) means all
+    cores."""
     folder: str = ""
     """Folder of the Ray instance that the run started on this machine. Workers meet there to form process groups, so
     they open no port. Empty (default) if the run joined a Ray cluster."""

@@ -18,7 +18,8 @@ from tlt.cluster.worker import AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
-_GOES_ON, _ALIKE = 1.5, 0.5  # factors of the expected length: on the request's draft, on its group's longest draft
+# expected length of a response, as multiples of the length of its own draft and of the longest draft of its group
+_GOES_ON, _ALIKE = 1.5, 0.5
 
 
 class LookingAhead:
@@ -51,8 +52,8 @@ class LookingAhead:
         return tokens
 
     def end(self, stats: RolloutStats) -> None:
-        """End the rollout: compute the accept lengths with and without look-ahead drafts from its counters, and drop
-        the drafts of its requests."""
+        """End the rollout. Compute the accept lengths with and without look-ahead drafts from `stats`, and drop the
+        drafts of the rollout's requests."""
         if passes := stats.row_passes - stats.ahead_passes:
             self.accept_length = (stats.tokens - stats.ahead_committed) / passes
         if stats.ahead_passes:
@@ -66,8 +67,8 @@ class LookingAhead:
         self.store.put(drafts)
 
     def keep_reported(self, row: Row, tokens: Sequence[int], version: int) -> None:
-        """Store as a draft the tokens of this row that a lost worker had reported. Another worker decodes the row again
-        and verifies the draft. `version`: target version that decoded the tokens."""
+        """Store as a draft all `tokens` of this row that the driver knows. The row's worker was lost, so another worker
+        decodes the row again and verifies the draft. `version`: target version that decoded the tokens."""
         known = self.store.get(row.request)
         rest = known.tokens[len(tokens) :].tolist() if known else ()
         self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
@@ -75,10 +76,12 @@ class LookingAhead:
     # -- assignment ----------------------------------------------------------------------------------------------------
 
     def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
-        """Return the look-ahead requests that `worker` decodes next; None if there are none. The unfinished look-ahead
-        requests are divided among the `idle` idle workers. Requests whose keys and values this worker holds come first.
-        Requests whose keys and values another worker holds come last, because their prefill would be repeated.
-        `rollout`: number of the current rollout."""
+        """Return the look-ahead requests that `worker` decodes next; None if there are none.
+
+        The worker gets at most an equal part of the unfinished requests, which are divided among `idle` idle workers.
+        It may get all requests whose keys and values it holds, and some of the others. Requests whose keys and values
+        another worker holds come last, because they must be prefilled again. `rollout`: number of the current rollout.
+        """
         others = {index: requests for index, requests in self._at.items() if index != worker}
         elsewhere = {request.seed for requests in others.values() for request in requests}
         coming = [request for step in self._next_steps() for request in step]
@@ -103,7 +106,7 @@ class LookingAhead:
             yield step
 
     def steps_of(self, worker: int) -> tuple[int, ...]:
-        """Return the coming steps whose requests the worker decodes ahead. 1 is the step after this one."""
+        """Return the coming steps whose requests the worker decodes now, as numbers. 1 is the next step."""
         seeds = {request.seed for request in self._at.get(worker, ())}
         return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
 
@@ -145,9 +148,9 @@ class LookingAhead:
         return deque(group for one in bins for group in by_prompt(one))
 
     def _rounds(self, request: Request) -> float:
-        """Return the expected number of decoding rounds of the request, given the look-ahead drafts of its group
-        (same prompt). If its own draft is unfinished, the expected number of tokens after it is the draft's length, or
-        the mean length of the group's drafts if that is larger."""
+        """Return the expected number of decoding rounds of the request, given the look-ahead drafts of its group (same
+        prompt). If the request's own draft is unfinished, the expected number of tokens after the draft is the larger
+        of two lengths: that of the draft, and the mean over the group's drafts."""
         mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
         known = self.store.get(request)
         if known is None:

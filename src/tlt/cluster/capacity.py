@@ -57,9 +57,10 @@ class Capacity:
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
     def leave_out(self, index: int, why: str, times: int = 0) -> None:
-        """Continue the run without worker `index`, for the reason `why`. It may return when its process has started and
-        a pause is over. `times`: losses in a row above the permitted number. The pause is 30 s for 1 and doubles with
-        each further loss, up to an hour; it is 1 s for 0. Raises ClusterError if too few workers are left."""
+        """Continue the run without worker `index`, for the reason `why`. The worker may return when its process has
+        started and a pause is over. `times`: number of losses in a row above the permitted number. The pause is 1 s if
+        `times` is 0, and 30 s if it is 1. Each further loss doubles the pause, up to an hour. Raises ClusterError if
+        too few workers are left."""
         self.awaited.pop(index, None)
         self._logged.discard(index)
         pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _POLL_EVERY

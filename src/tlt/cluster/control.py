@@ -56,8 +56,8 @@ def accepts_no_token(address: str) -> bool:
 class Control:
     """Monitor of Ray's control process at `address` (host:port).
 
-    If this process ends, workers still answer for about a minute. Then Ray ends the workers and the driver. Regular
-    checks find the loss earlier, so there is time to save a checkpoint.
+    If the control process ends, workers still answer for about a minute. Then Ray ends the workers and the driver.
+    Regular checks find the loss earlier, so there is time to save a checkpoint.
     """
 
     def __init__(self, address: str) -> None:
@@ -66,7 +66,7 @@ class Control:
 
     def check(self) -> None:
         """Check whether the control process accepts connections, at most every 5 s. After 3 failed checks in a row,
-        raise ClusterError. The error is raised only once, so that the run can then save."""
+        raise ClusterError. The error is raised only once, so that the run can then save a checkpoint."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

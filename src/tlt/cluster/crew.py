@@ -1,5 +1,5 @@
 """Calls to workers that survive losses. A lost worker is replaced by a new one, which takes the state of another
-worker. If there is no room for the new worker, the run continues without it until there is."""
+worker. If there is no room for the new worker, the run continues without it until there is room."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from tlt.cluster.calls import Deadlines, PendingCalls
 from tlt.cluster.capacity import Capacity
-from tlt.cluster.deadlines import Deadlines
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
 from tlt.rl.parallel import SILENT, Broken, GroupBroken
 
@@ -18,12 +18,6 @@ log = logging.getLogger(__name__)
 
 _PATIENCE = SILENT + 10.0  # timeout in seconds for the other workers of a joint call to return after one was lost
 _LOOK = 1.0  # seconds between two checks for workers that exceed their timeout
-BREAKABLE = (
-    "train_drafter",
-    "evaluate_drafter",
-    "look_ahead",
-    "early_update",
-)  # methods whose calls can be interrupted; their last argument is the call's number
 _JOINT = ("update", "shard_policy")  # joint calls: a worker that hangs in one blocks all others
 _PING = 5.0  # timeout in seconds for the answer of a worker that does not hang
 _IN_A_ROW = 3  # times that a worker may be lost, without a completed update, before it is left out
@@ -60,10 +54,8 @@ class Crew:
         """last failure: reason why a worker was lost, or why the process group of the workers broke"""
         self._in_a_row = [0] * pool.size
         self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and call `state`
-        self._calls: dict[Handle, tuple[int, str]] = {}
-        self._since = [0.0] * pool.size  # when each worker began its present call
+        self.calls = PendingCalls(pool)
         self._kept: list[Done] = []  # calls that returned while another call was waited for
-        self._number = 0  # number of the last interruptible call
         self._broken = ""  # joint call during which a worker was lost; `call_jointly` has another timeout for it
 
     @property
@@ -80,36 +72,25 @@ class Crew:
         return None without a call, because it takes the run's state when it rejoins."""
         if index not in self.present:
             return None
-        if not self.pending(index):
-            self._since[index] = time.monotonic()
-        handle = self.pool.submit(index, method, *arguments)
-        self._calls[handle] = index, method
-        return handle
+        return self.calls.submit(index, method, *arguments)
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call that `break_off` can interrupt. The call's number is added to its arguments."""
-        assert method in BREAKABLE, "other calls cannot be interrupted"
-        self._number += 1
-        self.call(index, method, *arguments, self._number)
+        """Start a call of idle work, which `break_off` can interrupt. If the worker is left out, do nothing."""
+        if index in self.present:
+            self.calls.submit_breakable(index, method, *arguments)
 
     def break_off(self) -> None:
         """Interrupt all running calls of idle work. They end within a micro-batch or a round."""
-        for index in {i for i, method in self._calls.values() if method in BREAKABLE}:
-            self.pool.interrupt(index, self._number)
+        self.calls.break_off()
 
     def pending(self, index: int) -> list[str]:
         """Return the methods of the worker's calls that have not returned, in order of submission."""
-        return [method for i, method in self._calls.values() if i == index]
+        return self.calls.of_worker(index)
 
     def done(self, timeout: float = math.inf) -> list[Done]:
         """Return the calls that have returned: at least one, unless `timeout` seconds pass first. Raises the exception
         of a called method, and ClusterError if no worker with the run's state is left."""
         return self.take_kept() or self._collect(timeout)
-
-    @property
-    def calls(self) -> int:
-        """Number of pending calls, summed over all workers."""
-        return len(self._calls)
 
     def take_kept(self) -> list[Done]:
         """Return the calls that returned while the crew was waiting for other calls. Each is returned once."""
@@ -120,24 +101,23 @@ class Crew:
         """Return the calls that have returned: at least one, unless `timeout` seconds pass first."""
         until = time.monotonic() + timeout
         while True:
-            handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
-            found = [self._outcome(handle) for handle in handles if handle in self._calls] + self._hung()
-            found += self._awaited_in_vain()
+            found = [self._outcome(handle) for handle in self.calls.returned(min(timeout, _LOOK))]
+            found += self._hung() + self._awaited_in_vain()
             if found or time.monotonic() >= until:
                 return found
 
     def _hung(self) -> list[Done]:
         """If a call exceeded its timeout, replace the worker that caused this. Return that worker's call as lost."""
-        now = time.monotonic()
         there = [index for index in self.present if index not in self.capacity.awaited]
         firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
         watched = {i: method for i, method in firsts.items() if method != self._broken}
-        late = {i: method for i, method in watched.items() if now - self._since[i] > self.deadlines.seconds(method)}
+        late = {i: method for i, method in watched.items() if self.calls.seconds(i) > self.deadlines.seconds(method)}
         if not late:
             return []
         index, method = self._to_blame(*max(late.items()))
-        why = f"no answer for {now - self._since[index]:.0f} s"
-        self._since = [time.monotonic()] * self.size  # the others may have been waiting for it
+        why = f"no answer for {self.calls.seconds(index):.0f} s"
+        for other in range(self.size):  # the others may have been waiting for it
+            self.calls.restart_clock(other)
         self.replace(index, method, why)
         return [Done(index, method, None, lost=True)]
 
@@ -145,7 +125,7 @@ class Crew:
         """Leave out workers whose process did not start within the timeout. Return their calls as lost."""
         begun, in_vain = self.capacity.poll()
         for index in begun:
-            self._since[index] = time.monotonic()
+            self.calls.restart_clock(index)
         too_few: ClusterError | None = None
         for index in in_vain:  # raise after all are left out, so that no later call waits for one
             try:
@@ -170,8 +150,7 @@ class Crew:
         return index, method
 
     def _outcome(self, handle: Handle) -> Done:
-        index, method = self._calls.pop(handle)
-        began, self._since[index] = self._since[index], time.monotonic()
+        index, method, seconds = self.calls.pop(handle)
         if method == "state":  # not used by the driver; if this call failed, the waiting `take_state` fails too
             return Done(index, method, None)
         try:
@@ -196,7 +175,7 @@ class Crew:
         if isinstance(result, Broken):
             self.trouble = result.reason
             return Done(index, method, result)
-        self.deadlines.took(method, self._since[index] - began)
+        self.deadlines.took(method, seconds)
         if method == "update":  # an update needs the most memory, so a worker that completes one is healthy
             self._in_a_row[index] = 0
         return Done(index, method, result)
@@ -204,7 +183,7 @@ class Crew:
     def _leave_under_way(self) -> None:
         """Forget all running calls except `take_state`, because the run ends without their results."""
         self.break_off()
-        self._calls = {handle: call for handle, call in self._calls.items() if call[1] == "take_state"}
+        self.calls.forget_all_but("take_state")
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
@@ -238,8 +217,8 @@ class Crew:
                     return mine[0].result
 
     def call_for_policy(self, method: str, *arguments: Any) -> Any:
-        """Call a method that needs the whole policy, wait, and return its result. One worker is called. If the policy
-        is sharded, all workers are called, and the result is that of worker 0."""
+        """Call a method that needs the whole policy, wait, and return its result. If the policy is sharded, all workers
+        are called, and the result is that of worker 0. Otherwise one worker is called."""
         return self.call_all(method, *arguments)[0] if self.shards else self.call_one(method, *arguments)
 
     def call_jointly(
@@ -249,8 +228,8 @@ class Crew:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
         """Call a method in which workers exchange data, and wait until all have returned. `arguments` has the arguments
-        by worker. Return the results, or None if a worker was lost or the process group broke. Then the
-        other workers return Broken, and one that does not return within `_PATIENCE` seconds is replaced. `meanwhile` is
+        by worker. Return the results, or None if a worker was lost or the process group broke. In that case the other
+        workers return Broken, and a worker that does not return within `_PATIENCE` seconds is replaced. `meanwhile` is
         called repeatedly while waiting."""
         for index, own in arguments.items():
             self.call(index, method, *own)
@@ -277,7 +256,7 @@ class Crew:
     def wait_until_ended(self, methods: Collection[str], patience: float) -> None:
         """Wait until no worker runs these methods. After `patience` seconds, replace the workers that still do."""
         until = time.monotonic() + patience
-        while busy := {i: method for i, method in self._calls.values() if method in methods}:
+        while busy := self.calls.workers_in(methods):
             if time.monotonic() > until:
                 for index, method in busy.items():
                     self.replace(index, method, f"it did not end the call within {patience:g} s")
@@ -326,7 +305,7 @@ class Crew:
 
     def _forget(self, index: int) -> None:
         self.ready.discard(index)
-        self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
+        self.calls.forget(index)
 
     def readmit(self) -> None:
         """Give the run's state to left-out workers that can take part again. Do not call this during an update, because

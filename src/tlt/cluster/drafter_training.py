@@ -1,8 +1,8 @@
 """Driver's part of drafter training in idle time, for one worker and for many.
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
-with enough training data of earlier rollouts (spot/spot.py). With many workers, the coordinator proposes each idle
-worker that neither takes rows of another worker nor updates early. A single worker trains only if
+with enough training data of earlier rollouts (spot/spot.py). With many workers, an idle worker may train if it neither
+takes rows of another worker nor computes an early update. A single worker trains only if
 `speculation.training.extra` is set. The baton (spot/baton.py) passes the trainer state from worker to worker. If the
 worker that trained last is decoding and another one is idle, the driver fetches the state first.
 
@@ -29,9 +29,9 @@ from tlt.config import Config
 from tlt.draft.eagle import EagleLayer
 from tlt.models.families import DecoderOptions
 from tlt.spot.baton import Baton
-from tlt.spot.faults import FaultBarrier, contained
 from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_number
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
+from tlt.spot.spot_worker import FaultBarrier, contained
 
 log = logging.getLogger(__name__)
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
@@ -95,8 +95,8 @@ class DrafterTraining(FaultBarrier):
 
     @contained(False)
     def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
-        """Start training (for about `seconds`) or evaluation on `worker`, if it is due. `idle`: all idle workers.
-        Return whether a call was started."""
+        """Start training (for about `seconds`) or evaluation on `worker`, if the schedule has one of them due. Return
+        whether a call was started. `idle`: all idle workers."""
         due, able = self.schedule.due(), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
@@ -249,7 +249,8 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def number_on(self) -> None:
-        """Number new drafters after those in the folder, because the saver keeps only the highest numbers."""
+        """Continue the numbering of the drafters in the folder. The saver deletes all but the two with the highest
+        numbers, so a new drafter with a lower number would be lost."""
         self.version = newest_number(self.folder)
 
     @contained(None)

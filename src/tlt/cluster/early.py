@@ -58,7 +58,7 @@ class EarlyUpdate:
         if done.lost:
             self._forget(done.worker)
         elif done.method == METHOD and done.result is None:
-            log.warning("worker %d has too little memory for the early update; continuing without it", done.worker)
+            log.warning("worker %d has too little memory for the early update; this worker skips it", done.worker)
             self._unable.add(done.worker)
             self._forget(done.worker)
         elif done.method == METHOD:

@@ -29,7 +29,8 @@ _SLICE = 0.5  # seconds of one training call, or of one wait for replies
 
 
 class OneWorker:
-    """Calls to the only worker, in this process. Each call runs at once. Idle calls end when `stop` returns True."""
+    """Calls to the only worker, in this process. Each call runs immediately. A call of idle work ends when `stop`
+    returns True."""
 
     def __init__(self, worker: SpotWorker) -> None:
         self.worker, self.present = worker, [0]

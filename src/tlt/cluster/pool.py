@@ -47,8 +47,8 @@ class Pool(Protocol):
         ...
 
     def replace(self, index: int) -> None:
-        """Start a new worker in place of this one. It has the state of the run's start until it takes another worker's
-        state. Kill the old worker if it still runs."""
+        """Kill worker `index` if it still runs, and start a new one in its place. Until the new worker takes the state
+        of another one, it has the recipe's model, also in a resumed run."""
         ...
 
     def has_begun(self, index: int) -> bool:

@@ -40,17 +40,17 @@ class ClusterRollout:
         return self.coordinator.rollout(requests, on_response, coming, early)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        self.coordinator.ahead.remember(drafts)
+        self.coordinator.idle.ahead.remember(drafts)
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         return self.coordinator.generate_plain(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.crew.call_one("tuner_state"), "drafter": self.coordinator.training.state()}
+        return {"tuner": self.crew.call_one("tuner_state"), "drafter": self.coordinator.idle.training.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.crew.call_all("load_tuner_state", state["tuner"])
-        self.coordinator.training.load_state(state.get("drafter", {}))
+        self.coordinator.idle.training.load_state(state.get("drafter", {}))
 
     def release(self) -> None:
         """Do nothing, because each worker releases its memory before its part of the update."""
@@ -67,7 +67,7 @@ class ClusterRollout:
         return {f"worker {index}": peak for index, peak in self.crew.call_all("peak_memory").items()}
 
     def close(self) -> None:
-        self.coordinator.training.close()
+        self.coordinator.idle.training.close()
         self.coordinator.turns.close()
         self.crew.pool.close()
 
@@ -106,7 +106,7 @@ class ClusterPolicy:
         return self.crew.call_for_policy("policy_state")
 
     def save(self, folder: Path) -> None:
-        """Let one worker write the policy's files to a folder that the driver sees too."""
+        """Let the workers write the policy's files to a folder that the driver sees too."""
         self.crew.call_for_policy("save", str(folder.resolve()))
 
     def load_optimizer(self, folder: Path) -> None:

@@ -16,8 +16,8 @@ from tlt.stopping import SIGNALS, GivenUp
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
     """Restore the run's signal handlers after the block. If a signal reached only Ray's handlers, call the run's
-    handler then. If a handler of the run raised an exception in the block, raise it again, because Python drops an
-    exception that is raised in a `__del__` or around a fork."""
+    handler after the block. If a handler of the run raised an exception in the block, raise it again, because Python
+    drops an exception that is raised in a `__del__` or around a fork."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -46,7 +46,7 @@ def keep_signal_handlers() -> Iterator[None]:
 
 
 class _Recorder:
-    """Signal handler that calls another one, and records that it was called and what it raised."""
+    """Signal handler that calls `handler`. It records the call, and the exception that `handler` raised."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self.handler = handler
@@ -68,7 +68,8 @@ class _Recorder:
 
 @contextmanager
 def unwrap_given_up() -> Iterator[None]:
-    """Raise `GivenUp` if a signal handler raised it while Ray waited. Ray raises a SystemError from it instead."""
+    """Raise the `GivenUp` that is the cause of a SystemError in the block. If a signal handler raises `GivenUp` while
+    Ray waits, Ray raises a SystemError in its place."""
     try:
         yield
     except SystemError as error:

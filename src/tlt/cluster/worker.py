@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tlt.build import open_engine, open_target, starting_drafter
-from tlt.cluster.membership import Join, Membership
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine
@@ -26,7 +25,7 @@ from tlt.metrics import peak_memory
 from tlt.models.device import torch_device
 from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
-from tlt.rl.parallel import Broken, GroupBroken, Processes
+from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
 from tlt.rl.parity import take_weights
 from tlt.rl.planner import Held
 from tlt.rl.sharded import ShardedPolicy
@@ -228,9 +227,10 @@ class Worker:
     def early_update(
         self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf
     ) -> EarlySlice | None:
-        """Compute the gradient or the log-probs of an early shard, or continue with it: at least one micro-batch, until
-        the seconds are over, the shard is complete, or `interrupt` is called. Return None if the memory does not
-        suffice. Then all early results of this worker are dropped."""
+        """Begin or continue the computation of an early shard's gradients or log-probs. Return the progress.
+
+        The call ends after a micro-batch, when the seconds are over, the shard is complete, or `interrupt` was called.
+        If the memory does not suffice, all early results of this worker are dropped and None is returned."""
         began, done = time.perf_counter(), 0.0
 
         def stop() -> bool:

@@ -168,7 +168,7 @@ class RayPool:
 
     def _kill(self, index: int) -> None:
         """Kill a worker. If the run started its own Ray, also kill the process at once. Ray asks a worker to end first,
-        so a stopped worker would keep its connections for some seconds, while other members of its group wait."""
+        so a hanging worker would keep its connections for some seconds, while other members of its group wait."""
         self._ray.kill(self._actors[index], no_restart=True)
         process = self._processes[index]
         if self.folder and self._ray.wait([process], timeout=0)[0]:
@@ -227,8 +227,8 @@ def share_of_cores(index: int, workers: int) -> list[int]:
 
 
 def _import_ray(alone: bool) -> Any:
-    """Import Ray, which reads these environment variables at import. If Ray is the run's own (`alone`), it gets a new
-    token, which is in no file. Raises ConfigError if Ray is not installed."""
+    """Import Ray, after setting the environment variables that it reads at import. If Ray is the run's own (`alone`),
+    it gets a new token, which is in no file. Raises ConfigError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers have a low priority
     # else Ray prints the errors of workers whose calls are not waited for, after another worker has failed
@@ -260,7 +260,8 @@ def _keep_off_the_screen(ray: Any, file: Path) -> None:
 
 
 def _short_folder() -> str:
-    """Make a temporary folder, named by this process's id, whose path is short enough for Ray's sockets."""
+    """Make and return a temporary folder. Its name has this process's id, and its path is short enough for Ray's
+    sockets."""
     prefix = f"tlt_{os.getpid()}_"
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(folder) > _LONGEST_FOLDER:

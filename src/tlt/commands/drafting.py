@@ -176,7 +176,8 @@ class Curve:
         depth in validation (`held_back`) and in training (`taught`)"""
         self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
         self.accept_length = self.acceptance_rate = 0.0
-        """accept length of a chain, and acceptance rate of its first draft token, for `best` in validation"""
+        """accept length of a chain (`accept_length`) and acceptance rate of its first draft token (`acceptance_rate`),
+        both measured with the weights `best` in validation"""
 
     def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
         drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
@@ -241,15 +242,16 @@ def fit(
 
 
 def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> list[dict[str, Any]]:
-    """Measure a chain and a tree of draft tokens against plain decoding of the held-out prompts, in about `seconds`
-    altogether. Return a result for the chain and one for the tree."""
+    """Decode the held-out prompts with plain decoding, a chain and a tree of draft tokens, in about `seconds`
+    altogether. Return the results of the chain and of the tree, each with its speed relative to plain decoding."""
     plain, *found = (evaluate(bench, layer, strategy, seconds / 3) for strategy in (PLAIN, _CHAIN, _TREE))
     return [result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]} for result in found]
 
 
 def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: float = math.inf) -> dict[str, Any]:
-    """Decode the held-out prompts with this strategy for up to `seconds`. Return accept length with its 95 % interval,
-    acceptance rate by depth, and speed. All draft tokens are verified, so that every depth is measured."""
+    """Decode the held-out prompts with this strategy for up to `seconds`, but at least 8 rounds. Return accept length,
+    half of its 95 % interval (`interval`), acceptance rate by depth, and speed. The strategy should have min_chance 0,
+    because unlikely draft tokens are then measured too."""
     drafter = EagleDrafter(layer, bench.target)
     spell, layout = load_detokenizer(bench.config.model), layer.options.layout
     engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), detokenize=spell, layout=layout)

@@ -40,8 +40,8 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     """Write `source` (a run, a model folder or a drafter) to the folder `out`. Return sentences that say what was
     written.
 
-    `model` is the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError
-    or CheckpointError.
+    `model` is the target of a drafter. A run's newest drafter goes into `out`/drafter, unless `to` is `hf`. Raises
+    ModelError, DrafterError or CheckpointError.
 
     The export is written to a temporary folder, compared with the source, and moved. An existing folder `out` is not
     replaced, because it may be the working directory or a mounted disk."""
@@ -107,7 +107,7 @@ def _is_drafter(folder: Path) -> bool:
 
 
 def _published_drafter(run: Path, policy: Path) -> Path | None:
-    """Return the folder of the drafter that a run published last; None if there is none."""
+    """Return the folder of the newest undamaged drafter that a run published; None if there is none."""
     saved = load_latest(run / "drafter", decoder_options(read_config(policy)))
     return run / "drafter" / f"drafter_{saved.number:08d}" if saved else None
 
@@ -262,7 +262,8 @@ def _rates(found: Mapping[str, Any]) -> Sequence[float | None]:
 
 
 def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
-    """Return a Markdown table of the acceptance rate by depth, if it was measured on held-out prompts."""
+    """Return a Markdown table of the acceptance rate by depth, if it was measured on held-out prompts. Otherwise return
+    a sentence with the rate of the first draft token, or an empty text if that is unknown."""
     held_out = [(found, rates) for found in facts.get("held_out", []) if (rates := _rates(found))]
     if not held_out:
         first = layer.acceptance_rate

@@ -62,7 +62,8 @@ def check_in_new_process(export: Path, facts: Path) -> None:
 
 
 def difference(export: Path, facts: Path) -> str:
-    """Load an export with transformers, and describe the first difference from the facts; empty if there is none."""
+    """Load an export with transformers. Return a sentence about its first difference from the facts, or an empty text
+    if there is none."""
     wanted = read_json(facts / "facts.json")
     continued = wanted.pop("continued")
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, attn_implementation="sdpa").eval()

@@ -29,9 +29,10 @@ from tlt.types import Prompt, Request, Response
 from tlt.wording import counted
 
 OURS = ("row", "index", "response", "finish_reason")
-"""fields of a response in a line of the --out file, after the columns of its row of data"""
+"""fields of a response in a line of the --out file, after the columns of the prompt's row in the data"""
 _SHOWN, _CHAT = ("prompt_column", "template", "prefill"), ("system", "chat_arguments", "now")
-"""fields of the section [data] that determine how the model sees a prompt: always, and only with the chat template"""
+"""fields of the section [data] that determine how the model sees a prompt: those that always apply (`_SHOWN`), and
+those that apply only with the chat template (`_CHAT`)"""
 _OPTIONS = {"data.prompt_column": "--prompt-column", "data.chat = true": "--chat on", "data.chat = false": "--chat off"}
 """field of a recipe -> option of `tlt generate`, for error messages"""
 
@@ -45,8 +46,8 @@ class Asked(NamedTuple):
     column: str | None
     """column of `file` that has the prompt; None: the column in the recipe of the run that trained the model"""
     chat: str
-    """`on`, `off`, or `auto`: like the run that trained the model; without a run, on if the tokenizer has a chat
-    template"""
+    """`on`, `off` or `auto`; `auto` takes the value of the run that trained the model, or without a run is on if the
+    tokenizer has a chat template"""
     system: str
 
 
@@ -94,7 +95,7 @@ def generate(
 
 @contextmanager
 def _naming_options() -> Iterator[None]:
-    """Name options of this command in a DataError that names fields of a recipe."""
+    """Replace the names of recipe fields by options of this command in the message of a DataError."""
     try:
         yield
     except DataError as error:
@@ -105,8 +106,8 @@ def _naming_options() -> Iterator[None]:
 
 
 def _data_of_the_run(policy: Path) -> Mapping[str, Any]:
-    """Return the section [data] of the run whose checkpoint contains this policy. It is empty if the policy is not from
-    a checkpoint."""
+    """Return the section [data] of the run whose checkpoint contains this policy. If the policy is not from a
+    checkpoint, return an empty dictionary."""
     state = policy.parent / "state.json"
     return read_json(state).get("config", {}).get("data", {}) if state.is_file() else {}
 
@@ -173,7 +174,8 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
     written = 0
 
     def write(response: Response) -> None:
-        """Write this response and those that waited for it. The file has the order of the requests."""
+        """Write this response and later ones that waited for it, in the order of the requests. If an earlier response
+        is missing, let this one wait."""
         nonlocal written
         waiting[places[response.request.seed]] = response
         while written in waiting:

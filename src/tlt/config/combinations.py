@@ -59,8 +59,8 @@ def _for_vllm(config: Config) -> None:
     if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
         raise ValueError(
             "run.compare_every with engine.backend = 'vllm' works only without a drafter or with look-ahead, because "
-            "it would need a second vLLM for plain decoding: set run.compare_every = 0, or "
-            "speculation.drafter = 'off', or speculation.drafter = 'adaptive' with speculation.look_ahead and "
+            "comparisons with another drafter would need a second vLLM for plain decoding: set run.compare_every = 0, "
+            "or speculation.drafter = 'off', or speculation.drafter = 'adaptive' with speculation.look_ahead and "
             "cluster.workers above 1"
         )
 

@@ -25,17 +25,17 @@ class DataConfig(Section):
     tasks: list[TaskConfig] = []
     """Mixture of reasoning-gym tasks that generate the prompts. Give one of `tasks`, `path` and `environment`."""
     path: str | None = None
-    """Prompts: a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern
-    such as `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
-    `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
-    a branch, a tag or a commit. A relative path is looked up in the recipe's folder first, then in the working
-    directory. Give one of `tasks`, `path` and `environment`."""
+    """Source of the prompts: a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of
+    files, a pattern such as `data/*.jsonl`, or a data set on the Hugging Face hub. A data set on the hub is named
+    `NAME:SUBSET/SPLIT@REVISION`, such as `openai/gsm8k:main/train`. SUBSET is needed only if there are several. SPLIT
+    is `train` by default. REVISION is a branch, a tag or a commit. A relative path is looked up in the recipe's folder
+    first, then in the working directory. Give one of `tasks`, `path` and `environment`."""
     hub: str | None = None
     """Name and commit of the data set, if `path` is a name on the Hugging Face hub. The run sets this, so that --resume
     loads the same commit."""
     environment: str | None = Field(default=None, min_length=1)
-    """Name of an installed environment of the package `verifiers`. It provides prompts, replies to the model and
-    rewards (docs/environments.md). Give one of `tasks`, `path` and `environment`."""
+    """Name of an installed environment of the package `verifiers`. It provides the prompts, the replies to the
+    model and the rewards (docs/environments.md). Give one of `tasks`, `path` and `environment`."""
     environment_arguments: dict[str, JsonValue] = {}
     """Settings of the environment's taskset, named as in `verifiers`, such as { game = "Hangman-v0" }."""
     prompt_column: str = "question"

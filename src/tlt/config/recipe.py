@@ -44,7 +44,7 @@ _OF_TRL = {
 
 
 class ConfigError(ValueError):
-    """The configuration is not valid. The message is one sentence that names the key and the remedy."""
+    """Error in the configuration. The message is one sentence that names the key and the remedy."""
 
 
 def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -112,7 +112,7 @@ def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapp
 
 def _blamed(source: str, tree: Any, own: Mapping[str, Any] | None, location: Sequence[str | int]) -> str:
     """Return the source of the value at this location of `tree` for an error: `source`, or the command line if the
-    value is not the one in `own`, the recipe without overrides. For a table this is always `source`."""
+    value is not the one in `own`, the recipe without overrides. Return `source` if the value in `own` is a table."""
     if own is None:
         return source
     before, now = _value_at(own, location), _value_at(tree, location)
@@ -228,7 +228,8 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _fields_like(name: str) -> list[str]:
-    """Return the dotted names of the fields that a name without its section may mean, with typing errors."""
+    """Return the dotted names of the fields that the user may mean by `name`, which has no section. `name` may be
+    misspelled, or an option of TRL."""
     if name in _OF_TRL:
         return [_OF_TRL[name]]
     names = list(_fields_by_name(Config))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 Shape = tuple[int, int, int, float]
 """Shape of a draft: depth in tokens, children per node (1 is a chain), number of nodes to verify with the root, and
-smallest estimated probability that a node is reached."""
+smallest estimated probability that a node and all nodes before it are accepted."""
 
 
 class DrafterEntry(NamedTuple):
@@ -18,7 +18,7 @@ class DrafterEntry(NamedTuple):
     chains: tuple[Shape, ...]
     """shapes of chains that speculation.drafter = 'adaptive' may choose, from short to long"""
     trees: tuple[Shape, ...] = ()
-    """shapes of trees that `adaptive` may choose too if speculation.trees; empty for drafters of chains only"""
+    """shapes of trees that `adaptive` may choose too if speculation.trees is true; empty for drafters of chains only"""
     learned: bool = False
     """whether the drafter needs trained weights, from speculation.path or from training during the run"""
 
@@ -49,9 +49,9 @@ BACKENDS = {
     "tlt": BackendEntry("tlt.engine.backend:OwnBackend"),
     "vllm": BackendEntry("tlt.vllm.backend:VllmBackend"),
 }
-# The last number of a shape is a minimum probability. For the learned drafter it is 0.3: a chain ends before a token
-# that is reached with a smaller probability. Values from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5
-# was slower.
+# The last number of a shape is a minimum probability. For the learned drafter it is 0.3: a chain ends where the
+# probability that all its tokens are accepted would fall below 0.3. Values from 0.2 to 0.4 were equally fast at batch
+# sizes 1 and 4, and 0.5 was slower.
 DRAFTERS = {
     "eagle": DrafterEntry(
         "tlt.draft.learned:make",

@@ -14,24 +14,24 @@ from tlt.config.section import LONGEST, Section
 
 class RewardTerm(Section):
     name: str = "reasoning_gym"
-    """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`. Your function is called as
-    f(prompt, answer) -> float and may be async. If it returns None, the term is left out. Further parameters are filled
-    by name: response (the whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and columns of
-    the data."""
+    """Name of the reward: `reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`. Your
+    function is called as f(prompt, answer) -> float and may be async. If it returns None, the term is left out. Further
+    parameters are filled by name: response (the whole text), ground_truth, token_ids, length (in tokens),
+    finish_reason, task, and columns of the data."""
     weight: float = Field(default=1.0, ge=-1e30, le=1e30)
     """Weight of this term. The reward is the sum of weight * score over the terms."""
     pattern: str = ""
     """Regular expression of the reward `format`. The score is 1 if it matches anywhere in the response, else 0."""
     length_from: int = Field(default=0, ge=0)
-    """Response length in tokens up to which the score of the reward `length` is 0. It then falls linearly to -1 at
-    `length_to`."""
+    """Response length in tokens up to which the score of the reward `length` is 0. For longer responses the score falls
+    linearly, to -1 at `length_to`."""
     length_to: int = Field(default=0, ge=0)
     """Response length in tokens from which the score of the reward `length` is -1."""
     batched: bool = False
     """Call your function with lists (of prompts, answers, ...) for several responses. It returns a list of numbers."""
     if_fails: Literal["response", "term"] = "response"
-    """Effect if your function raises an exception or returns no number: with `response` the response has no reward,
-    with `term` only this term is left out of the sum."""
+    """Effect if your function raises an exception, or returns neither a number nor None: with `response` the response
+    has no reward, with `term` only this term is left out of the sum."""
 
     @model_validator(mode="after")
     def _possible(self) -> RewardTerm:
@@ -59,11 +59,12 @@ class RewardConfig(RewardTerm):
     turns: int | None = Field(default=None, gt=0)
     """Largest number of turns of the model in an episode (default: limited only by rollout.max_new_tokens)."""
     answer_marker: str = ""
-    """Text before the answer, such as `Answer:`. The answer begins after its last occurrence in the response. If a
-    response lacks it, the answer is empty. By default the answer begins with the response."""
+    """Text before the answer, such as `Answer:`. The answer begins after the last occurrence of this text in the
+    response. If a response lacks the text, the answer is empty. By default the answer begins with the response."""
     answer_end: str = ""
-    """Text after the answer, such as `</answer>`. The answer ends before its first occurrence after `answer_marker`. If
-    there is none, the answer is empty. By default the answer ends with the response."""
+    """Text after the answer, such as `</answer>`. The answer ends before the first occurrence of this text after
+    `answer_marker`. If the text does not occur there, the answer is empty. By default the answer ends with the
+    response."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
     """Timeout in seconds for a reward, or for a reply of the environment. If it is exceeded, the response has no
     reward."""

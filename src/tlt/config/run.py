@@ -20,8 +20,10 @@ class RunConfig(Section):
     """Number of steps between checkpoints. A checkpoint is also saved at the end of the run, after a signal such as
     SIGTERM, and after an error. 0 saves only in these cases."""
     stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
-    """Timeout in seconds for the current step after SIGTERM, SIGHUP or Ctrl-C. It is doubled if the step's update has
-    begun. A step that exceeds it is abandoned. The state before that step is saved, unless its update has begun."""
+    """Timeout in seconds for the current step after SIGTERM, SIGHUP or Ctrl-C. If the update may already have changed
+    weights when the timeout is over, the step gets the same time again. A step that takes longer is abandoned. Then the
+    state before the step is saved, unless the weights may have changed. In that case the run can only be resumed from
+    the last checkpoint."""
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. Older ones are deleted."""
     mirror: str | None = None
@@ -42,7 +44,8 @@ class RunConfig(Section):
     """File format of the saved responses. `jsonl` writes completions.jsonl. `parquet` writes one file per step to
     completions/, and needs the extra tlt-rl[parquet]."""
     watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
-    """Power of a busy CPU core in watts. This is only used to estimate energy if the machine has no energy counter."""
+    """Power of a busy CPU core in watts. This is only used to estimate the CPU's energy if its energy counter
+    cannot be read."""
     price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
     """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
     overwrite: bool = False

@@ -8,7 +8,6 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tlt.config.combinations import RULES
 from tlt.config.data import DataConfig
-from tlt.config.lora import LoraConfig
 from tlt.config.rewards import RewardConfig
 from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
@@ -16,6 +15,16 @@ from tlt.config.speculation import SpeculationConfig
 
 _VERIFIERS = "tlt.rewards.verifiers:Episode"  # runs environments of the package verifiers
 _MOST_RESPONSES = 1_000_000  # largest number of responses in a step
+
+
+class LoraConfig(Section):
+    rank: int = Field(default=0, ge=0)
+    """Rank of the LoRA adapters (arXiv 2106.09685), which PEFT adds to the policy. The policy's own weights are then
+    frozen. 0 turns LoRA off."""
+    alpha: float = Field(default=32.0, gt=0, le=10_000)
+    """Scale of the LoRA adapters: the output of each is multiplied by alpha / rank."""
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Linear layers that get LoRA adapters. Each entry is the end of a layer's name."""
 
 
 class ModelConfig(Section):
@@ -30,7 +39,7 @@ class ModelConfig(Section):
     """Number format of the weights. `auto` is bfloat16 with float32 master weights on a CUDA device, and float32 on the
     CPU."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
-    """`cpu`, a CUDA device such as `cuda:0`, or `auto` (CUDA if there is one)."""
+    """Device of the model: `cpu`, a CUDA device such as `cuda:0`, or `auto` (CUDA if there is a CUDA device)."""
     cuda_graphs: bool = True
     """Replay decoding and drafting passes as CUDA graphs, if the model is on a CUDA device. Without CUDA graphs the
     launch overhead of kernels makes a decoding round of a small model three times as long."""
@@ -74,8 +83,8 @@ class RolloutConfig(Section):
 
 class EngineConfig(Section):
     backend: Literal["tlt", "vllm"] = "tlt"
-    """Engine that decodes the rollouts. `tlt` is the engine of this package. `vllm` is vLLM with the sampling noise of
-    this package, which gives the same tokens (docs/vllm.md)."""
+    """Engine that decodes the rollouts. `tlt` is the engine of this package. `vllm` is vLLM, which samples with the
+    same noise. So both give the same tokens, except for rounding (docs/vllm.md)."""
     max_rows: int = Field(default=64, gt=0)
     """Largest number of requests that are decoded in one batch. Further requests wait."""
     kv_memory_mb: int | Literal["auto"] = "auto"
@@ -83,7 +92,7 @@ class EngineConfig(Section):
     80 % on CUDA, a quarter on CPUs. With vLLM `auto` is 1024, because vLLM never frees its cache. A request
     that does not fit waits. If the cache is full during decoding, requests are preempted and resumed later."""
     prefill_tokens: int = Field(default=2048, gt=0)
-    """Maximum number of tokens in one prefill pass, including padding. A longer prompt gets a pass of its own."""
+    """Maximum number of tokens in one prefill pass, including padding. A longer prompt is split into several passes."""
     vllm: dict[str, JsonValue] = {}
     """Further engine arguments of vLLM, with vLLM's names, such as `tensor_parallel_size` or `enforce_eager`."""
 
@@ -128,9 +137,10 @@ class TrainConfig(Section):
     over tokens, with a higher upper clip. dr_grpo: mean over responses of the sum over tokens divided by
     rollout.max_new_tokens. gspo: mean over responses, with one ratio per response instead of one per token."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """The importance ratio is clipped below 1 - clip_low (default 0.2, and 3e-4 for gspo)."""
+    """Lower clipping range: the importance ratio is clipped below 1 - clip_low (default 0.2, and 3e-4 for gspo)."""
     clip_high: float | None = Field(default=None, gt=0)
-    """The importance ratio is clipped above 1 + clip_high (default 0.2, 0.28 for dapo and 4e-4 for gspo)."""
+    """Upper clipping range: the importance ratio is clipped above 1 + clip_high (default 0.2, 0.28 for dapo and 4e-4
+    for gspo)."""
     dual_clip: float = Field(default=3.0, ge=0)
     """Dual-clip PPO: upper bound of the importance ratio if the advantage is negative. 0 turns the bound off."""
     mask_truncated: bool = False
@@ -166,7 +176,8 @@ class TrainConfig(Section):
     error that says what to change."""
     logits_mb: int = Field(default=256, gt=0)
     """Size in MiB of the logits that are computed at the same time in the update. If the logits of a pass are larger,
-    they are computed in chunks, and each chunk again for the gradient. A chunk needs about three times this memory."""
+    they are computed in chunks, and each chunk is computed again for the gradient. A chunk needs about three times this
+    memory."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer in the forward pass, and recompute the other activations in the backward pass.
     This saves memory and costs time."""
@@ -220,9 +231,9 @@ class ClusterConfig(Section):
     allow_no_token: bool = False
     """Join a Ray cluster without authentication. Use it only on a private network."""
     min_workers: int | None = Field(default=None, gt=0)
-    """Smallest number of workers with which a run starts and continues if the cluster has no resources for all
-    `workers`. Missing workers join when resources are free. The result does not depend on the number of workers present
-    (default: all workers to start, 1 worker to continue; all workers if train.shard)."""
+    """Smallest number of workers with which a run on a Ray cluster starts, and with which any run continues. Missing
+    workers join when resources are free. The result does not depend on the number of workers present. By default, a run
+    needs resources for all `workers` to start, and one worker to continue. With train.shard it always needs all."""
     grace: float = Field(default=60.0, gt=0, le=LONGEST)
     """Timeout in seconds for the start of a worker's process. If a worker exceeds it, the run continues without that
     worker."""
@@ -230,7 +241,8 @@ class ClusterConfig(Section):
     """Time in seconds that a worker decodes before it reports to the driver and can receive other requests."""
     patience: float = Field(default=300.0, gt=0, le=LONGEST)
     """Timeout in seconds for one call of a worker that decodes or trains the drafter. A worker that exceeds it is
-    replaced. The timeout of an update or a save is ten times its recent duration, if that is longer."""
+    replaced. The timeout of an update or a save is ten times its longest recent duration if that is longer, and 12
+    times `patience` for the first one."""
 
 
 class Config(Section):

@@ -38,9 +38,10 @@ class SpeculationConfig(Section):
     """Speculative decoding: the drafter, the shape of its drafts, and look-ahead drafts."""
 
     drafter: str = "adaptive"
-    """`adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM it chooses one for
-    the run, docs/vllm.md). `eagle` (learned), `quantized` (the model itself with int8 weights, on CPUs) and
-    `suffix` (model-free) always draft, with depth, branching, verify_tokens and min_chance. `off` never drafts."""
+    """Drafter of a run. `adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM
+    it chooses one for the run, docs/vllm.md). `eagle` (learned), `quantized` (the model itself with int8 weights, on
+    CPUs) and `suffix` (model-free) always draft. The fields depth, branching, verify_tokens and min_chance set the
+    shape of their drafts. `off` never drafts."""
     trees: bool = False
     """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
     path: str | None = None
@@ -48,8 +49,8 @@ class SpeculationConfig(Section):
     first, then in the working directory."""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
     """Architecture of a new drafter. `eagle1` reads the target's last hidden state, which is saved for each token.
-    `eagle3` reads hidden states of three layers, and four per token are saved: these and the last one. A drafter from
-    `path` has its own kind."""
+    `eagle3` reads the hidden states of three layers, which are saved for each token together with the last hidden
+    state. A drafter from `path` has its own kind."""
     window: int = Field(default=512, gt=0)
     """Attention window of a new drafter, in tokens. Hidden states of the last `window` tokens are kept for each active
     request."""
@@ -62,13 +63,14 @@ class SpeculationConfig(Section):
     """Largest number of nodes of a draft tree that are verified in one pass of the target, including the root. 1 is
     plain decoding. `adaptive` chooses its own number."""
     min_chance: float = Field(default=0.5, ge=0, lt=1)
-    """Smallest estimated probability that a draft token is reached. Less likely draft tokens are not verified."""
+    """Minimum estimated probability that a draft token and all draft tokens before it are accepted. Less likely draft
+    tokens are not verified. `adaptive` has its own minimum for each strategy."""
     history_tokens: int = Field(default=200_000, gt=0)
     """Number of tokens of prompts and responses that the drafter `suffix` keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
-    """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. This
-    is done by idle workers, or by a single worker on a GPU when few of its responses are left. Needs `adaptive`. 0
-    turns look-ahead off."""
+    """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. Idle
+    workers decode them. A single worker does so only on a GPU, when few of its responses are left. Needs
+    `drafter = "adaptive"`. 0 turns look-ahead off."""
     look_ahead_tokens: int = Field(default=16_000_000, gt=0)
     """Number of tokens of look-ahead drafts kept in host memory, four bytes each. The oldest are dropped."""
     training: DrafterTrainConfig = DrafterTrainConfig()

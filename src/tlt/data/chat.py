@@ -97,8 +97,9 @@ class ChatTemplate:
         self._refuse_unread_arguments()
 
     def render(self, turns: Messages) -> str:
-        """Return the text of a prompt, given as messages. If the last message is of the role assistant, the text ends
-        with it, so that the response continues it. Raises DataError if the template does not support the messages."""
+        """Return the text of a prompt, given as messages. If the last message has the role assistant, the text ends
+        with that message, and the response continues it. Raises DataError if the template does not support the
+        messages."""
         turns = [self._joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
@@ -110,8 +111,8 @@ class ChatTemplate:
 
     def around_reply(self) -> tuple[str, str]:
         """Return the texts that the template writes before and after an environment's reply to a response. The reply
-        has the role tool if data.chat_arguments has tools, else the role user. Raises DataError if the template writes
-        no such message."""
+        has the role tool if data.chat_arguments has tools, else the role user. Raises DataError if the template leaves
+        the reply out."""
         role = "tool" if self.arguments.get("tools") else "user"
         turns = [("user", _mark(0)), ("assistant", _mark(1)), (role, _mark(2))]
         text = self._apply([{"role": role, "content": content} for role, content in turns])
@@ -202,7 +203,7 @@ class ChatTemplate:
                 )
 
     def _refuse_chance(self, turns: Messages) -> None:
-        """Raise DataError if the template writes different texts for the same messages, as with a random choice."""
+        """Raise DataError if the template writes different texts for the same messages, for example at random."""
         texts = sorted({self._apply(turns) for _ in range(_TRIES)})
         if len(texts) > 1:
             differ = (i for i in range(len(texts[0])) if not texts[1].startswith(texts[0][: i + 1]))
@@ -215,7 +216,7 @@ class ChatTemplate:
 
     def _refuse_dropped(self, turns: Messages) -> None:
         """Raise DataError if the template leaves out the content, the tool calls or the tools of a message. It may
-        leave out the model's reasoning and text next to a tool call, because models are trained with such templates."""
+        leave out reasoning and text next to a tool call, because models are trained with templates that do so."""
         plain = self._apply(turns)
         marked = [
             turn if turn.get("tool_calls") else turn | {"content": turn["content"] + _mark(i)}
@@ -232,7 +233,10 @@ class ChatTemplate:
             for key in ("tool_calls", "tools"):
                 without = [*turns[:i], {k: v for k, v in turn.items() if k != key}, *turns[i + 1 :]]
                 if turn.get(key) and self._writes(without, plain):
-                    raise DataError(f"the tokenizer's chat template leaves out the {key} of {which}: remove such rows")
+                    raise DataError(
+                        f"the tokenizer's chat template leaves out the {key} of {which}: remove the rows that have "
+                        f"{key}, or use another template"
+                    )
 
     def _writes(self, turns: Messages, text: str) -> bool:
         """Return whether the template writes exactly this text for the messages. Return False if it refuses them."""

@@ -11,7 +11,8 @@ from tlt.types import Prompt
 
 
 def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """Raise DataError if a prompt has a token outside the model's vocabulary, as with another model's tokenizer."""
+    """Raise DataError if a prompt has a token outside the model's vocabulary. Such tokens come from another model's
+    tokenizer."""
     for prompt in prompts:
         if max(prompt.token_ids) >= vocab_size:
             raise DataError(

@@ -72,7 +72,8 @@ def _rows(config: DataConfig) -> Iterable[Row]:
 
 
 def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
-    """Turn off rewards by task in the metrics if a file has more than 50 tasks, because each task would be a metric."""
+    """Return the prompts. If a file has more than 50 tasks, turn off the metrics by task of these prompts, because each
+    task would be a metric."""
     tasks = {prompt.task for prompt in prompts}
     if not config.path or len(tasks) <= _MOST_TASKS:
         return prompts
@@ -130,7 +131,7 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
 
 def encoder(tokenizer: Any, config: DataConfig) -> Encode:
     """Return a function that converts a prompt, with data.prefill, to token ids. It applies the chat template if
-    data.chat is true. Raises DataError if that needs a chat template that the tokenizer does not have."""
+    data.chat is true. Raises DataError if the tokenizer or its chat template cannot be used."""
     if not config.chat:
         _refuse_end_token(tokenizer)
 
@@ -159,8 +160,8 @@ def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | No
     token before it. It returns token ids.
 
     If data.chat is true, the reply becomes a message of the role tool if data.chat_arguments has tools, else of the
-    role user. If the token is None, the text opens the response, and is encoded without the chat template. Names of
-    special tokens in the reply are encoded as ordinary text. Raises DataError."""
+    role user. If the last token is None, the text opens the response, and is encoded without the chat template. Names
+    of special tokens in the reply are encoded as ordinary text. Raises DataError."""
     before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
     begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
 
@@ -198,9 +199,10 @@ def _warn_of_two(bos: str) -> None:
 
 
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
-    """Return three sha256 of the prompts: as token ids (`prompts`), as texts (`texts`), and of all columns of the data
-    file (`columns`), which rewards may read. A resumed run compares them with those in its checkpoint, because it needs
-    the same prompts. If only the token ids differ, the tokenizer has changed."""
+    """Return three sha256 hashes: of the prompts' token ids (`prompts`), of their texts (`texts`), and of all columns
+    of the data file (`columns`), which rewards may read. A resumed run compares them with those in its checkpoint,
+    because it needs the same prompts. If the texts are equal but the token ids differ, the tokenizer or the chat
+    template has changed."""
     answers = [str(prompt.ground_truth) for prompt in prompts]
     rows = [prompt.data for prompt in prompts] if config.path else []  # other prompts follow from the recipe
     return {
@@ -239,8 +241,8 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
 
 
 def _first_seed(seed: int) -> int:
-    """Return the reasoning-gym seed for data.seed. It is a hash, because reasoning-gym uses seed + i for item i, so
-    that two neighbouring seeds would share all items but one."""
+    """Return the reasoning-gym seed for data.seed. It is a hash of data.seed, because reasoning-gym uses
+    seed + i for item i. With seeds 1 and 2 all items but one would be the same."""
     held_out = _HELD_OUT if seed >= _HELD_OUT else 0
     number = seed - held_out
     return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)
@@ -299,7 +301,8 @@ def _file_rows(config: DataConfig) -> list[Row]:
 
 
 def make_cursor(config: DataConfig, size: int, seed: int) -> Cursor:
-    """Return a cursor at the start of the first epoch. `size` is the number of prompts, `seed` sets their order."""
+    """Return a cursor at the start of the first epoch. `size` is the number of prompts. `seed` sets their order if
+    data.shuffle is true."""
     return Cursor(size, seed, config.shuffle, stages=list(_stage_sizes(config).values()))
 
 

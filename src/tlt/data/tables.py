@@ -68,7 +68,7 @@ def files_of(path: str) -> list[Path]:
 
 def _refuse_splits(files: list[Path]) -> None:
     """Raise DataError if the files belong to several splits, such as train and test. Data sets of the hub often have
-    them in one folder."""
+    all splits in one folder."""
     by_split: dict[str, str] = {}
     for file in sorted(files):
         word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in SPLITS), None)

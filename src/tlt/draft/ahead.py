@@ -3,7 +3,7 @@ current version.
 
 A request's noise is a function of its seed and the position. So two target versions give the same response, except
 where an update changed which token has the largest noisy score. The old response is a chain of known tokens, so it
-needs no drafter. If it is old, truncated or of another request, fewer of its tokens are accepted.
+needs no drafter. Fewer of its tokens are accepted if it is several versions old, truncated, or from another request.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class AheadStore:
         return len(self._kept)
 
     def put(self, found: Iterable[Ahead]) -> None:
-        """Add drafts. A draft replaces the stored one of its request, unless the stored one is of the same target
-        version and has ended or is longer."""
+        """Add drafts. A draft replaces the stored draft of the same request. But if both have the same target version,
+        keep the one that has ended. If both or neither have ended, keep the longer one."""
         for ahead in found:
             known = self._kept.get(ahead.seed)
             if not len(ahead.tokens):
@@ -89,7 +89,8 @@ class AheadStore:
         return known is not None and known.ended
 
     def group(self, request: Request) -> list[Ahead]:
-        """Return the drafts of all requests with this request's prompt, the request's own first if there is one."""
+        """Return the drafts of all requests with this request's prompt. The request's own draft comes first, if there
+        is one."""
         seeds = self._groups.get(request.prompt.token_ids, ())
         return [self._kept[seed] for seed in sorted(seeds, key=lambda seed: seed != request.seed)]
 
@@ -99,7 +100,8 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
 
 
 class Pointer:
-    """Position of a row in its old response, or after a divergence possibly in that of another row of its group.
+    """Position of a row in its old response. After a divergence, it may be a position in the old response of another
+    row of the group.
 
     `sources` are old responses (int32), the row's own first. `committed` are the tokens that the row already has.
     """
@@ -174,8 +176,8 @@ class Pointer:
 
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
-    """Return the index after an occurrence of `last` in `tokens`, the one nearest to the index `near`; None if there is
-    none. An occurrence at the end of `tokens` does not count."""
+    """Return the index after the occurrence of `last` in `tokens` that is nearest to the index `near`; None if there is
+    no occurrence. An occurrence at the end of `tokens` does not count."""
     first, *others = last
     places = np.flatnonzero(tokens[:-_CONTEXT] == first) + 1
     for token in others:

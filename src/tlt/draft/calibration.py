@@ -1,9 +1,9 @@
 """Online counts of accepted draft tokens. They decide which nodes of a draft tree are worth verifying.
 
 Given the noise, two quantities predict acceptance: a draft token's rank among its siblings, and its lead in the noisy
-score (log q plus noise). The best sibling's lead is over the second best. Every other sibling's lead is over the best,
-so it is not positive. log q itself adds almost nothing. So each drafter has counts per cell: (class of draft token,
-depth, rank, lead).
+score (log q plus noise). The lead of the best sibling is its score minus that of the second best. The lead of every
+other sibling is its score minus that of the best, so it is not positive. log q itself adds almost nothing to the
+prediction. So each drafter has counts per cell: (class of draft token, depth, rank, lead).
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Sources(NamedTuple):
     layer: EagleLayer | None
     """weights of the learned drafter; None if there is none"""
     history_tokens: int
-    """Maximum number of tokens (of prompts and responses) that the suffix drafter keeps. It drops the oldest first,
-    except those of active requests."""
+    """Maximum number of tokens (of prompts and responses) that the suffix drafter keeps. It drops the oldest tokens
+    first, but no tokens of active requests."""
 
 
 @dataclass
@@ -110,7 +110,8 @@ class Node:
 
 class Offer(NamedTuple):
     """Candidates for a list of M nodes: `ids` and `log_q` are [M, K]. Padding has log q -inf. `states[m][k]` becomes
-    the state of the child of node m that takes candidate k."""
+    the state of the child of node m that takes candidate k. `classes[m]` is the class of the candidates of node m, as
+    in `Candidates`."""
 
     ids: Tensor | None
     log_q: Tensor
@@ -152,7 +153,8 @@ class CacheDrafter(Protocol):
 
 
 class NodeDrafter(ABC):
-    """Base class of drafters in plain Python that handle one node at a time. A subclass implements `propose`."""
+    """Base class of drafters that work on `Node` objects instead of arrays. A subclass implements `propose`, which
+    returns candidates for a list of nodes."""
 
     name = "nodes"
     acceptance_rate: float | None = None

@@ -8,7 +8,7 @@ entry replaces them.
 `fc`. Attention reads the normed embedding and the normed fused states.
 
 - `eagle1` (arXiv 2401.15077): `fc` fuses only the last hidden state with the embedding. There is no input norm and no
-output norm. eagle1 reads a quarter of eagle3's hidden states.
+output norm. The engine keeps a quarter as many hidden states for eagle1 as for eagle3.
 
 Saved tensors have the names and shapes of the published checkpoints. Shapes: M entries, D hidden size, H query heads,
 K key-value heads, E head size, F size of a token's hidden states.
@@ -86,7 +86,8 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
 
 
 class WideRMSNorm(nn.RMSNorm):
-    """RMS norm in the dtype of its weight. Inputs are converted to it, because PyTorch warns if the dtypes differ."""
+    """RMS norm in the dtype of its weight. Inputs are converted to this dtype, because PyTorch warns if the dtypes
+    differ."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -184,7 +185,8 @@ def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
 
 
 def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
-    """Load a drafter from a folder. Raises DrafterError if there is none or if it does not fit the target."""
+    """Load a drafter from a folder. Raises DrafterError if the folder has no drafter, or if the drafter does not fit
+    the target."""
     path = Path(folder)
     if not path.is_dir():
         raise DrafterError(f"{path} is not a folder: give the folder of a drafter, or train one with tlt draft train")

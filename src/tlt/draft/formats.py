@@ -1,13 +1,13 @@
 """Export of the learned drafter to other engines: its tensors, with the tensor names and config.json of each format.
 
-- EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose
-  fc has a bias; speculators has no EAGLE-1.
-- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head. The two
-  number the target's layers differently, so config.json has both numberings. speculators has its own config and other
-  tensor names.
+- EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head. SGLang loads it as
+  LlamaForCausalLMEagle, whose fc has a bias. speculators has no EAGLE-1.
+- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head. vLLM and
+  SGLang number the target's layers differently, so config.json has both numberings. speculators has its own config and
+  other tensor names.
 
 Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets of tensors.
-They draft without the shared noise, so only the drafter's likeliest token can be accepted.
+Other engines draft without the shared noise, so only the drafter's likeliest token can be accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
 from tlt.models.families import FAMILIES, base_of
-from tlt.models.generations import for_both_generations
+from tlt.models.hugging_face import for_both_generations
 
 Format = Literal["vllm", "sglang", "speculators"]
 

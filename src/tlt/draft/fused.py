@@ -18,7 +18,8 @@ _TABLE = 1 << 23  # maximum number of elements of `table`, which has each token'
 
 
 class FusedLayer:
-    """Fused weights of an `EagleLayer`. The weights of all norms except the output norm are multiplied into them."""
+    """Fused weights of an `EagleLayer`. The weights of all norms except the output norm are multiplied into its
+    matrices."""
 
     @torch.no_grad()
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:

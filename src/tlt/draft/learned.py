@@ -33,7 +33,8 @@ from tlt.types import MAX_DRAFT_TOKENS, Request
 
 
 class Missing(NamedTuple):
-    """Entries of the feature window that the cache lacks, and always the last entry of each row."""
+    """Entries of the feature window that the next pass computes: those that the cache lacks, and the last entry of each
+    row in any case."""
 
     rows: np.ndarray
     """[M] row of each entry"""
@@ -117,8 +118,8 @@ class EagleDrafter:
     # -- the roots, from the target's hidden states --------------------------------------------------------------------
 
     def _catch_up(self, alive: np.ndarray) -> Missing:
-        """Return the entries that the caller must write to the cache now. They count as written from now on. Rows that
-        are not `alive` are caught up later."""
+        """Return the entries that the caller must write to the cache now, and record them as written. Rows that are not
+        `alive` are caught up later."""
         if len(self.ready) > self.attention.slots:  # at the first use, so that unused drafters need no memory
             self.attention.resize(max(8, 2 ** (len(self.ready) - 1).bit_length()), self.window.capacity)
         starts, lengths = self.window.starts, self.window.lengths

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class Strategy(NamedTuple):
-    """Drafter and sizes of the draft trees of a round. `branching` is the number of children of a node, and the
-    number of nodes that get children at each depth. `verify_tokens` counts the root, so 1 is plain decoding."""
+    """Drafter and sizes of the draft trees of a round. `branching` is the maximum number of children of a node, and of
+    nodes that get children at each depth. `verify_tokens` is the maximum number of nodes of a tree. It counts the root,
+    so 1 is plain decoding."""
 
     drafter: str
     """name of the drafter; not used in plain decoding"""

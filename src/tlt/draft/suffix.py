@@ -161,8 +161,8 @@ class SuffixDrafter(NodeDrafter):
 
 
 def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
-    """Return the tokens that followed the match, each with its occurrences. In these, `at` is the index after the
-    token."""
+    """Return the tokens that followed the match, each with its occurrences. In these occurrences, `at` is the index
+    after the token."""
     followers: dict[int, list[_Occurrence]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):

@@ -1,8 +1,8 @@
 """Draft trees with shared noise: grow them by levels, keep likely nodes, and stack a batch of trees for one target
 pass.
 
-The children of a node are the drafter's best tokens after the noise of that position is added (the same noise that the
-target adds). A chain is a tree with one branch. Node 0 is the root, and a parent has a smaller number than its child.
+The children of a node are the drafter's best tokens by log q plus the noise of their position. The target adds the same
+noise. A chain is a tree with one branch. Node 0 is the root, and a parent has a smaller number than its child.
 
 Shapes: B rows, W nodes per row in a level, k children per node, N nodes per row (smaller trees are padded to the
 largest).
@@ -207,7 +207,8 @@ def _least(grown: Sequence[_Grown], most: int) -> np.ndarray:
 
 
 def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
-    """Return a tree of each row's `most` likeliest nodes. It is a tree, because a parent is likelier than its child."""
+    """Return a tree of each row's `most` likeliest nodes. The kept nodes are a tree, because a parent is likelier than
+    its child."""
     tokens, parents, chance, cells = (np.concatenate(columns, axis=1) for columns in list(zip(*grown, strict=True))[:4])
     depths = [level.depth for level in grown for _ in range(level.tokens.shape[1])]
     best = np.argsort(-chance, axis=1, kind="stable")[:, :most]

@@ -23,7 +23,7 @@ ABORTED = "aborted"
 
 
 class AsyncEngine:
-    """Wrapper of an engine, which runs in a thread of its own. Only this thread uses the engine.
+    """Wrapper that runs an engine in a thread of its own. Only this thread uses the engine.
 
     If nothing is left to decode, the thread calls `when_idle`, for example to train the drafter. `when_idle` gets the
     engine and a function that returns True once `when_idle` must return. After `close`, waiting callers and new calls

@@ -2,11 +2,12 @@
 
 Speed is tokens per second. The tokens of a round are predicted from the drafter's acceptance rates (`AcceptanceModel`).
 The seconds of a round depend on the bucket (active rows and context length). They come from the start-up profile, then
-from the medians of timed rounds. An arm that may be faster than the best one so far is tried if one round of it is
-affordable: all drafts together may lose 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665,
-section 5, has an epsilon-greedy bandit here, which tries strategies at any cost.)
+from the medians of timed rounds. An arm that may be faster than the best one so far is tried if the expected loss of
+one round is affordable. All drafts together may lose 1 % of the time against plain decoding. (The TLT paper, arXiv
+2511.16665, section 5, has an epsilon-greedy bandit here, which tries strategies at any cost.)
 
-This module does not import torch. `bench/tuner.py` runs it with recorded tables.
+This module does not import torch. So `bench/tuner.py`, outside the package, can simulate the tuner with recorded
+rounds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Any
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.acceptance import AcceptanceModel, Source
-from tlt.engine.round_times import Bucket, RoundTimes, bucket_of, interpolate
+from tlt.engine.estimates import AcceptanceModel, Bucket, RoundTimes, Source, bucket_of, interpolate
 from tlt.engine.tuner import RoundResult
 
 _ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
@@ -73,7 +73,7 @@ class Bandit:
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
         self._rounds = 0
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
-        self._switched = self._is_try = False  # whether this round uses another drafter than the last, and is a try
+        self._switched = self._is_try = False  # in this round: whether the drafter changed; whether it is a try
         for drafter, chance in self.chances.items():
             self.seen.assume(drafter, chance)
 
@@ -98,8 +98,8 @@ class Bandit:
         return arm
 
     def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
-        """Set `current` to the arm that is the fastest by the acceptance rates so far. Return an arm that may be even
-        faster (`_hoped_tokens`), if the expected loss of one round of it is affordable. Else return `current`."""
+        """Set `current` to the arm that is the fastest by the acceptance rates so far. Return the arm to try: one that
+        may be even faster (`_hoped_tokens`), if the expected loss of one round is affordable. Else return `current`."""
         seconds = {arm: self._seconds_now(arm, bucket) for arm in arms}
         known = {arm: self.tokens(arm) for arm in arms}
         self.current = self._fastest({arm: known[arm] / seconds[arm] for arm in arms})
@@ -113,8 +113,9 @@ class Bandit:
         return min(better, key=lambda arm: (self.times.rounds(arm, bucket), -hoped[arm]), default=self.current)
 
     def _fastest(self, speeds: Mapping[Strategy, float]) -> Strategy:
-        """Return the arm with the highest of the `speeds`. But return plain decoding if it is less than 2 % slower.
-        Else return the current arm if it is less than 2 % slower."""
+        """Return the arm with the highest of the `speeds` (tokens per second). If plain decoding is less than 2 %
+        slower than this arm, return plain decoding. Else, if the current arm is less than 2 % slower, return the
+        current arm."""
         best = max(speeds, key=lambda arm: speeds[arm])
         kept = (arm for arm in (PLAIN, self.current) if arm in speeds and speeds[best] < (1 + _MARGIN) * speeds[arm])
         return next(kept, best)
@@ -142,8 +143,9 @@ class Bandit:
         return best
 
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
-        """Return the expected seconds of a round with at most `width` look-ahead tokens per row. If the longest chain,
-        of `longest` tokens, is shorter, interpolate between this limit and the next lower one."""
+        """Return the expected seconds of a round with at most `width` look-ahead tokens per row, and `base` for the
+        other rows. If the longest chain (`longest` tokens) is shorter than `width`, interpolate between `width` and the
+        next lower limit."""
         seconds = self._seconds_now(base._replace(ahead=width), bucket)
         if longest >= width:
             return seconds
@@ -153,26 +155,26 @@ class Bandit:
     # -- estimates -----------------------------------------------------------------------------------------------------
 
     def tokens(self, arm: Strategy) -> float:
-        """Return the expected tokens per row in a round, from the acceptance rates of recent rounds. A drafter without
-        recent rounds has its lasting rates."""
+        """Return the expected tokens per row in a round, from the acceptance rates of recent rounds. For a drafter
+        without recent rounds, use the rates of its last rounds (`AcceptanceModel.lasting`)."""
         return self._tokens(arm, self.seen.lasting((arm.drafter, 1), arm.depth, self.chances.get(arm.drafter, 0.0)))
 
     def _hoped_tokens(self, arm: Strategy) -> float:
-        """Return the expected tokens per row in a round. Before any round, the acceptance rate is taken as that of the
-        drafter's last evaluation, or as 0.8 without one."""
+        """Return the tokens per row that a round may reach. For a drafter without recent rounds, assume the acceptance
+        rate of its last evaluation, or 0.8 if it was never evaluated."""
         return self._tokens(arm, [self.chances.get(arm.drafter, _HOPED_ACCEPTANCE)])
 
     def _tokens(self, arm: Strategy, prior: Sequence[float]) -> float:
-        """Return the expected tokens per row in a round. `prior` has acceptance rates by level, which are used
-        without recent rounds."""
+        """Return the expected tokens per row in a round. `prior` has the assumed acceptance rate of each level, for a
+        drafter without recent rounds."""
         rates = self.seen.chances((arm.drafter, 1), arm.depth, prior)
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
             rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior[0]) for rate in rates])
         return 1.0 + sum(accumulate(rates, operator.mul))
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:
-        """Return the mean seconds of the arm's next `rounds` rounds. If the last round used another drafter, they
-        include the catch-up of the arm's drafter (`catch_up`)."""
+        """Return the mean seconds of the arm's next `rounds` rounds. If the last round used another drafter, the mean
+        includes the extra seconds of the change of drafters (`catch_up`)."""
         extra = max(0.0, self.catch_up.get(arm.drafter, 0.0)) if arm.drafter != self._last.drafter else 0.0
         return self.times.seconds(arm, bucket) + extra / rounds
 
@@ -182,9 +184,10 @@ class Bandit:
         return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
-        """Return the largest number of rows whose plain round takes at most 3 % longer than one of `rows` rows, by the
-        start-up profile. But return `rows` if each row would then get over 3 % fewer tokens per second from the fastest
-        strategy. On a GPU this hardly happens. On a CPU it does, because drafting pays off with few rows only."""
+        """Return the largest number of rows for which a plain round takes at most 3 % longer than for `rows` rows, by
+        the start-up profile. But return `rows` if the fastest strategy would decode over 3 % fewer tokens per second
+        and row for the larger number. On a GPU this exception is rare. On a CPU it is common, because drafting pays off
+        with few rows only."""
         most = self.times.most_rows(rows, _FREE)
         free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
         return most if free else rows
@@ -194,8 +197,8 @@ class Bandit:
         return max(self._hoped_tokens(arm) / self.times.profiled(arm, rows) for arm in self._arms)
 
     def brief_rows(self) -> int:
-        """Return the largest number of rows whose plain round takes at most 1.8 times as long as one of a single row,
-        by the start-up profile. On a GPU this is a full batch."""
+        """Return the largest number of rows for which a plain round takes at most 1.8 times as long as for one row, by
+        the start-up profile. On a GPU this is a full batch."""
         return self.times.most_rows(1, 1.8)
 
     # -- learning from rounds ------------------------------------------------------------------------------------------
@@ -234,8 +237,8 @@ class Bandit:
             self.times.add_rounds(self._now, arm, [seconds])
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Forget the counts of the replaced drafter. `chance`, the new one's acceptance rate (None: unknown), counts as
-        8 rows."""
+        """Forget the counts of the replaced drafter. `chance` is the acceptance rate of the new drafter (None:
+        unknown). It counts like 8 drafted rows."""
         self.seen.forget(drafter)
         self.chances.pop(drafter, None)
         if chance is not None:

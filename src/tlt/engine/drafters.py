@@ -26,8 +26,8 @@ _WATCHED = 1000  # number of drafts in the running acceptance rate
 class AcceptanceRate:
     """Acceptance rates of a drafter's first draft token: `now`, over its last 1,000 drafts, and `published`.
 
-    `published` is the rate that was measured when the drafter was trained. Without such a measurement, it is the rate
-    over the first 1,000 drafts in the engine."""
+    `published` is the rate that was measured when the drafter was trained. Without this measurement, `published` is the
+    rate over the first 1,000 drafts in the engine."""
 
     def __init__(self, published: float | None) -> None:
         self.published = published
@@ -104,16 +104,16 @@ class Drafters:
         self.acceptance_rates[name].add(1 in path)
 
     def propose(self, name: str, call: Callable[[], T]) -> T | None:
-        """Return the result of `call`, in which the drafter drafts. If it raises, drop the drafter, set its draft
-        tokens' keys and values to zero, and return None."""
+        """Return the result of `call`, in which the drafter drafts. If `call` raises, drop the drafter, set the keys
+        and values of its draft tokens to zero, and return None."""
         drafted = self.guard(name, call, "propose")
         if drafted is None:
             self.cache.wipe_drafts()  # values that it wrote to the cache may not be finite
         return drafted
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
-        """Return the result of `call`, which uses the drafter `name` to do `what` (for the log). If it raises, drop the
-        drafter and return None."""
+        """Return the result of `call`, which uses the drafter `name`. If `call` raises, drop the drafter and return
+        None. `what` is the verb for the log, such as "propose"."""
         if name not in self.usable:
             return None
         try:

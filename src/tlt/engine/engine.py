@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
 import torch
 
 from tlt.attention.backend import HeadShape
@@ -21,24 +20,25 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree, NoiseOf, Roots, grow, stack
+from tlt.draft.tree import DraftTree
+from tlt.engine.committing import commit_tokens, verify_trees
 from tlt.engine.drafters import Drafters
+from tlt.engine.drafting import draft_trees, look_ahead_offers
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.memory import cache_tokens
-from tlt.engine.noise import DraftNoise, NoiseWindow
+from tlt.engine.noise import NoiseWindow
 from tlt.engine.placing import place_and_prefill
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
-from tlt.engine.runner import Runner, Sampled, most_nodes
+from tlt.engine.runner import Runner, Sampled
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_depth, count_row, draft_counts
-from tlt.engine.stops import Stops, text_of
+from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, draft_counts
+from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
-from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
 from tlt.spot.buffer import Harvest
 from tlt.trace import Tracer
@@ -210,7 +210,8 @@ class Engine(Generates):
         if prefilled:
             self._trace("prefill", clock.began)
         context = sum(row.kv_length for row in self.rows) / len(self.rows)
-        strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys(), self._offers())
+        offers = look_ahead_offers(self.rollout)
+        strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys(), offers)
         with clock.phase("prefill"):
             preempted = self.make_room(strategy)
         began, start, slow_calls = time.time(), time.perf_counter(), Replayed.slow_calls
@@ -246,7 +247,7 @@ class Engine(Generates):
 
     def _most_with_ahead(self) -> int:
         """Return the largest number of active rows, look-ahead rows included, at which look-ahead does not delay the
-        rows of this rollout."""
+        rows of this rollout. If this rollout has no active row, return the limit for a short round."""
         own = sum(not row.ahead for row in self.rows)
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
@@ -269,106 +270,16 @@ class Engine(Generates):
         return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.sampling.batch)
 
     def draft(self, now: Round) -> list[DraftTree]:
-        """Draft a tree for each row, from its look-ahead draft if it has one, else with the strategy's drafter."""
-        offers = self._offers() if now.strategy.ahead else [0] * len(now.rows)
-        chains = self.rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
-        drafted = self._drafted(now, chains) if not all(chains) else now.roots()
-        return [
-            DraftTree.chain(row.root, chain) if chain else tree
-            for row, chain, tree in zip(now.rows, chains, drafted, strict=True)
-        ]
-
-    def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return a tree for each row. Only rows whose values are finite, and that have no look-ahead chain, get draft
-        tokens."""
-        strategy, trees = now.strategy, None
-        drafter = self.drafters.usable.get(strategy.drafter)
-        if drafter is not None:
-            tokens, room = np.array(
-                [(row.root, row.room * (row.finite and not chain)) for row, chain in zip(now.rows, chains, strict=True)]
-            ).T
-            roots = Roots(tokens, room, now.batch.stops, now.batch.for_drafters, self.target.device)
-            noise = self.draft_noise(now)
-            vocab_size = self.target.options.vocab_size
-            trees = self.drafters.propose(
-                strategy.drafter,
-                lambda: grow(drafter, roots, strategy, noise, vocab_size, self.drafters.calibrations[strategy.drafter]),
-            )
-        return trees or now.roots()
-
-    def _offers(self) -> list[int]:
-        """Return for each row the number of look-ahead tokens that it can propose in this round."""
-        widest = min(self.rollout.noise.width, most_nodes(len(self.rows), self.target.options.vocab_size)) - 1
-        offers = zip(self.rows, self.rollout.ahead.offers(), strict=True)
-        return [min(offer, widest, row.room - 1) if row.finite else 0 for row, offer in offers]
-
-    def draft_noise(self, now: Round) -> NoiseOf:
-        return DraftNoise(self.rollout.noise, now.positions, now.strategy.depth)
+        return draft_trees(now, self.rollout, self.drafters)
 
     def verify(self, now: Round, trees: Sequence[DraftTree]) -> tuple[Sequence[DraftTree], Sampled]:
-        """Verify all trees in one target pass. Return the trees and the target's tokens. If a draft leads to a value
-        that is not finite, repeat the pass without drafts. A mask does not hide such a value from other nodes, because
-        0 * NaN is NaN, so it would change tokens."""
-        sampled = self._pass(now, trees)
-        spoiled = _spoiled(now, sampled)
-        if spoiled and any(len(tree.tokens) > 1 for tree in trees):
-            for place in spoiled:
-                self.cache.wipe(place, now.lengths[place])
-            trees = now.roots()
-            sampled = self._pass(now, trees)
-        for place in _spoiled(now, sampled):
-            now.rows[place].finite = False
-        return trees, sampled
-
-    def _pass(self, now: Round, trees: Sequence[DraftTree]) -> Sampled:
-        runner, drafted = self.rollout.runner, any(len(tree.tokens) > 1 for tree in trees)
-        # pad a strategy's drafts to one size, so that few CUDA graphs are captured
-        stacked = stack(trees, self.target.device, now.strategy.nodes if runner.graphs and drafted else 1)
-        return runner.verify(stacked, now.lengths, self.rollout.noise, now.positions, now.batch.sampling)
-
-    # -- commit --------------------------------------------------------------------------------------------------------
+        return verify_trees(now, trees, self.rollout)
 
     def _commit(self, now: Round, trees: Sequence[DraftTree], sampled: Sampled) -> list[Response]:
-        rollout = self.rollout
-        self.drafters.next_round()
-        moves: list[tuple[int, int, int]] = []
-        entries: list[tuple[int, int, int, int]] = []  # place, node, position, the token that follows
-        finished: dict[int, str] = {}
-        grown = 0
-        for place, (row, tree, start) in enumerate(zip(now.rows, trees, now.lengths, strict=True)):
-            path = walk(tree, sampled.tokens[place])
-            if len(tree.tokens) > 1 and not tree.ahead:
-                self.drafters.learn(now.strategy.drafter, tree, path)
-                count_depth(self.stats, now.strategy.drafter, tree, path)
-            moves += [(place, start + node, start + i) for i, node in enumerate(path) if node != i]
-            reason = self.stops.append(row, path, sampled, place)
-            taken = row.kv_length - start
-            grown = max(grown, taken)
-            entries += [(place, node, start + i, sampled.tokens[place][node]) for i, node in enumerate(path[:taken])]
-            count_row(self.stats, row, tree, taken, min(taken, len(path) - 1), now.strategy.drafter)
-            self.drafters.commit(place, row.tokens[-taken:])
-            rollout.ahead.commit(place, row.tokens[-taken:])
-            if reason:
-                finished[place] = reason
-        if moves:
-            self.cache.move(*torch.tensor(moves, device=self.target.device).unbind(1))
-        if rollout.harvester and sampled.features is not None:
-            rollout.harvester.write(sampled.features, entries, grown)
-            rollout.harvester.collect(now.rows, finished)
-        # the last places first, so that the row which takes a free place has not finished
-        left = [(self.rows.remove(place), reason) for place, reason in reversed(finished.items())]
-        return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
-
-    def _response(self, row: Row, reason: str) -> Response:
-        known = {"decoded": row.decoded, "proposed": row.proposed, "replies": row.replies}
-        text = text_of(row, self.detokenize)
-        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, **known)
-
-    def _was_ahead(self, row: Row) -> bool:
-        """Return whether this finished row is a look-ahead row. If so, store its tokens as a draft."""
-        if row.ahead:
-            self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
-        return row.ahead
+        """Commit the accepted tokens. Return the finished responses. Save finished look-ahead rows as drafts."""
+        finished = commit_tokens(now, trees, sampled, self.rollout, self.drafters, self.stops)
+        self.store.put([Ahead.of(row, self.rollout.version, ended=True) for row, _ in finished if row.ahead])
+        return [response_of(row, reason, self.detokenize) for row, reason in finished if not row.ahead]
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -388,9 +299,3 @@ class Engine(Generates):
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:
             self.tracer.add(name, began, time.time(), **facts)
-
-
-def _spoiled(now: Round, sampled: Sampled) -> list[int]:
-    """Return the places of rows whose values were all finite before this pass and no longer are."""
-    finite = sampled.finite or [True] * len(now.rows)
-    return [place for place, row in enumerate(now.rows) if row.finite and not finite[place]]

@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 class GraphedPasses:
     """CUDA graphs of target passes over the first slots of the cache, one for each padded shape. A pass overwrites the
-    hidden states that the last pass of its shape returned."""
+    hidden states that the previous pass of the same shape returned."""
 
     def __init__(self, slots: SlotAttention, device: torch.device) -> None:
         self.slots, self.device = slots, device

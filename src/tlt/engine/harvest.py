@@ -38,7 +38,8 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Call `give` with complete windows. `finished` are the places of rows that end in this round."""
+        """Call `give` with each full window, and with the last window of each row that ends in this round. `finished`
+        are the places of the ending rows."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0

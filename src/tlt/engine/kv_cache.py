@@ -2,7 +2,7 @@
 
 An active row uses the slot whose number is the row's place. Positions [0, length) of a slot are committed, and later
 ones are free. All slots have the same capacity, which grows with the longest row. If the limit forbids that, the
-scheduler preempts rows.
+scheduler preempts rows. In tests, a ledger of checksums finds writes to committed positions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,66 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import AttentionBackend, TreeBatch
-from tlt.engine.ledger import Ledger
 from tlt.models.decoder import Attend
 from tlt.types import Row
 
+_PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd hash factors; sums and products wrap modulo 2^64
 _GRAIN = 64  # capacity grows in steps of this many tokens
 _CUDA_GRAIN = 512  # the same on a CUDA device; larger, because new memory needs new CUDA graphs
 AUDIT = "TLT_AUDIT"
 """Environment variable. If it is 1, a ledger checks the contents of all slots after every round."""
+
+
+class Ledger:
+    """Checksums of all positions of all slots of the key-value cache."""
+
+    def __init__(self) -> None:
+        self.booked = torch.zeros(0, 0, dtype=torch.int64)  # [slots, tokens] checksums, 0: empty
+
+    def resized(self, slots: int, tokens: int) -> None:
+        old, self.booked = self.booked, torch.zeros(slots, tokens, dtype=torch.int64)
+        r, t = min(slots, len(old)), min(tokens, old.shape[1])
+        self.booked[:r, :t] = old[:r, :t]
+
+    def wrote(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
+        """Record the nodes of a pass. A node's checksum is that of the last committed position before the root, plus
+        hashes of all nodes that the node attends to."""
+        B, N = trees.tokens.shape
+        committed, row = torch.tensor(lengths), torch.arange(first, first + B)
+        before = torch.where(committed > 0, self.booked[row, (committed - 1).clamp(min=0)], _begin(version))
+        own = _mixed(trees.tokens.cpu(), committed[:, None] + trees.depths.cpu())
+        visible = torch.ones(N, N, dtype=torch.bool).tril() if trees.visible is None else trees.visible.cpu()
+        sums = before[:, None] + (visible * own[:, None, :]).sum(-1)
+        self.booked[row[:, None], committed[:, None] + torch.arange(N)] = sums
+
+    def copied(self, source: int, target: int, length: int) -> None:
+        self.booked[target, :length] = self.booked[source, :length]
+
+    def moved(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+        slots, sources, targets = slots.cpu(), sources.cpu(), targets.cpu()
+        self.booked[slots, targets] = self.booked[slots, sources]
+
+    def wiped(self, slot: int, start: int) -> None:
+        self.booked[slot, start:] = 0
+
+    def check(self, contexts: Sequence[Sequence[int]], version: int) -> None:
+        """Raise AssertionError unless each slot s begins with the keys and values of the tokens `contexts[s]`."""
+        for slot, context in enumerate(contexts):
+            tokens = torch.tensor(context, dtype=torch.int64)
+            want = _begin(version) + _mixed(tokens, torch.arange(len(tokens))).cumsum(0)
+            wrong = (self.booked[slot, : len(tokens)] != want).nonzero()
+            assert not len(wrong), f"slot {slot} has wrong keys and values from position {int(wrong[0])} on"
+
+
+def _begin(version: int) -> Tensor:
+    """Return the checksum of no tokens, for this target version."""
+    return torch.tensor(version) * _VERSION
+
+
+def _mixed(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return a hash of each token and its position. Sums of these hashes wrap modulo 2^64."""
+    x = (tokens * 1_000_003 + positions + 1) * _PRIME
+    return (x ^ (x >> 29)) * _PRIME
 
 
 class Saved(NamedTuple):
@@ -110,8 +162,8 @@ class KVCache:
             self.ledger.wrote(first, lengths, trees, version)
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of one draft token per active row, and attention that stores its keys and values
-        behind the committed ones: see `DraftCache`."""
+        """Return the positions [B, 1] of one draft node per active row, and the attention function of these nodes. The
+        function stores their keys and values behind the committed ones: see `DraftCache`."""
         assert depth >= 0, "committed positions are the target's"
         lengths = [row.kv_length + depth for row in self._rows]
         if self.ledger:
@@ -155,7 +207,7 @@ class KVCache:
 
     def check(self, version: int) -> None:
         """If there is a ledger, raise AssertionError unless each active slot has the keys and values of its row, and
-        each free slot those of the prompt `held(slot)`."""
+        each free slot has the keys and values of the prompt `held(slot)`."""
         if self.ledger:
             contexts = [row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

@@ -12,7 +12,7 @@ import torch
 from tlt.attention.backend import HeadShape
 
 _SHARES = {"cuda": 0.8, "cpu": 0.25}  # shares of free memory; on a CPU, other workers and the update need memory too
-_GROUPS = {  # version of Linux control groups -> files of limit, use and statistics, statistic of reclaimable use
+_GROUPS = {  # version of Linux control groups -> three files (limit, use, statistics), name of the reclaimable use
     2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 }

@@ -15,7 +15,7 @@ from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
-from tlt.engine.round_times import interpolate
+from tlt.engine.estimates import interpolate
 from tlt.engine.runner import most_nodes
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
@@ -38,8 +38,8 @@ def profile(
 ) -> dict[int, dict[Strategy, float]]:
     """Return rows -> strategy -> seconds of a round. The drafters cannot be used afterwards, so pass new ones.
 
-    The profile assumes that the seconds of a pass over B rows of N tokens depend only on B x N. So passes over one row
-    and over up to 16 rows are timed, and the times of all others are computed from these.
+    The profile assumes that the seconds of a pass over B rows of N tokens depend only on B x N. So only passes over one
+    row and over up to 16 rows are timed. The times of all other passes are computed from the timed ones.
     """
     shapes = sorted({(s.drafter, s.branching) for s in strategies if s.drafter != PLAIN.drafter})
     length = max(1, min(_TOKENS, target.options.max_positions // 2))  # tokens of the prompt, and of the response
@@ -82,7 +82,8 @@ def _seconds_of(
 
 
 def _extrapolate(points: Mapping[int, float], x: int) -> float:
-    """Return the value at `x`: interpolated between the points, or above them on the line through the last two."""
+    """Return the value at `x` by linear interpolation between the points. Beyond the last point, follow the line
+    through the last two. If that line falls, return the last value."""
     *_, before, last = min(points), *sorted(points)
     beyond = max(0, x - last) / max(1, last - before)
     return interpolate(points, x) + beyond * max(0.0, points[last] - points[before])
@@ -123,8 +124,8 @@ def _draft(engine: Engine, shape: tuple[str, int], levels: int) -> None:
 def _least_seconds(
     calls: Mapping[Hashable, tuple[int, Callable[[], object]]], most: float, device: torch.device
 ) -> dict[Hashable, float]:
-    """Return the seconds of each call, the shortest of several. `calls` maps names to (tokens of the pass, function),
-    sorted by tokens. A call is left out if the total would then exceed `most` seconds."""
+    """Return the shortest of up to 5 timings of each call, in seconds. `calls` maps names to (tokens of the pass,
+    function), sorted by tokens. A call is left out if it would make the total exceed `most` seconds."""
     least: dict[Hashable, float] = {}
     began, rate = time.perf_counter(), 0.0
     for _ in range(_REPEATS):

@@ -112,7 +112,7 @@ class RolloutEngine(Protocol):
 
 
 class Backend(Protocol):
-    """Factory of an engine. A recipe chooses it by `engine.backend`: see BACKENDS in `tlt.config.registry`."""
+    """Factory of an engine. A recipe chooses the backend by `engine.backend`: see BACKENDS in `tlt.config.registry`."""
 
     start_note: str
     """note for users if engines of this backend take long to start, else an empty text"""
@@ -166,7 +166,7 @@ class Backend(Protocol):
 
 
 class Generates:
-    """Base class of engines, with methods that use the methods of `RolloutEngine`."""
+    """Base class of engines. Its methods call only methods of `RolloutEngine`."""
 
     def generate(self: RolloutEngine, requests: Iterable[Request]) -> Iterator[Response]:
         """Decode all requests. Yield responses in the order in which they finish. Raises ValueError for a request that

@@ -18,7 +18,7 @@ class RowStore(Protocol):
         ...
 
     def remove(self, place: int, last: int) -> None:
-        """Remove the row at `place`. The row at the last place, `last`, moves there, unless it is the removed one."""
+        """Remove the row at `place`. The row at the last place, `last`, moves to `place`, unless `last` is `place`."""
         ...
 
 

@@ -69,7 +69,8 @@ class Runner:
         return finite
 
     def _prefill_rows(self, first: int, contexts: Sequence[Sequence[int]], longest: int) -> list[bool]:
-        """Compute the last `longest` keys and values of each context. Shorter contexts are padded at their end."""
+        """Compute the keys and values of the last `longest` tokens of each context, not counting its final token.
+        Shorter contexts are padded at their end. Return for each row whether its hidden states are finite."""
         starts = [max(0, len(c) - 1 - longest) for c in contexts]
         chunk = max(1, self.prefill_tokens // len(contexts))
         total = torch.zeros(len(contexts), device=self.target.device)
@@ -93,8 +94,8 @@ class Runner:
         lows: Sequence[int],
         contexts: Sequence[Sequence[int]],
     ) -> None:
-        """Write the hidden states of a prefilled chunk [rows, width, F] to the feature window, if they are among their
-        row's last `window` entries."""
+        """Write hidden states of a prefilled chunk [rows, width, F] to the feature window. Entries before the last
+        `window.window` entries of a row are left out."""
         places = [
             (row, p)
             for row, context in enumerate(contexts)
@@ -113,9 +114,10 @@ class Runner:
     def verify(
         self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
     ) -> Sampled:
-        """Run one pass over the trees of all rows. Sample the target's token at each node, under the noise of the
-        node's position. `times` [B] are the roots' positions for the noise. In plain decoding, this is the only time in
-        a round that the host waits for the device."""
+        """Run one target pass over the trees of all rows. Sample the token that follows each node, with the Gumbel
+        noise of that token's position in its response. `times` [B]: number of tokens that each response has so far,
+        which is the position of the token after the root. In plain decoding without prefill, the host waits for the
+        device only here."""
         if self.graphs:
             trees = trees._replace(nodes=None)  # passes of a few shapes are replayed, padding included
         hidden, *features = self._pass(0, trees, lengths, self.graphs)
@@ -135,8 +137,8 @@ class Runner:
     def _pass(
         self, first: int, trees: TreeBatch, lengths: Sequence[int], graphs: GraphedPasses | None = None
     ) -> tuple[Tensor, ...]:
-        """Return hidden states [B, N, D], and also features [B, N, F] if there is a feature window. With `trees.nodes`
-        the shapes are [1, M, D] and [1, M, F]."""
+        """Run a target pass. Return hidden states [B, N, D], and also features [B, N, F] if there is a feature window.
+        With `trees.nodes` the shapes are [1, M, D] and [1, M, F]."""
         self.cache.note_pass(first, lengths, trees, self.target.version)
         if graphs is not None:
             return graphs(trees, lengths, self._forward)
@@ -150,7 +152,8 @@ class Runner:
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Any, packed: TreeBatch | None = None
     ) -> tuple[Tensor, ...]:
-        """Return what `_pass` returns. With `packed`, tokens and positions [1, M] leave out its padding nodes."""
+        """Compute the result of `_pass`. If `packed` is given, tokens and positions are [1, M], without the padding
+        nodes of `packed`."""
         attend: Attend = partial(self.cache.store.attend, plan)
         if packed:
             attend = _with_padding(attend, packed)

@@ -28,7 +28,7 @@ class BatchSampling(NamedTuple):
 
     sampling: SamplingTensors
     for_drafters: SamplingTensors
-    """copy for drafters, so that a drafter that changes it changes no token"""
+    """copy of `sampling` for drafters; a drafter that changes this copy changes no token"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
 

@@ -46,6 +46,6 @@ class Detokenizer:
 
     @cached_property
     def _before(self) -> tuple[list[str], str]:
-        """A short token sequence and its text. `_bytes_of` puts it before a token."""
+        """Short token sequence and its text. `_bytes_of` puts this sequence before a token."""
         tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         return tokens, self.tokenizer.convert_tokens_to_string(tokens)

@@ -44,7 +44,7 @@ class RolloutState:
 
 @dataclass(frozen=True)
 class Round:
-    """State of the engine during one round: the batch before its draft."""
+    """State of one round: its strategy, and the active rows as they were before the draft."""
 
     strategy: Strategy
     rows: tuple[Row, ...]
@@ -79,7 +79,7 @@ TARGET, LOOK_AHEAD = ".", "a"
 
 
 def source_of(tree: DraftTree, drafter: str) -> str:
-    """Return the letter for tokens of this draft: that of look-ahead, or the first letter of the drafter's name."""
+    """Return the letter for tokens of this draft: `LOOK_AHEAD`, or the first letter of the drafter's name."""
     return LOOK_AHEAD if tree.ahead else drafter[:1]
 
 

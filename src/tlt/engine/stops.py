@@ -7,12 +7,15 @@ from functools import cache
 
 from tlt.engine.runner import Sampled
 from tlt.engine.spelling import Detokenizer
-from tlt.types import Row
+from tlt.types import Response, Row
 
 
-def text_of(row: Row, detokenize: Detokenizer | None) -> str:
-    """Return the text of a finished response: the prompt's prefill (`Prompt.prefill`), then the decoded text."""
-    return row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
+def response_of(row: Row, reason: str, detokenize: Detokenizer | None) -> Response:
+    """Return the response of a finished row. Its text is `Prompt.prefill`, then the decoded text. Without `detokenize`
+    the text is empty."""
+    text = row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
+    known = {"decoded": row.decoded, "proposed": row.proposed, "replies": row.replies}
+    return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, **known)
 
 
 class Stops:

@@ -1,5 +1,5 @@
-"""Protocol of tuners, which pick the strategy of each round. `Fixed` uses one strategy, and `Bandit` (in bandit.py) the
-fastest. This module does not import torch."""
+"""Protocol of tuners, which pick the strategy of each round. `Fixed` always uses the same strategy. `Bandit` (in
+bandit.py) uses the fastest one. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tuner(Protocol):
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """Drop what was learned about a drafter, because another one replaced it. `chance`: acceptance rate of the new
-        one's first draft token, if known."""
+        drafter's first draft token; None if not known."""
         ...
 
     def plain_seconds(self, rows: int, context: float) -> float | None:

@@ -37,11 +37,10 @@ def recipe_of(
 def adaptive_engine(
     config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
 ) -> tuple[Engine, OwnTraining]:
-    """Return an engine that decodes with `target`, whose weights must be loaded, and the training of the engine's
-    drafter.
+    """Return an engine that decodes with `target`, and the object that trains the engine's drafter.
 
-    If `resumed` is True, training continues with the newest drafter in the run's folder. Otherwise new drafters are
-    numbered after the existing ones.
+    The weights of `target` must already be loaded. If `resumed` is True, training continues with the newest drafter in
+    the run's folder. Otherwise new drafters are numbered after the existing ones.
     """
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)

@@ -1,8 +1,8 @@
 """tlt in TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with our engine. TRL does everything else.
 
-A completion depends only on the weights, the prompt and its seed. The seed depends only on the trainer's seed, its step
-and the completion's place in the batch. So TRL gets the same completions and ends with the same weights, with any
-drafter and any number of processes.
+A completion depends only on the weights, the prompt and the completion's seed. In training, the seed depends only on
+the trainer's seed, its step and the completion's place among those of the step. So TRL gets the same completions and
+ends with the same weights, with any drafter and any number of processes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from tlt.build import steps_ahead
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
-from tlt.integrations import UnsupportedError
+from tlt.integrations import UnsupportedError, refuse_version
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.trl_terms import TESTED, prompts_of, refuse, refuse_impossible, to_sampling_params
 from tlt.integrations.trl_tools import ToolTurns, has_tools
 from tlt.integrations.trl_weights import Trained
-from tlt.integrations.versions import refuse_version
 from tlt.models.choose import decoder_for
 from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed
@@ -38,8 +37,8 @@ EVALUATION = "trl eval"
 class Rollout:
     """A `rollout_func` for one GRPOTrainer of TRL. `speculation` and `engine` have the fields of a recipe's sections.
 
-    The constructor raises ConfigError. A call raises UnsupportedError for a second trainer, and for options of TRL that
-    the engine lacks (`trl_terms.py`).
+    The constructor raises ConfigError, and UnsupportedError if TRL is missing or too old. A call raises
+    UnsupportedError for a second trainer, and for options of TRL that the engine lacks (`trl_terms.py`).
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class _Process:
         return _completions(requests, responses)
 
     def _decode(self, requests: Sequence[Request], trainer: Any) -> tuple[list[Response], RolloutStats]:
-        """Decode the requests. Return the responses in their order, and the counters. In an evaluation, also save the
-        responses as drafts for the next evaluation."""
+        """Decode the requests. Return the responses in the order of the requests, and the counters. In an evaluation,
+        also save the responses as drafts for the next evaluation."""
         responses, stats = self.rollout.generate(requests, lambda response: None)
         if not trainer.model.training:  # the next evaluation has the same prompts and seeds
             self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
@@ -146,7 +145,8 @@ class _Process:
 
 
 class _GenerationCounter:
-    """Counter of generation batches, because several may share a global step, and an evaluation has several."""
+    """Counter of the batches that TRL generates at each global step. A step or an evaluation may have several
+    batches. The number of earlier batches gives each batch different seeds."""
 
     def __init__(self) -> None:
         self.generations = 0
@@ -163,7 +163,7 @@ class _GenerationCounter:
         return domain, (step if trainer.model.training else None), count
 
     def evaluated(self) -> None:
-        """Reset the count after an evaluation. The next one may be at the same step, or have another data set."""
+        """Reset the count after an evaluation, because the next evaluation may be at the same step."""
         self._last.pop(EVALUATION, None)
 
 
@@ -199,7 +199,7 @@ def _config(trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) 
 
 def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> dict[str, Any]:
     """Return completions as TRL expects them: in the order of the prompts, with the end token, and with log-probs
-    comparable to its own."""
+    comparable to TRL's own."""
     return {
         "prompt_ids": [list(request.prompt.token_ids) for request in requests],
         "completion_ids": [list(response.token_ids) for response in responses],

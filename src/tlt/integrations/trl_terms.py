@@ -77,8 +77,8 @@ def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
 
 
 def to_sampling_params(trainer: Any) -> SamplingParams:
-    """Return the sampling parameters of a completion. It ends at each end token of the model or the tokenizer, as in
-    TRL."""
+    """Return the sampling parameters of a completion. Any end token of the model or the tokenizer ends a completion, as
+    in TRL."""
     args = trainer.args
     return SamplingParams(
         temperature=args.temperature,

@@ -35,7 +35,7 @@ class ToolTurns:
     of the weights, the tokens before the turn, the seed of the row and the number of the turn."""
 
     def __init__(self, trainer: Any, decode: Callable[[Sequence[Request]], list[Response]]) -> None:
-        """Wrap `decode`, which returns the responses in the order of the requests."""
+        """Replace the trainer's method. `decode` returns the responses in the order of the requests."""
         self._decode = decode
         self._rows: list[_Row] = []
         self._turn = 0
@@ -55,8 +55,8 @@ class ToolTurns:
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return tokens and log-probs of the next turn of these rows. `prompt_ids` has all tokens before this turn,
-        including the results of tools. A row whose results fill max_completion_length gets no tokens."""
+        """Return the tokens and the log-probs of each row's next turn. `prompt_ids` has all tokens of each row before
+        this turn, including the results of tools. If they fill max_completion_length, the row gets no tokens."""
         if images or has_tool_images:
             raise UnsupportedError(
                 "tlt in TRL does not support images: let tools return text, or leave rollout_func out"

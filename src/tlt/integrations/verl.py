@@ -20,10 +20,9 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from tlt.integrations import UnsupportedError
+from tlt.integrations import UnsupportedError, refuse_version
 from tlt.integrations.verl_server import Server
 from tlt.integrations.verl_terms import TESTED, refuse
-from tlt.integrations.versions import refuse_version
 
 
 class ServerAdapter(BaseRollout):
@@ -37,8 +36,8 @@ class ServerAdapter(BaseRollout):
 
     @property
     def server(self) -> Any:
-        """Ray actor of the replica. It is looked up at first use, because it is launched after the adapter is
-        created."""
+        """Ray actor of the replica. The adapter looks it up at first use, because the actor is launched after the
+        adapter is created."""
         self._server = self._server or ray.get_actor(_actor_name(self.replica_rank))
         return self._server
 

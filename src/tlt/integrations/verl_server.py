@@ -163,8 +163,8 @@ def _release(engine: RolloutEngine) -> None:
 
 
 def _config(rollout: Any, folder: str, replica: int) -> Config:
-    """Return the recipe of a replica. `rollout.custom` has its sections `engine` and `speculation`, and the folder of
-    published drafters."""
+    """Return the recipe of a replica. `rollout.custom` contains the recipe's sections `engine` and `speculation`, and
+    the folder of published drafters."""
     custom: Any = OmegaConf.to_container(OmegaConf.create(dict(rollout.custom or {})))
     engine = section_of(EngineConfig, custom.get("engine"), "engine")
     speculation = section_of(SpeculationConfig, custom.get("speculation"), "speculation")

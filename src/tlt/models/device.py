@@ -25,7 +25,7 @@ def torch_device(config: ModelConfig) -> torch.device:
     count = torch.cuda.device_count()
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
-    # PyTorch 2.9 needs this for deterministic algorithms (rl/deterministic.py) and reads it at its first matrix product
+    # PyTorch 2.9 needs this for deterministic algorithms (rl/passes.py) and reads it at its first matrix product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)
 

@@ -57,7 +57,7 @@ class DecoderOptions:
 
 
 def model_folder(folder: str | Path) -> Path:
-    """Return the path of a folder that holds a model's config.json. Raises ModelError."""
+    """Return `folder` as a Path. Raises ModelError if it does not contain a model's config.json."""
     path = Path(folder)
     if (path / "config.json").is_file():
         return path
@@ -100,7 +100,8 @@ def refuse_byte_order_marks(folder: Path) -> None:
 
 
 def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
-    """Raise ModelError if the folder is that of a run, because its config.json is a recipe and no model's config."""
+    """Raise ModelError if the folder belongs to a run, because its config.json is a recipe, not the config of a
+    model."""
     saved = sorted((path / "checkpoints").glob("step_*"))
     if "model_type" not in raw and saved:
         raise ModelError(f"{path} is the folder of a run: give {saved[-1] / 'policy'}, or a folder from tlt export")
@@ -210,8 +211,8 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
 def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
     """Return the options that are common to all families. `limit` is (`max_positions`, `limited_by`).
 
-    The generic decoder does not read fields such as `intermediate_size`. For its targets, these fields and the defaults
-    of missing ones describe the layer of the learned drafter."""
+    The generic decoder does not read fields such as `intermediate_size`. For models of the generic decoder, these
+    fields, or their defaults if they are missing, describe the layer of the learned drafter."""
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = base_of(getattr(c, "rope_parameters", None) or {})
     return DecoderOptions(
@@ -239,7 +240,8 @@ def _refuse_unknown(c: Any) -> None:
     """Raise ModelError for options that transformers (and so the policy) supports, but not the fused decoder."""
     if c.hidden_act != "silu":
         raise ModelError(
-            f"config.json has hidden_act = {c.hidden_act!r}, but tlt supports only silu: use another model"
+            f"config.json has hidden_act = {c.hidden_act!r}, but tlt decodes {c.model_type} models only with silu: use "
+            "another model"
         )
     _refuse_untrainable(c)
     window = getattr(c, "sliding_window", None)

@@ -46,16 +46,16 @@ def attend(
 
     Raises ValueError for an argument that the engine does not support."""
     if engine_attends is None:
-        raise ValueError("its layers do not pass the arguments of a forward pass to their attention")
+        raise ValueError("the model's layers do not pass the arguments of a forward pass to their attention")
     if attention_mask is not None:  # transformers makes none here, because the engine has its own
-        raise ValueError("it computes a mask of its own")
+        raise ValueError("the model computes a mask of its own")
     if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
-        raise ValueError(f"its attention uses {names[0]}")
+        raise ValueError(f"the model's attention uses {names[0]}")
     rows, heads, new, size = query.shape
     if sliding_window is not None and sliding_window <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"its window of {sliding_window} tokens must exceed the {MAX_DRAFT_TOKENS} of a draft")
+        raise ValueError(f"the model's window of {sliding_window} tokens must exceed the {MAX_DRAFT_TOKENS} of a draft")
     if value.shape[-1] != size:
-        raise ValueError(f"its values have {value.shape[-1]} dimensions a head, and its queries {size}")
+        raise ValueError(f"the model's values have {value.shape[-1]} dimensions per head, but its queries have {size}")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -115,17 +115,18 @@ class GenericDecoder(Decoder):
         except KeyError as error:  # Falcon, for example, picks its layers by the name of the attention
             if error.args != (_NAME,):
                 raise
-            raise ValueError("its layers support only their own attention") from None
+            raise ValueError("the model's layers support only their own attention") from None
 
     def _check_layers(self) -> None:
-        """Run two tokens through the model. Raise ValueError if it has state other than keys and values, or if their
-        sizes or its sliding window differ from config.json."""
+        """Run two tokens through the model. Raise ValueError if the model has state other than keys and values, if the
+        sizes of its queries or keys differ from config.json, or if it does not pass on its sliding window."""
         o, layers, windows = self.options, list[int](), 0
 
         def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
             sizes = [list(x.shape[1:]) for x in (query, key)]
-            if sizes != [[o.num_heads, o.head_dim], [o.num_kv_heads, o.head_dim]]:
-                raise ValueError(f"its queries and keys have other [heads, dimensions] than config.json: {sizes}")
+            named = [[o.num_heads, o.head_dim], [o.num_kv_heads, o.head_dim]]
+            if sizes != named:
+                raise ValueError(f"the model's queries and keys have [heads, dimensions] {sizes}, not {named}")
             nonlocal windows
             layers.append(layer)
             windows += window is not None
@@ -135,12 +136,13 @@ class GenericDecoder(Decoder):
         self.forward(tokens, tokens, watch)
         if sorted(layers) != list(range(o.num_layers)):
             raise ValueError(
-                f"its {o.num_layers} layers attend {len(layers)} times, so they keep other state or attend twice"
+                f"the model's {o.num_layers} layers attend {len(layers)} times, so they keep other state or attend "
+                "twice"
             )
         width = getattr(self.config, "sliding_window", None)
         sliding = (getattr(self.config, "layer_types", None) or ["sliding_attention"]).count("sliding_attention")
         if width and width < o.max_positions and windows < sliding:
-            raise ValueError("its attention does not pass on its sliding window")
+            raise ValueError("the model's attention does not pass on its sliding window")
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:

@@ -52,7 +52,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """Output of a base model that has hidden states only, because a head reads nothing else."""
+    """Output of the stand-in. It has only hidden states, because a head reads nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

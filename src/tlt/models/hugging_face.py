@@ -1,4 +1,4 @@
-"""Models of transformers: loading, saving and activation checkpointing."""
+"""Models of transformers: loading, saving and activation checkpointing, and a config.json for versions 4 and 5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError, refuse_byte_order_marks
-from tlt.models.generations import for_both_generations
 from tlt.models.weights import weight_files
 
 _GENERATION = "generation_config.json"
@@ -69,8 +68,8 @@ def experts_in(dtype: torch.dtype) -> dict[str, str]:
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write config.json, the weights and generation_config.json to a folder. `weights` replace the model's own
-    (default).
+    """Write config.json, weights and generation_config.json to a folder. `weights` are the weights to write (default:
+    the model's own).
 
     transformers refuses to write some generation configs that it can read, such as a temperature without do_sample.
     Here they are written unchanged. In a process group, transformers writes on rank 0 only, but here any rank may save.
@@ -131,3 +130,21 @@ def _checkpoint(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..
             layer.training = True
 
     return checkpoint(evaluate, *inputs)
+
+
+def for_both_generations(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json of transformers 5 with version 4's fields added: rope_theta, rope_scaling and torch_dtype.
+
+    If version 4 does not find a field, it silently uses a default. Inference engines require one version or the other.
+    """
+    rope = dict(config.get("rope_parameters") or {})
+    found = dict(config)
+    if "rope_theta" in rope:
+        found["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rope
+    if rope.get("rope_type") == "longrope" and "original_max_position_embeddings" in rope:
+        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if dtype := config.get("dtype"):
+        found["torch_dtype"] = dtype
+    return found

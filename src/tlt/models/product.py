@@ -1,7 +1,8 @@
 """Matrix products whose weights change only at a weight sync, in the fastest memory layout on this machine.
 
 MKL packs the weight again in each product of two or more rows, so a pass over four tokens takes almost twice as long as
-over one. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread with AVX-512:
+a pass over one token. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread
+with AVX-512:
 
     rows                1    2    4    8   16   32   64
     float32 plain      31   45   52   71   85   94  127

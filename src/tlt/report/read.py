@@ -26,7 +26,7 @@ class TimelineSpan(NamedTuple):
 
     name: str
     process: int
-    """0 for the driver, n for worker n - 1"""
+    """process of the span: 0 is the driver, n is worker n - 1"""
     is_state: bool
     """whether the span is a state of a worker, such as rollout or idle"""
     start: float

@@ -37,8 +37,8 @@ class Ratio(NamedTuple):
 
 def ratio(run: RunData, measured: bool) -> Ratio | None:
     """Return the speed-up over plain decoding. If `measured`, it is from the rollouts that run.compare_every repeated
-    with plain decoding; else from estimates for decoding rounds. Return None if no step has both times, or if less than
-    10 s of decoding rounds were measured."""
+    with plain decoding; else from estimates for decoding rounds. Return None if no step has both times, or if an
+    estimate would be from less than 10 s of decoding rounds."""
     names = ("seconds/compare", "seconds/rollout")
     if not measured:
         names = ("rollout/against_plain/plain_seconds", "rollout/against_plain/seconds")
@@ -57,8 +57,8 @@ def ratio(run: RunData, measured: bool) -> Ratio | None:
 
 
 def ratios(run: RunData) -> list[Ratio]:
-    """Return the measured and then the estimated speed-up over plain decoding. One for which `ratio` returns None is
-    left out."""
+    """Return the measured and then the estimated speed-up over plain decoding. Leave out a speed-up for which `ratio`
+    returns None."""
     return [found for measured in (True, False) if (found := ratio(run, measured))]
 
 

@@ -13,16 +13,15 @@ from typing import Any, Protocol
 
 from tlt.config import Config
 from tlt.config.registry import REWARDS
-from tlt.rewards.answers import Answer, RewardError, extract_answer
+from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, right_answers
+from tlt.rewards.checks import FaultLog
 from tlt.rewards.environments import open_environments
 from tlt.rewards.episodes import Episodes
-from tlt.rewards.golds import is_blank, right_answers
 from tlt.rewards.isolated import IsolatedScore, score
 from tlt.rewards.mathematics import is_mathematics
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import Term, make_terms, sources_sha256
 from tlt.rewards.turns import SingleTurn, Turns
-from tlt.rewards.unrewarded import FaultLog
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Response
 
@@ -72,7 +71,8 @@ def make_turns(
     log: Path,
 ) -> Turns:
     """Return the object that continues responses after each turn: `Episodes` if the recipe has an environment, else
-    `SingleTurn`. `encode` and `decode` are as in `Episodes`. Output goes to the file `log`. Raises RewardError."""
+    `SingleTurn`. `encode` and `decode` are as in `Episodes`. Output that environments print goes to the file `log`.
+    Raises RewardError."""
     if not config.reward.environment:
         return SingleTurn()
     start = partial(IsolatedScore, config, log, (), open_environments)
@@ -92,7 +92,7 @@ def columns_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError if a built-in reward needs the right answer and a prompt has none that is readable."""
+    """Raise RewardError if a built-in reward needs right answers, and that of a prompt is missing or unreadable."""
     names = {term.name for term in config.reward.all_terms}
     if not any(name in REWARDS and REWARDS[name].compares for name in names):
         return
@@ -112,8 +112,8 @@ def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if the prompts contain reward.answer_marker only in another case or spacing. The model would
-    imitate that spelling, and its answers would not be found."""
+    """Log a warning if the prompts contain reward.answer_marker only with other capitals or other white space. The
+    model would imitate that spelling, and the answers in its responses would not be found."""
     marker = config.reward.answer_marker
     shown = [config.data.system, *(prompt.text for prompt in prompts)]
     if marker and not any(marker.rstrip() in text for text in shown):
@@ -125,7 +125,8 @@ def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
 
 def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
     """Raise RewardError if reward.answer_marker or reward.answer_end contains a special token, because special tokens
-    are removed from the text of responses. Log a warning if reward.pattern contains one."""
+    are removed from the text of responses. Special tokens in data.prefill are allowed. Log a warning if reward.pattern
+    contains one."""
     reward, prefill = config.reward, config.data.prefill
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
@@ -157,7 +158,7 @@ class Earned:
 
 
 class Scorer(Protocol):
-    """Interface that computes a `Verdict`, the reward or its failure, for the answer to a prompt."""
+    """Interface of objects that compute the `Verdict` of an answer: its reward, or the reason why it has none."""
 
     def submit(self, prompt: Prompt, answer: Answer, /) -> Future[Verdict]: ...
 

@@ -31,8 +31,8 @@ _OTHERS: dict[str, Fill] = {
 def fills(function: Callable[..., Any], label: str, columns: Collection[str], lists: bool) -> dict[str, Fill]:
     """Return, for each parameter of the user's reward function, a function of (prompt, answer) that gives its argument.
 
-    `label` begins error messages, such as `reward.name = 'my_reward:close'`. `columns` are the columns of the data. A
-    `**kwargs` parameter gets all other columns. If `lists`, the function takes lists and parameter names may be
+    Error messages begin with `label`, such as `reward.name = 'my_reward:close'`. `columns` are the columns of the data.
+    A `**kwargs` parameter gets all other columns. If `lists`, the function takes lists and parameter names may be
     plurals. Raises RewardError for a parameter that cannot be filled.
     """
     try:
@@ -59,8 +59,8 @@ def fills(function: Callable[..., Any], label: str, columns: Collection[str], li
 
 
 def _known(columns: Collection[str]) -> dict[str, Fill]:
-    """Return all parameter names that can be filled, each with the function that gives the argument: first the names of
-    tlt, then the data's columns, then the names of TRL and verl.
+    """Return, for each parameter name that can be filled, the function that gives its argument. The order of the names
+    is: values of tlt, columns of the data, names that reward functions for TRL and verl use.
 
     `ground_truth` is the right answer (data.answer_column), unless the data has a column named `ground_truth`.
     """
@@ -71,8 +71,9 @@ def _known(columns: Collection[str]) -> dict[str, Fill]:
 
 
 def _spellings(name: str, lists: bool) -> list[str]:
-    """Return the names under which the argument of a parameter is looked up, in order. If the function takes lists, the
-    singular of the name is looked up too, and first if it is a name of tlt, TRL or verl."""
+    """Return the names under which the argument of a parameter is looked up, in order. If the function takes lists, a
+    plural such as `responses` is also looked up as its singular. The singular comes first if it is a parameter name of
+    tlt, TRL or verl."""
     single = name.removesuffix("s")
     if not lists or single == name:
         return [name]
@@ -92,10 +93,10 @@ def _choice(known: Collection[str]) -> str:
 
 
 def _refuse_two_sources(label: str, parameter: str, name: str, columns: Collection[str]) -> None:
-    """Raise RewardError if the argument for `name` could be a value of tlt or a column of the data.
+    """Raise RewardError if `name` is both a value of tlt and a column of the data.
 
-    This is allowed for `prompt` and `answer`, which are always the values of tlt, and for `task`, which tlt itself
-    reads from the data.
+    `prompt` and `answer` are allowed, because they are always the values of tlt. `task` is allowed, because tlt itself
+    reads it from the data.
     """
     if name in columns and name in (_OURS | _OTHERS).keys() - {"prompt", "answer", "task"}:
         raise RewardError(
@@ -108,8 +109,8 @@ def _refuse_another_order(label: str, names: Collection[str]) -> None:
     """Raise RewardError if a reward function has a parameter `prompt` or `answer`, but its first two parameters are not
     (prompt, answer).
 
-    This refuses functions that were written for TRL or verl, where `answer` is a column of the data and `prompt` is
-    text.
+    The reason is that functions for TRL or verl use the same names for other values: `answer` is a column of their
+    data, and `prompt` is text.
     """
     single = [name.removesuffix("s") for name in names]
     if {"prompt", "answer"} & set(single) and single[:2] != ["prompt", "answer"]:

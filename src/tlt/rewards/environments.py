@@ -19,7 +19,7 @@ class Turn(NamedTuple):
     """Request to an environment for its reply to the model's turns so far in an episode."""
 
     rollout: int
-    """number of the rollout, because environments of earlier rollouts are dropped"""
+    """number of the rollout; environments of earlier rollouts are dropped"""
     seed: int
     """seed of the request for the response; it identifies the episode"""
     texts: tuple[str, ...]
@@ -27,7 +27,7 @@ class Turn(NamedTuple):
 
 
 class Environments:
-    """Environments in one process, one for each unfinished episode. `timeout` is in seconds, for one reply."""
+    """Environments in one process, one for each unfinished episode. `timeout` is for one reply, in seconds."""
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
         self.make, self.timeout = make, timeout
@@ -58,8 +58,8 @@ class Environments:
     async def _step(self, prompt: Prompt, turn: Turn, known: tuple[Any, tuple[str, ...]] | None) -> tuple[Any, Verdict]:
         """Return the environment of an episode, and its reply to the last turn as a verdict.
 
-        `known` is the environment with the turns that it has received. If it is missing, for example because its
-        process ended, create it again and replay the earlier turns."""
+        `known` is the environment with the turns that it has received. If there is none, for example because its
+        process ended, or if its turns differ, create the environment again and replay the earlier turns."""
         if known and turn.texts and known[1] == turn.texts[:-1]:
             instance = known[0]
         else:
@@ -74,8 +74,8 @@ class Environments:
 
 
 def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
-    """Load the user's environment class. Return a function that replies to a list of (prompt, `Turn`), and whether it
-    may be called with several at once (only if `step` is async). Raises RewardError."""
+    """Load the user's environment class. Return a function that replies to a list of (prompt, `Turn`), and whether the
+    list may have more than one entry (only if `step` is async). Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     make: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
@@ -91,7 +91,8 @@ async def _result(value: Any) -> Any:
 
 
 def _opened(opening: Any) -> Verdict:
-    """Return the verdict for the result of `reset`: the first text of the episode, or None if there is no such text."""
+    """Return the verdict for `opening`, the result of `reset`. Its reply is the first text of the episode, or empty if
+    `reset` returned None."""
     return Verdict(0.0, reply=_reply(opening, "reset")) if opening is not None else Verdict(0.0, reply="")
 
 
@@ -105,7 +106,7 @@ def _stepped(found: Any) -> Verdict:
 
 
 def _scores(instance: Any) -> dict[str, float]:
-    """Return the attribute `scores` of an environment: numbers of its episode by name. Raises ValueError."""
+    """Return the numbers in the attribute `scores` of an environment, by name. Raises ValueError."""
     found: dict[str, float] = {}
     for name, value in dict(getattr(instance, "scores", {})).items():
         found[str(name)], fault = number(value)

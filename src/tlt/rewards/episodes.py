@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tlt.rewards.checks import FaultLog
 from tlt.rewards.environments import Turn
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.replies import NAME, ReplyRecord
-from tlt.rewards.unrewarded import FaultLog
 from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
 
@@ -52,9 +52,11 @@ class Episodes:
         decode: Callable[[Sequence[int]], str],
         most_turns: int | None,
     ) -> None:
-        """Store the pool of environment processes and the conversions. `encode` takes the text of a reply and the last
-        token before it, and returns the reply's token ids. `decode` returns the text of token ids. `most_turns` is
-        reward.turns, the maximum number of turns in an episode; None means no limit."""
+        """Store the pool of environment processes and the functions that convert text.
+
+        `encode` takes the text of a reply and the last token before it, and returns the reply's token ids. `decode`
+        returns the text of token ids. `most_turns` is reward.turns, the maximum number of turns in an episode; None
+        means no limit."""
         self.pool, self.encode, self.decode, self.most_turns = pool, encode, decode, most_turns
         self.record = ReplyRecord()
         self.step, self.opens = 0, False
@@ -108,8 +110,9 @@ class Episodes:
     def _ask(self, request: Request, texts: tuple[str, ...]) -> Future[Verdict]:
         """Return a future with the environment's reply to these turns.
 
-        If the reply is recorded, the environment is not called. A recorded reply arrives after the same time as before,
-        so that comparisons of decoding methods are fair. If `reset` failed, that failure is the reply."""
+        If the reply is recorded, the environment is not called. A recorded reply arrives after the time that the
+        environment took for it, so that comparisons of decoding methods are fair. If `reset` failed, the failure is the
+        reply."""
         first = self.record.find(self.step, request.seed, ())
         known = first if first and first.outcome else self.record.find(self.step, request.seed, texts)
         if known:

@@ -21,8 +21,7 @@ from typing import Any
 
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
-from tlt.rewards.output import Output
-from tlt.rewards.processes import descendants, memory, processor_seconds
+from tlt.rewards.processes import Output, descendants, memory, processor_seconds
 from tlt.rewards.scores import Term, make_terms
 from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
@@ -128,7 +127,9 @@ class IsolatedScore:
             if now >= self._check_at:
                 self._check_at = now + _CHECK_SECONDS
                 if limit and self._process and memory(self._process.pid, limit * 2**20) > limit * 2**20:
-                    raise MemoryError(f"its processes use more than reward.memory_mb = {limit}")
+                    raise MemoryError(
+                        f"the reward process and its children use more than reward.memory_mb = {limit} MiB"
+                    )
             if self._connection.poll(min(deadline, self._check_at) - now):
                 return True
         return False

@@ -7,9 +7,20 @@ is LaTeX as a whole, as in the data set MATH, is put into delimiters first.
 from __future__ import annotations
 
 import re
+import unicodedata
 
-from tlt.rewards.notations import in_latex
-
+_SUPERSCRIPTS = {ord(char): str(unicodedata.normalize("NFKC", char)) for char in "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"}
+_CHARACTERS = str.maketrans(
+    {"`": "", "−": "-", "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "⁄": "/", "∕": "/"}
+    | dict.fromkeys("\u00a0\u2009\u202f", " ")
+)
+_NOTATIONS = [
+    (re.compile(r"<(b|i|u|em|strong|code|p|span|mark|answer)>(.*?)</\1>", re.DOTALL), r"\2"),
+    (re.compile(r"<sup>(.*?)</sup>", re.DOTALL), r"^{\1}"),
+    (re.compile(r"(?<![\w_])__(?=\S)([^_]+)__(?![\w_])"), r"\1"),
+    (re.compile(r"(?<![\w)}\]])[‒–](?=[\d.\\√])"), "-"),  # a dash between two numbers is a range
+    (re.compile(r"√\s*(?:(\d+)|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
+]
 _DELIMITED = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|\\boxed|\\fbox", re.DOTALL)
 _COMMAND = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _FUNCTIONS = "arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp"
@@ -37,6 +48,23 @@ _POWER = r"\^(?:[23]|\{[23]\})"
 _AREA = re.compile(rf"(?<=\d)\s*{_LONG_UNIT}{_POWER}(?![\w^/])")
 _MEASURED = re.compile(rf"(?<=\d)\s*{_UNIT}(?:{_POWER}|(?:{_POWER})?/{_UNIT}(?:{_POWER})?)(?![\w^/])")
 _VARIABLE = re.compile(r"[A-Za-z]")
+
+
+def in_latex(text: str) -> str:
+    """Return the text with Unicode characters replaced by LaTeX, and without HTML and Markdown marks."""
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = "".join(_fraction(char) for char in text.translate(_CHARACTERS))
+    for pattern, meant in _NOTATIONS:
+        text = pattern.sub(meant, text)
+    return text
+
+
+def _fraction(char: str) -> str:
+    """Return the ASCII form of a fraction such as ½ (` 1/2`) or of a digit of another script. Keep other characters."""
+    found = unicodedata.normalize("NFKC", char)
+    if "⁄" in found and char != "⁄":
+        return f" {found.replace('⁄', '/')}"
+    return found if char.isdecimal() else char
 
 
 def is_mathematics(gold: str) -> bool:
@@ -74,9 +102,9 @@ def _folded(text: str) -> str:
 
 
 def _without_units(gold: str, answer: str) -> tuple[str, str]:
-    """Return both texts without powers and quotients of units, such as cm^2 and m/s, if the right answer is a number.
+    """Return both texts without units such as cm^2, and the answer also without units such as m/s.
 
-    If the right answer contains a letter, return both unchanged, because m may be a variable."""
+    If the right answer contains any other letter, return both texts unchanged, because m may be a variable."""
     number = _AREA.sub("", gold)
     return (gold, answer) if _VARIABLE.search(_COMMAND.sub("", number)) else (number, _MEASURED.sub("", answer))
 

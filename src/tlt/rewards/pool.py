@@ -34,9 +34,9 @@ class ScorePool:
     """Pool of processes that take work from one queue.
 
     The pool begins with one process. If working off the queue would take much longer than starting a process, the
-    number of processes doubles. `computing` limits the processes that use the CPU. Processes that wait, for a network
-    or forever, are limited only by `_MOST`. So rewards that hang time out concurrently, which takes about one timeout
-    in all.
+    number of processes doubles. `computing` limits the number of processes that use the CPU. Processes that only wait,
+    for example for a network, are limited by `_MOST`. So reward calls that hang run concurrently, and take about one
+    timeout altogether.
     """
 
     def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:
@@ -54,7 +54,7 @@ class ScorePool:
         self._serve(first)
 
     def submit(self, prompt: Prompt, asked: Any, key: int | None = None) -> Future[Verdict]:
-        """Queue a prompt with what is `asked` of a process (an `Answer` or a `Turn`), and return the future verdict.
+        """Queue a prompt with an `Answer` to score or a `Turn` to reply to (`asked`). Return a future with the verdict.
         Calls with the same `key` go to the same process while it runs."""
         verdict: Future[Verdict] = Future()
         with self._changed:
@@ -143,7 +143,8 @@ class ScorePool:
             self._give(taken, verdicts)
 
     def _take(self, server: _Server) -> list[Waiting]:
-        """Wait for entries for this process, and remove them from the queue. Return none if the pool is closed."""
+        """Wait for entries for this process, remove them from the queue and return them. If the pool is closed, return
+        an empty list."""
         with self._changed:
             while not (places := self._places(server)) and not self._closed:
                 self._changed.wait()
@@ -169,8 +170,9 @@ class ScorePool:
         return one.key is None or self._homes.get(one.key, server) is server
 
     def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
-        """Set the verdicts of entries. If a process did not answer a batch, queue its entries again for calls of their
-        own, to find the faulty one. If a process ended, try its entry once more, because it may not be the cause."""
+        """Set the verdicts of entries. If a process did not answer a batch, queue each entry again for a call of its
+        own, to find the faulty one. If a process ended during a call with one entry, try the entry once more, because
+        it may not be the cause."""
         if len(taken) > 1 and not verdicts:
             self._put_back(one._replace(alone=True) for one in reversed(taken))
             return
@@ -186,7 +188,7 @@ class ScorePool:
             self._changed.notify_all()
 
     def _free_keys(self, server: _Server) -> None:
-        """Let other processes take the keys of an ended process, because its environments ended with it."""
+        """Let any process take entries with the keys of a process that ended, because its environments ended too."""
         with self._changed:
             self._homes = {key: home for key, home in self._homes.items() if home is not server}
             self._changed.notify_all()
@@ -224,5 +226,5 @@ class _Server:
     @property
     def computes(self) -> bool:
         """Whether the process computes and does not only wait: its CPU time is more than a tenth of the time of its
-        calls. The threshold is low because it may get only a small share of a busy CPU."""
+        calls. The threshold is low, because the process may get only a small share of a busy CPU."""
         return self.scorer.processor_seconds() > 0.1 * self.seconds

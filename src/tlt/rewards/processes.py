@@ -1,12 +1,19 @@
-"""CPU time, memory and descendants of a process, from /proc. Without Linux the results are zero or empty."""
+"""Reward processes: their CPU time, memory and descendants, and the log file for what they print.
+
+CPU time, memory and descendants are read from /proc. Without Linux they are zero or empty.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
+_MOST_BYTES = 16 * 2**20
 
 
 def descendants(pid: int | None) -> list[int]:
@@ -30,8 +37,8 @@ def processor_seconds(pid: int | None) -> float:
 def memory(pid: int | None, enough: int) -> int:
     """Return the memory in bytes that a process and its descendants use.
 
-    First each page that forked processes share counts once per process. If this sum exceeds `enough` bytes, shared
-    pages are counted once in total, which takes longer to measure.
+    At first, a page that forked processes share is counted once for each process. If the sum exceeds `enough` bytes,
+    measure again and count each shared page once. The second measurement takes longer.
     """
     family = [pid, *descendants(pid)]
     at_most = sum(map(_resident, family))
@@ -51,3 +58,46 @@ def _share(pid: int | None) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return _resident(pid)
+
+
+class Output:
+    """Redirected stdout and stderr of this process and of the programs that it starts.
+
+    The output is buffered in a temporary file until the first call for a reward. A log file that is written earlier
+    would be moved away with the files of the previous run.
+    """
+
+    def __init__(self) -> None:
+        self._kept = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the process
+        self._screen = os.dup(2)
+        self._to(self._kept.fileno())
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def onto_the_screen(self) -> None:
+        """Write all output to the original stderr, because it may explain why the process cannot start."""
+        self._pour(self._screen)
+
+    def into(self, log: Path) -> None:
+        try:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:  # the run has no folder
+            return
+        self._pour(file)
+        os.close(file)
+
+    def bound(self) -> None:
+        """Empty the log file if it is larger than 16 MiB. Other processes may append to it at the same time."""
+        if os.fstat(1).st_size > _MOST_BYTES:
+            os.ftruncate(1, 0)
+
+    def _pour(self, file: int) -> None:
+        """Write the buffered output and all later output to this file descriptor."""
+        self._to(file)
+        self._kept.seek(0)
+        with os.fdopen(os.dup(file), "ab") as out:
+            shutil.copyfileobj(self._kept, out)
+
+    def _to(self, file: int) -> None:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(file, number)

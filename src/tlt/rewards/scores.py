@@ -1,5 +1,5 @@
-"""Built-in reward functions f(prompt, answer) -> float, and the loading of the user's own. `tlt.config.registry` lists
-the names of the built-in ones. This module does not import torch."""
+"""Built-in reward functions f(prompt, answer) -> float, and functions that load those of the user.
+`tlt.config.registry` lists the names of the built-in ones. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from tlt.config import Config, RewardConfig, RewardTerm
 from tlt.config.registry import REWARDS, RewardEntry, maker
 from tlt.data.prompts import task_dataset
-from tlt.rewards.answers import Answer, RewardError
+from tlt.rewards.answers import Answer, RewardError, right_answers, same
 from tlt.rewards.arguments import Fill, fills
-from tlt.rewards.golds import right_answers, same
 from tlt.rewards.mathematics import equal
 from tlt.types import Prompt
 from tlt.wording import counted
@@ -62,7 +61,8 @@ def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
 
 
 def named_terms(config: RewardConfig) -> Iterator[tuple[str, RewardTerm]]:
-    """Yield (name, term) for each reward term. The name is the key of its scores: a second term `math` is `math_2`."""
+    """Yield (name, term) for each reward term. The name is the key of the term's scores. A second term `math` is named
+    `math_2`."""
     counts: Counter[str] = Counter()
     for term in config.all_terms:
         counts[term.name] += 1
@@ -174,7 +174,7 @@ def _users(
     """Load the user's reward function of a term. Return a function that computes its scores for a list of (prompt,
     answer), and whether the returned function may be called with several responses at once.
 
-    If reward.batched is true, the user's function takes and returns lists. `columns`: names of the data's columns.
+    If `term.batched`, the user's function takes and returns lists. `columns` are the names of the data's columns.
     """
     field = "reward.terms" if config.terms else "reward.name"
     function = imported(term.name, config.folder, field, "module:function")
@@ -217,7 +217,8 @@ def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[
 
 
 def sources_sha256(config: RewardConfig) -> str:
-    """Return the sha256 of the files with the user's reward functions or environment, without their imports."""
+    """Return the sha256 of the files with the user's reward functions or environment. Files that they import are not
+    included."""
     digest = hashlib.sha256()
     for name in [config.environment] if config.environment else [term.name for term in config.all_terms]:
         if ":" in name and (source := _source(name.partition(":")[0], config.folder)):

@@ -12,9 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from tlt.config import Config
 from tlt.files import is_text
+from tlt.rewards.answers import RewardError
 from tlt.rewards.isolated import Answering, IsolatedScore
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict
+from tlt.types import Prompt
 
 _REASONING_END = "</think>"
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM3
@@ -55,8 +57,10 @@ class Tools:
         self.scores = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0}
 
     def step(self, text: str) -> tuple[str, bool, float]:
-        """Carry out the tool calls in the text of a turn. Return the results, one per line; whether the episode is
-        done, because there are no calls; and the reward, which is 0 while there are calls."""
+        """Carry out the tool calls in the text of a turn. Return (results, done, reward).
+
+        The results are joined by newlines. If there are no calls, the episode is done and `score` gives the reward.
+        Else the reward is 0."""
         calls = calls_in(text)
         if not calls:
             return "", True, self.score(self.prompt, text)
@@ -150,16 +154,22 @@ def with_tools(config: Config) -> Config:
         return config
     isolated = IsolatedScore(config, opens=_open_schemas)
     try:
-        schemas = json.loads(isolated.score_all([])[0].reply or "[]")
+        verdict = isolated.score_all([(Prompt(-1, "", ()), None)])[0]
     finally:
         isolated.close()
+    if verdict.reply is None:
+        raise RewardError(
+            f"the tools of reward.environment = {config.reward.environment!r} cannot be read ({verdict.detail}): "
+            "correct the environment, or set reward.memory_mb or reward.timeout_seconds"
+        )
+    schemas = json.loads(verdict.reply)
     arguments = config.data.chat_arguments | ({"tools": schemas} if schemas else {})
     return config.model_copy(update={"data": config.data.model_copy(update={"chat_arguments": arguments})})
 
 
 def _open_schemas(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
-    """Load the environment. Return a function whose verdict contains the JSON schemas of its tools as the reply, and
-    False, because it takes one request at a time. Raises RewardError."""
+    """Load the environment. Return a function whose verdict has the JSON schemas of the environment's tools as its
+    reply. Return also False, because the function takes one request at a time. Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     made: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")

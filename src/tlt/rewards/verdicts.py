@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
     detail: str = ""
     """explanation of the outcome for the log, such as the text of an exception"""
     scores: Mapping[str, float] = {}
-    """score of each reward term before its weight; empty if there is no reward"""
+    """score of each reward term before its weight, or the environment's `scores`; empty if there is no reward"""
     reply: str | None = None
     """reply of an environment to a turn; None if the episode is over or there is no environment"""
 

@@ -92,7 +92,9 @@ class TrainedAgent:
     async def interaction(self, task: Any) -> AsyncIterator[TrainedAgent]:
         """Begin the only conversation of the episode, and score it at its end. Raises ValueError for a second one."""
         if self.trace is not None:
-            raise ValueError("the environment lets the model play several times in an episode")
+            raise ValueError(
+                "the environment starts a second conversation with the model in one episode, but tlt supports only one"
+            )
         recorded = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = vf.AgentInfo(config=self.config, name=self.name, trainable=self.trainable)
         self.trace = vf.Trace(task=recorded, state=state_cls(type(task))(), agent=agent)
@@ -102,7 +104,8 @@ class TrainedAgent:
         await task.score(self.trace)
 
     async def turn(self, message: str | Sequence[Any] | None = None) -> Any:
-        """Pass messages of the user to the model. Return its turns up to the first without a tool call."""
+        """Pass messages of the user to the model, and carry out its tool calls. Return the model's turns, up to the
+        first one without a call, and the results of the calls."""
         messages = [vf.UserMessage(content=message)] if isinstance(message, str) else list(message or ())
         segment: list[Any] = []
         while True:

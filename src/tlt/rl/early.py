@@ -1,8 +1,9 @@
 """Early update: idle workers compute gradients of finished groups while other groups are still decoded.
 
 The groups of a step are ordered by the length of their longest response, then by prompt order. The last eighth in this
-order, the longest groups, is never computed early. The other groups, in this order, are cut into early shards. A worker
-that has nothing to decode computes the gradients of an early shard. If a gradient depends on more than one group, it
+order, the longest groups, is never computed early. The other groups, in this order, are cut into early shards with
+equally many groups. A rest that does not fill a shard is left for the update. A worker that has nothing to decode
+computes the gradients of an early shard. If a gradient depends on other groups, or if the KL term is in the reward, it
 computes the old and reference log-probs instead. The shards, the order of sums, and the packing depend only on the
 responses. So results have the same bits whether a shard was computed early or in the update.
 """
@@ -80,15 +81,16 @@ def _has_kl_in_reward(train: TrainConfig) -> bool:
 
 
 def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether the loss depends on response `i`: not masked, and with an advantage other than 0 or a KL term."""
+    """Return whether the loss depends on response `i`: the response is not masked, and its advantage is not 0 or the
+    loss has a KL term."""
     kl_in_loss = bool(train.kl_weight) and train.kl_in == "loss"
     return (bool(batch.advantages[i]) or kl_in_loss) and i not in batch.masked
 
 
 def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether the log-probs that `fixed_logprobs` names are computed for response `i`. This depends on its own
-    group alone. With reinforce_pp, they are computed even if the advantage is 0, because the advantage depends on all
-    groups."""
+    """Return whether the log-probs that `fixed_logprobs` names are computed for response `i`. The result depends only
+    on the response's own group. With reinforce_pp, log-probs are computed even if the advantage is 0, because the
+    advantage depends on all groups."""
     if _has_kl_in_reward(train):
         return True
     learns = i not in batch.masked if train.advantage in WITH_BATCH_MEAN else has_gradient(batch, i, train)
@@ -159,9 +161,9 @@ class _Finished(NamedTuple):
     counts: bool
     """whether the group is usable, so that the batch includes it if there is room"""
     group: Group | None = None
-    """None if none of its responses has to be computed"""
+    """the group; None if none of its responses has to be computed"""
     longest: int = 0
-    """number of tokens of its longest response; 0 if `group` is None"""
+    """number of tokens of the group's longest response; 0 if `group` is None"""
 
 
 class _EarlyPlace(NamedTuple):
@@ -170,7 +172,7 @@ class _EarlyPlace(NamedTuple):
     longest: int
     number: int
     group: Group | None
-    """None if the group is not finished, or if it is not certain that the batch includes it"""
+    """the group; None if it is not finished, or if it is not certain that the batch includes it"""
 
 
 class EarlyGroups:

@@ -15,8 +15,8 @@ _REMEDY = "resume from an earlier checkpoint with a lower train.learning_rate, o
 
 
 class NotFinite(ValueError):
-    """Error for a NaN or infinite weight, loss or log-prob. The message names the first such value, and the step if
-    there is one."""
+    """Error for a NaN or infinite weight, loss or log-prob. The message names the first value that is not finite,
+    and the step if there is one."""
 
 
 def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:
@@ -44,7 +44,8 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def refuse_loss(loss: float, first_wrong: str, step: int) -> None:
-    """Raise NotFinite if the loss of the group is not finite. `first_wrong`: name of this member's first such value."""
+    """Raise NotFinite if the loss of the group is not finite. `first_wrong`: name of this member's first value that is
+    not finite."""
     if not math.isfinite(loss):
         raise NotFinite(f"{first_wrong or 'the loss'} is not finite in step {step + 1}: {_REMEDY}")
 

@@ -1,4 +1,6 @@
-"""Log-probs and entropies of response tokens. The LM head is applied to chunks of tokens to save memory.
+"""Log-probs and entropies of response tokens, and the log-probs that stay fixed during an update.
+
+The LM head is applied to chunks of tokens to save memory.
 
 Shapes: T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 a float32 [T, V] tensor of 4,096
 tokens takes 2.3 GiB. The log-softmax, its gradient and the entropy would need several such tensors.
@@ -6,15 +8,19 @@ tokens takes 2.3 GiB. The log-softmax, its gradient and the entropy would need s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tlt.config import TrainConfig
 from tlt.models.head import Head
 from tlt.rl.batching import MicroBatch
+from tlt.rl.groups import advantages_of
+from tlt.rl.parallel import ProcessGroup
 from tlt.sampling import lowest_temperature
 from tlt.types import TrainBatch
 
@@ -118,3 +124,38 @@ def old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: 
 
 def rollout_logprobs(batch: TrainBatch, micro: MicroBatch, like: Tensor) -> Tensor:
     return like.new_tensor([x for i in micro.sequences for x in batch.rollout_logprobs[i]])
+
+
+class FixedLogprobs(NamedTuple):
+    """Log-probs that stay fixed during an update: response index -> log-probs of its sampled tokens. Log-probs that are
+    missing here are computed with each micro-batch."""
+
+    old: dict[int, Tensor]
+    """log-probs under the policy that decoded the response, computed by the trainer"""
+    reference: dict[int, Tensor]
+    """log-probs under the reference model: the model that training started from"""
+
+
+def exchange(
+    own: Mapping[int, Tensor], lengths: Mapping[int, int], group: ProcessGroup, like: Tensor
+) -> dict[int, Tensor]:
+    """Return the log-probs computed by all members of a group, with the same bits on each member. `own`: log-probs of
+    this member. `lengths`: number of sampled tokens of each response. `like`: a tensor of their dtype and device."""
+    parts = [own[i] if i in own else like.new_zeros(length) for i, length in lengths.items()]
+    whole = torch.cat([like.new_zeros(0), *parts])
+    group.sum_(whole)  # one member has the log-prob, the other members have 0
+    return dict(zip(lengths, whole.split([*lengths.values()]), strict=True))
+
+
+def penalized(
+    batch: TrainBatch, fixed: FixedLogprobs, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
+) -> tuple[TrainBatch, float]:
+    """Return the batch with a KL penalty, and the mean KL divergence per token. kl_weight times the KL divergence of a
+    response, summed over its tokens, is subtracted from its reward. Advantages are computed from these rewards."""
+    everyone = range(len(batch.response_ids))
+    sums = [float(kl(fixed.old[i].double(), fixed.reference[i].double()).sum()) for i in everyone]
+    left = iter(sums)
+    rewards = [[reward - train.kl_weight * next(left) for reward in group] for group in batch.rewards]
+    advantages = [advantage for group in advantages_of(rewards, train) for advantage in group]
+    tokens = sum(map(batch.num_sampled, everyone))
+    return replace(batch, rewards=rewards, advantages=advantages), sum(sums) / max(1, tokens)

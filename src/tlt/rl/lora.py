@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tlt.config.lora import LoraConfig
+from tlt.config.sections import LoraConfig
 from tlt.files import read_json
 from tlt.models.families import ModelError
 from tlt.models.hugging_face import is_tied, load_model
@@ -69,7 +69,7 @@ class AdaptedPolicy(Policy):
 
 
 def merged_state(model: Any) -> dict[str, Tensor]:
-    """Return the model's state dict without adapters: each is merged into a copy of the weight that it adapts."""
+    """Return the model's state dict without adapters: each adapter is merged into a copy of its weight."""
     found = {n.replace(".base_layer.", "."): tensor for n, tensor in model.state_dict().items() if ".lora_" not in n}
     return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(model)}
 

@@ -1,4 +1,4 @@
-"""Data-parallel updates: the shards of a batch, their owners, and sums over the members of a process group.
+"""Data-parallel updates: process groups and their members, the shards of a batch, their owners, and sums over a group.
 
 An update is cut into shards: first early shards (`rl/early.py`), then one shard per worker of the recipe. Gradients are
 summed in the order of shards. So the result is bitwise the same whatever the timing and the number of members.
@@ -34,6 +34,8 @@ _BUCKET = 1 << 20  # most tensor elements in one collective, so that its buffers
 _PATIENCE = timedelta(minutes=60)  # timeout for a slow member; connections of a lost member close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
+Owners = Sequence[Sequence[int]]
+"""Indices of the shards that each member computes, one list per member. Each shard of an update has one owner."""
 
 
 class GroupBroken(RuntimeError):
@@ -44,10 +46,6 @@ class Broken(NamedTuple):
     """Result of a worker whose update was interrupted because another worker failed."""
 
     reason: str
-
-
-Owners = Sequence[Sequence[int]]
-"""Indices of the shards that each member computes, one list per member. Each shard of an update has one owner."""
 
 
 class ProcessGroup(Protocol):
@@ -65,7 +63,8 @@ class ProcessGroup(Protocol):
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
         """Return the sum [n] of the shards of all members, added in the order of shards. `own`: [own shards, n].
 
-        The bits are the same on all members, and for any number of members. `owners` gives the shard of each row."""
+        The bits are the same on all members, and for any number of members. `owners` has the shard index of each row.
+        """
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -308,3 +307,38 @@ def broken(error: RuntimeError) -> GroupBroken | None:
     if isinstance(error, GroupBroken):
         return error
     return GroupBroken(first_line(error)) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
+
+
+Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
+"""function that joins a process group: (address of the rendezvous, rank, number of members, number of workers in the
+recipe, device) -> process group"""
+
+
+class Membership:
+    """Process group that this worker is a member of. `workers`: number of workers in the recipe. `meets`: where workers
+    meet to form a group. It is a folder that they share on one machine, or this machine's address in the cluster."""
+
+    def __init__(self, meets: str | Path, workers: int, device: torch.device, join: Join) -> None:
+        self.meets, self.workers, self.device, self._join = meets, workers, device, join
+        self._rendezvous: Rendezvous | None = None
+        self._group: tuple[Any, ProcessGroup] | None = None
+
+    def open_rendezvous(self) -> str:
+        """Open a rendezvous, where members of a new group meet, and return its address. It stays open until the next
+        call of this method."""
+        self._rendezvous = Rendezvous(self.meets)
+        return self._rendezvous.address
+
+    def enter(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
+        """Join the process group that meets at this address, as member `rank` of `size`, and return it. If the worker
+        is in another group, it leaves that one first."""
+        if self._group is None or self._group[0] != rendezvous:
+            self.leave()
+            self._group = rendezvous, self._join(rendezvous, rank, size, self.workers, self.device)
+        return self._group[1]
+
+    def leave(self) -> None:
+        """Leave the group, if there is one. A group that lost a member cannot be used again."""
+        if self._group:
+            self._group[1].leave()
+        self._group = None

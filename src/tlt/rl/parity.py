@@ -23,7 +23,7 @@ from tlt.vllm.target import VllmTarget
 
 
 class Weighed(Protocol):
-    """Policy of tlt's or another trainer, whose weights a target can load."""
+    """Policy of tlt or of another trainer, whose weights a target can load."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -33,14 +33,14 @@ class Weighed(Protocol):
 
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
-"""Largest total variation between two next-token distributions that rounding explains. It is large for float64, because
-transformers computes norms and rotary angles in float32."""
+"""Largest total variation between two next-token distributions that rounding explains. The value for float64 is
+large, because transformers computes norms and rotary angles in float32."""
 _TOKENS = 16  # length of the text in tokens, unless the target's context is shorter
 _DRAFT = 4  # number of text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
-    """Load the policy's weights into the target. Raises ModelError if the two then fail `check_parity`."""
+    """Load the policy's weights into the target. Raises ModelError if both then differ (`check_parity`)."""
     return_freed_memory()  # memory that the update freed
     is_new = target.version < 0
     target.load(policy.state_dict(), version)

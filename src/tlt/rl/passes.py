@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt.config import RolloutConfig, TrainConfig
+from tlt.config import ConfigError, RolloutConfig, TrainConfig
+from tlt.files import first_line
 from tlt.rl.batching import MicroBatch
-from tlt.rl.deterministic import deterministic
 from tlt.rl.early import fixed_logprobs, has_early_gradients
-from tlt.rl.fixed import FixedLogprobs
-from tlt.rl.logprobs import rollout_logprobs, token_logprobs
-from tlt.rl.objective import Objective
-from tlt.rl.packer import Packer
+from tlt.rl.logprobs import FixedLogprobs, rollout_logprobs, token_logprobs
+from tlt.rl.losses import Objective
+from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import Alone, ProcessGroup
+from tlt.rl.planner import Packer
 from tlt.rl.shard_sum import Plan, Shard, ShardSum, ShardSums
 from tlt.rl.shared_prefix import share_prefixes
-from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
 BACKWARD_PASSES = 3  # forward and backward pass together take as long as this number of forward passes
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Use PyTorch's deterministic algorithms inside the context, if `enabled`.
+
+    Without these algorithms, CUDA sums the gradient of attention in an order that varies. Raises ConfigError if an
+    operation has no deterministic algorithm."""
+    settings: Any = torch.utils.deterministic
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = settings.fill_uninitialized_memory
+    if enabled:
+        torch.use_deterministic_algorithms(True)
+        settings.fill_uninitialized_memory = False  # filling memory takes time and only helps to find bugs
+    try:
+        yield
+    except RuntimeError as error:
+        if not enabled or "deterministic implementation" not in str(error):
+            raise
+        raise ConfigError(
+            f"a gradient cannot be added up in a fixed order on CUDA ({first_line(error)}): set train.deterministic = "
+            "false; two runs may then differ in rounding"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
 
 
 class Passes:
@@ -63,8 +89,8 @@ class Passes:
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
 
     def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
-        """Let the progress grow to `end` (0 to 1) while the shards of these plans that are not begun yet are computed.
-        `passes`: cost of each token, in forward passes."""
+        """Scale the progress so that it reaches `end` (0 to 1) when this member has computed its shards of these plans.
+        Shards that were begun early do not count. `passes`: cost of each token, in forward passes."""
         left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
         self.progress.expect(passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left), end)
 

@@ -17,9 +17,8 @@ from tlt.rl.logprobs import sequence_logits
 from tlt.rl.parallel import Alone, ProcessGroup
 from tlt.rl.passes import Passes
 from tlt.rl.planner import Held, Planner
-from tlt.rl.schedule import learning_rate
 from tlt.rl.trained_model import TrainedModel
-from tlt.rl.update import Update
+from tlt.rl.update import Update, learning_rate
 from tlt.types import TrainBatch
 
 log = logging.getLogger(__name__)

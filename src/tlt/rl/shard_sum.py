@@ -1,4 +1,4 @@
-"""Gradients or log-probs of the shards of an update, complete or in progress, with sums of their metrics."""
+"""Gradients or log-probs of the shards of an update, and sums of their metrics. A shard may be unfinished."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tlt.rl.batching import MicroBatch
-from tlt.rl.fixed import FixedLogprobs
+from tlt.rl.logprobs import FixedLogprobs
+from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import Owners, take_gradients
-from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
 TOTALS = ("loss", "clipped", "kl", "weight", "tokens", "early")
@@ -39,7 +39,8 @@ class Plan(NamedTuple):
     """indices of the responses of each early shard; early shards come first, and each has a batch of its own"""
 
     def in_batch(self, shard: Shard, i: int) -> int:
-        """Return the index in the whole batch of response `i` of a shard."""
+        """Return the index in the whole batch of the response that has index `i` in `shard.batch`. They differ only for
+        an early shard, which has a batch of its own."""
         return self.early[shard.number][i] if shard.number < len(self.early) else i
 
 
@@ -90,7 +91,7 @@ class ShardSums:
 
     def continue_shard(self, shard: Shard, stop: Callable[[], bool]) -> float:
         """Begin or continue the computation of an early shard, until `stop` returns True after a micro-batch. Return
-        the share that is done. If another shard is unfinished, its gradient is lost."""
+        the share that is done. If the shard is new, any other unfinished shard is dropped."""
         known = self._known(shard)
         if known is None:
             self._empty_parameters()

@@ -147,7 +147,7 @@ class ShardedPolicy(Policy):
             save_file(moments, folder / "optimizer.safetensors")
 
     def _in_host_memory(self, state: Mapping[str, Tensor], first_alone: bool = False) -> dict[str, Tensor]:
-        """Return whole tensors, gathered in host memory. With `first_alone`, members except rank 0 return none.
+        """Return whole tensors, gathered in host memory. With `first_alone`, members except rank 0 return {}.
 
         Tensors that are on every member are not copied, because some share memory."""
         found = {}

@@ -34,7 +34,7 @@ class CannotShare(RuntimeError):
 
 @dataclass
 class SharedRow:
-    """Layout of a row of groups, each given as (tokens of the prompt, tokens of each response), in order."""
+    """Layout of a row of groups. Each group is (number of prompt tokens, number of tokens of each response)."""
 
     groups: Sequence[tuple[int, Sequence[int]]]
     device: torch.device
@@ -128,7 +128,8 @@ def _after(prompt: Tensor, own: Tensor) -> Tensor:
 
 
 def _alike(sizes: Sequence[int]) -> list[list[int]]:
-    """Return batches of indices of non-empty responses. A batch's longest is at most twice as long as its shortest."""
+    """Return batches of indices of non-empty responses. In a batch the longest response is at most twice as long as the
+    shortest."""
     batches: list[list[int]] = []
     for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
         if not batches or 2 * sizes[i] < sizes[batches[-1][0]]:

@@ -5,23 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
+from tlt.config import TrainConfig
 from tlt.rl.early import fixed_logprobs, has_gradient, needs_logprobs
 from tlt.rl.finite import refuse_loss
-from tlt.rl.fixed import FixedLogprobs, exchange, penalized
-from tlt.rl.logprobs import old_logprobs, rollout_logprobs
+from tlt.rl.logprobs import FixedLogprobs, exchange, old_logprobs, penalized, rollout_logprobs
+from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import ProcessGroup
 from tlt.rl.passes import BACKWARD_PASSES, Passes
 from tlt.rl.planner import Held, Planner
-from tlt.rl.schedule import split
 from tlt.rl.shard_sum import TOTALS, Plan, ShardSum
-from tlt.rl.token_metrics import TokenMetrics
 from tlt.rl.trained_model import TrainedModel
 from tlt.types import TrainBatch
 
 _ONE_IN = 8  # token metrics include one in 8 of the responses without a gradient
+
+
+def split(count: int, parts: int) -> list[range]:
+    """Split the indices of `count` responses evenly into at most `parts` mini-batches. Empty ones are left out."""
+    borders = [round(count * k / parts) for k in range(parts + 1)]
+    return [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step. Steps count from 0.
+
+    It rises linearly over `warmup_steps`, then follows `train.schedule`, and is above 0 at the last step."""
+    if step < config.warmup_steps or config.schedule == "constant":
+        return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+    gone = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    return config.learning_rate * (1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2)
 
 
 @dataclass

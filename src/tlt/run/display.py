@@ -23,8 +23,7 @@ from tlt.metrics import against_plain, useful_share
 from tlt.progress import Work, working
 from tlt.run.closing import closing
 from tlt.run.keys import listening
-from tlt.run.sample_view import KEYS, SAMPLE, choose, picture
-from tlt.run.workers_view import BARS, COLOURS, WorkersView, stacked
+from tlt.run.panels import BARS, COLOURS, KEYS, SAMPLE, WorkersView, choose, picture, stacked
 from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
 
@@ -89,7 +88,7 @@ class Display:
         self._live = None
 
     def key(self, key: str) -> None:
-        """Handle a pressed key: it selects which response of the last step is shown (see `sample_view.KEYS`)."""
+        """Handle a pressed key: it selects which response of the last step is shown (see `panels.KEYS`)."""
         self.which = KEYS.get(key, self.which)
 
     # -- events (the loop's Watcher) -----------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ _LOCK, _BEFORE, _LATEST = ".lock", "previous", "latest"
 
 class RunFolder:
     """Folder of a run, locked from the start to the end of the run. The constructor raises ConfigError if the folder
-    cannot be created, if another run uses it, or if it contains files that are not from a run."""
+    cannot be created, or if another run uses it. For a new run it also raises ConfigError if the folder contains a
+    previous run and run.overwrite is false, or files that have the names of a run's files but are not from a run."""
 
     def __init__(self, run: RunConfig, resume: bool) -> None:
         self.path = Path(run.folder)

@@ -13,7 +13,7 @@ from types import FrameType
 from tlt.stopping import SIGNALS
 
 LOST = 75
-"""exit code of a run that lost its workers or its Ray cluster (EX_TEMPFAIL in sysexits.h)"""
+"""exit code of a run that lost its workers or its Ray cluster, or ran out of memory (EX_TEMPFAIL in sysexits.h)"""
 _FINAL = (0, 2, *(128 + number for number in SIGNALS))
 """exit codes after which the run is not restarted: success, invalid input, stopped by a signal"""
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; doubled each time
@@ -55,7 +55,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
     """Run `tlt` in a child process. Return its exit code, and whether a signal asked it to stop.
 
     The system sends Ctrl-C and the hangup of the terminal to both processes. SIGTERM reaches only this process, so it
-    is forwarded to the child. It kills a child that has not set up its signal handlers yet."""
+    is forwarded to the child. SIGTERM kills a child that has not set up its signal handlers yet."""
     signals: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 

@@ -46,8 +46,8 @@ class TrackedRun(NamedTuple):
 
     folder: Path
     first_step: int
-    """first step that will be logged: 0 for a new run. For a resumed run, values logged before for this step and later
-    steps are replaced."""
+    """first step that will be logged: 0 for a new run. A resumed run logs this step and later steps again if the run
+    before it has logged them."""
     config: Mapping[str, Any]
 
 

@@ -75,7 +75,7 @@ class Run:
     changes: list[dict[str, Any]]
     """changes of the recipe at resumes that may affect the result, see `resume.allowed_changes`"""
     mirror: Mirror | None
-    """copier of checkpoints to the URL run.mirror; None without one"""
+    """copier of checkpoints to the URL run.mirror; None if run.mirror is not set"""
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -386,7 +386,7 @@ def _rescue(run: Run) -> str:
 
 
 def _saved_before(run: Run) -> str:
-    """Return a sentence that says which step the newest checkpoint has, and how to continue from it."""
+    """Return a sentence on the newest checkpoint and how to continue from it, or a sentence that nothing is saved."""
     if run.standing.saved:
         return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
     kept = run.folder.kept()

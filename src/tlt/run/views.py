@@ -32,7 +32,7 @@ class OneLine(Display):
 
 
 class JsonLines(OneLine):
-    """Output as one JSON object per line. Its field `event` is `note`, `step`, `evaluation` or `end`."""
+    """Output as one JSON object per line. The field `event` is `note`, `step`, `evaluation` or `end`."""
 
     def note(self, text: str) -> None:
         self._write("note", {"text": text})

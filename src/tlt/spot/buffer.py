@@ -104,8 +104,9 @@ class HarvestBuffer:
             self.tokens -= len(self.now.popleft().tokens)
 
     def add_late(self, harvest: Harvest, past: bool) -> None:
-        """Add an item whose hidden states were computed after its rollout, which is the last finished one, or the one
-        before it if `past`. If there is no room, drop the oldest items."""
+        """Add an item whose hidden states were computed after the end of its rollout. Its rollout is the last finished
+        one, or the one before it if `past`. If there is no room, drop the items of the oldest rollout that end earliest
+        in their sequences."""
         place = -2 if past else -1
         if harvest.drafted == 0 or len(self.whole) < -place:
             return
@@ -114,10 +115,13 @@ class HarvestBuffer:
         while len(kept := [*self.past, *self.latest]) > 1:
             if sum(len(item.tokens) for item in kept) <= _WHOLE * self.max_tokens:
                 break
-            self.tokens -= len(next(step for step in self.whole if step).pop(0).tokens)
+            oldest = next(step for step in self.whole if step)
+            first = min(range(len(oldest)), key=lambda i: oldest[i].end)
+            self.tokens -= len(oldest.pop(first).tokens)
 
     def rollout_ended(self) -> None:
-        """Make the current rollout the last finished one. If there is no room, drop items that end early."""
+        """Make the current rollout the last finished one. If there is no room, drop items that end early in their
+        sequences."""
         self.whole.append(list(self.now))
         self.now.clear()
         self.tokens = 0

@@ -50,7 +50,8 @@ class Recompute:
         self._past = []
 
     def tokens(self, past: bool) -> int:
-        """Return the number of tokens of the waiting responses. `past`: of the rollout before the last finished one."""
+        """Return the number of tokens of the waiting responses: those of the last finished rollout, or of the one
+        before it if `past`."""
         return _tokens(self._waiting(past))
 
     def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:

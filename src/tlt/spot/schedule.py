@@ -1,11 +1,12 @@
 """Schedule of the learned drafter's training.
 
-Training proceeds in stretches of at least 16 micro-batches. The candidate is the running mean of the trained weights.
+Training proceeds in stretches of at least 32 micro-batches. The candidate is the running mean of the trained weights.
 After each stretch it is compared with the drafter in use on held-out data, which are hidden states of the last finished
 rollout. Training uses only older rollouts. The candidate is published (replaces the drafter in use) if it decodes the
 held-out data in 2 % fewer rounds.
 
-    burst   training may use all idle time, until 8 candidates in a row were not published
+    burst   training may use all idle time (a single idle worker trains and looks ahead in turns), until the last 8
+            candidates saved less than 4 % of the rounds on average
     rest    training may use 5 % of the rollouts' time
 
 Other idle time is left for look-ahead. A burst begins when training starts from random weights and when the task
@@ -19,9 +20,12 @@ This module does not import torch or Ray, and does not read a clock.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean
 from typing import Any, NamedTuple
 
 
@@ -29,15 +33,18 @@ from typing import Any, NamedTuple
 class Rule:
     """Constants of the schedule of drafter training."""
 
-    stretch: int = 16
-    """Number of micro-batches between two evaluations. One evaluation takes as long as three to five micro-batches."""
-    judged: int = 2
+    stretch: int = 32
+    """Number of micro-batches between two evaluations. One evaluation takes as long as six to ten micro-batches."""
+    judged: int = 4
     """number of micro-batches of held-out data on which a candidate is evaluated"""
     better: float = 1.02
-    """minimum of (rounds of the drafter in use) / (rounds of a candidate) for its publication; evaluations err by about
-    0.02"""
+    """minimum of (rounds of the drafter in use) / (rounds of a candidate) for its publication"""
     burst: int = 8
-    """number of candidates in a row that are not published, after which training rests"""
+    """number of last candidates whose mean gain decides whether the burst continues; a single evaluation errs by some
+    percent"""
+    worth: float = 0.04
+    """Minimum mean gain of a burst's last candidates. The gain is (rounds of the drafter in use) / (rounds of the
+    candidate) - 1. Training with smaller gains saves less time than look-ahead in the same idle time."""
     rest_share: float = 0.05
     """Worker seconds of training at rest, of all workers together, per second of rollout. Training slows another worker
     on the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
@@ -77,6 +84,12 @@ class Evaluation(NamedTuple):
     seconds: float = 0.0
 
     @property
+    def gain(self) -> float:
+        """(rounds of the drafter in use) / (rounds of the candidate) - 1; 0 if this is not a finite number"""
+        gain = self.in_use / self.candidate - 1.0 if self.candidate > 0.0 else 0.0
+        return gain if math.isfinite(gain) else 0.0
+
+    @property
     def acceptance(self) -> float:
         """Acceptance rate of the candidate's first draft token."""
         return self.first / self.candidate if self.candidate > 0.0 else 0.0
@@ -100,19 +113,15 @@ class Schedule:
         """number of micro-batches so far in the current stretch"""
         self.evaluation = Evaluation()
         """sum of the interrupted evaluations of the current candidate"""
-        self.in_vain = self.rule.burst if begins_at_rest else 0
-        """number of candidates that were not published since the last publication or the beginning of the burst;
-        training rests at `Rule.burst`"""
+        self.rests = begins_at_rest
+        self.gains = deque[float](maxlen=self.rule.burst)
+        """gains of the burst's last candidates"""
         self.credit = 0.0
         """worker seconds that training may use at rest in this rollout; negative if calls took longer"""
         self.acceptance: float | None = None
         """running mean of the acceptance rate over rollouts; None before the first rollout that used the drafter"""
         self.low = 0
         """number of consecutive rollouts, up to now, with an acceptance rate below `Rule.fallen` times the mean"""
-
-    @property
-    def rests(self) -> bool:
-        return self.in_vain >= self.rule.burst
 
     def due(self) -> Due | None:
         """Return whether an idle worker should train or evaluate the drafter next; None if it should do other work."""
@@ -134,7 +143,8 @@ class Schedule:
             return None
         self.begin_stretch()
         if not self.rests:
-            self.in_vain = 0 if self.publishes(whole) else self.in_vain + 1
+            self.gains.append(whole.gain)
+            self.rests = len(self.gains) == self.rule.burst and fmean(self.gains) < self.rule.worth
         return whole
 
     def _spend(self, seconds: float) -> None:
@@ -142,8 +152,8 @@ class Schedule:
             self.credit -= seconds
 
     def publishes(self, whole: Evaluation) -> bool:
-        """Return whether the candidate saves enough rounds to be published. If its rounds are NaN or 0, it does not."""
-        return whole.in_use > self.rule.better * whole.candidate > 0.0
+        """Return whether the candidate saves enough rounds to be published."""
+        return whole.gain > self.rule.better - 1.0
 
     def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
         """Record a rollout's duration in seconds and the drafter's acceptance rate (None: the drafter was not used).
@@ -162,11 +172,12 @@ class Schedule:
         return False
 
     def _begin_burst(self, acceptance: float) -> None:
-        self.acceptance, self.low, self.in_vain = acceptance, 0, 0
+        self.acceptance, self.low, self.rests = acceptance, 0, False
+        self.gains.clear()
         self.begin_stretch()
 
     def begin_stretch(self) -> None:
-        """Begin a new stretch, because the candidate was evaluated or the training of the stretch was lost."""
+        """Begin a new stretch, because the candidate was evaluated, the task changed, or training was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -174,8 +185,10 @@ class Schedule:
     def state(self) -> dict[str, Any]:
         """Return the schedule's state as plain data for a checkpoint. It lacks the current stretch, because a resumed
         run continues from the published drafter."""
-        return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
+        names = ("rests", "credit", "acceptance", "low")
+        return {name: getattr(self, name) for name in names} | {"gains": list(self.gains)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in self.state().keys() & state.keys():
+        for name in self.state().keys() & state.keys() - {"gains"}:
             setattr(self, name, state[name])
+        self.gains.extend(state.get("gains", ()))

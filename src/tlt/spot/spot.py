@@ -151,7 +151,8 @@ class SpotTrainer:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Update the running mean of the weights. The higher the learning rate, the fewer micro-batches it covers."""
+        """Update the running mean of the weights. The higher the learning rate, the fewer micro-batches the mean
+        covers."""
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, self.trainer.rate_scale / _AVERAGED)
 

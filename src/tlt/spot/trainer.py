@@ -104,7 +104,8 @@ class DrafterTrainer:
         return rows.to(product_dtype(rows))
 
     def target_moved(self, held: Collection[int]) -> None:
-        """Record that the target has new weights. Keep its head and the heads of `held` versions of training data."""
+        """Record that the target has new weights. Keep its head, and the heads of the versions in `held`, which have
+        training data."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 
@@ -115,9 +116,13 @@ class DrafterTrainer:
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
-        """Return the mean loss over the depths of a chain, weighted by `_DECAY`, and the mean of 1 - TV at each depth
-        (TV: total variation; NaN for a depth without entries). Depth 0 has all entries, the others every fourth. If
-        `stop` returns True, raise Interrupted at the next depth or chunk of the loss, here or in `backward`."""
+        """Return the loss, and the mean of 1 - TV at each depth of the chains (NaN for a depth without entries). TV is
+        the total variation distance between the distributions of drafter and target.
+
+        The loss is a mean over the depths. Depth t has the weight `_DECAY` ** t. The loss includes the distance between
+        the drafter's outputs and the target's hidden states. At depth 0 all entries count. At each later depth one
+        entry in four counts. If `stop` returns True, raise Interrupted at the next depth or chunk of the loss, in this
+        call or in `backward`."""
 
         def check_stop(gradient: Tensor | None = None) -> None:
             if stop():
@@ -153,8 +158,9 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def acceptance(self, batches: Iterable[Pack]) -> list[float]:
-        """Return the mean of 1 - TV (total variation) at each draft token of a chain of `unroll`, over a sample of
-        these entries. It estimates the probability that the draft token is accepted if those before it are."""
+        """Return the mean of 1 - TV (total variation) for each draft token of a chain of `unroll` draft tokens. The
+        first one is averaged over all entries of `batches`, and each later one over one entry in four. The mean
+        estimates the probability that the draft token is accepted if those before it are."""
         overlaps: list[list[Tensor]] = [[] for _ in range(self.config.unroll)]
         for batch in batches:
             head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
@@ -168,13 +174,13 @@ class DrafterTrainer:
     def judge(
         self, layers: Sequence[EagleLayer], batch: Pack, stop: Callable[[], bool] = lambda: False
     ) -> tuple[list[tuple[float, float]], int]:
-        """Return two numbers for each drafter, and the number of entries that were compared. The numbers are the
-        expected rounds in which chains of `unroll` draft tokens decode these entries (`expected_rounds`), and those of
-        them in which the first draft token is accepted.
+        """Return two numbers for each drafter, and the number of entries that were compared. The first is the expected
+        number of rounds in which chains of `unroll` draft tokens decode these entries (`expected_rounds`). The second
+        is the expected number of these rounds in which the first draft token is accepted.
 
         Entries are left out if their chain would exceed their sequence, or if their next token belongs to a prompt. If
         `stop` returns True, raise Interrupted at the next depth. The probability that a draft token is accepted is
-        taken as 1 - TV (total variation). In a test this was 0.90, and the measured acceptance rate 0.88.
+        taken as 1 - TV (total variation). In a test, 1 - TV was 0.90, and the measured acceptance rate was 0.88.
         """
         deepest, head = self.config.unroll, self._rows(self.target.head)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
@@ -197,7 +203,8 @@ class DrafterTrainer:
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
     def _target_distributions(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
-        """Yield, by chunks, an entry's index and the target's distributions [M, V] at M entries from it on."""
+        """Yield for each chunk of M entries the index of its first entry, and the target's distributions [M, V] at
+        these entries."""
         known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
         rows = max(1, LOGITS // len(known))
         for first in range(0, len(teacher), rows):
@@ -230,8 +237,9 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """Take the optimizer's step. For fc, Adam optimizes W = fc whitening^-1, whose inputs (times `whitening`) are
-        white. The step is added to fc at once, so fc can be published at any time."""
+        """Take the optimizer's step. For fc, Adam optimizes W = fc whitening^-1, because the inputs of W, which are
+        `whitening` times those of fc, are white. The step is added to fc at once, so fc can be published at any
+        time."""
         fc = self.layer.fc.weight
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening

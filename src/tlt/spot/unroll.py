@@ -1,11 +1,11 @@
 """Forward pass of the learned drafter in training: packed hidden states, unrolled over draft tokens as in decoding.
 
 Training-time test (EAGLE-3, arXiv 2503.01840): at depth 0 (first draft token) the layer reads the target's hidden
-states. At depth t it reads its own output of depth t - 1 instead. It attends to the true entries up to the root of its
-chain, and to the earlier draft tokens of this chain.
+states. At depth t it reads its own output of depth t - 1 instead. A draft token attends to the true entries up to the
+root of its chain, and to the earlier draft tokens of this chain.
 
-Sequences are packed one after the other; attention stays inside each. Shapes: T entries (token positions) of a pack, D
-hidden, H query heads, K key-value heads, E head size.
+Sequences are packed one after the other; attention stays inside each sequence. Shapes: T entries (token positions) of a
+pack, D hidden, H query heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yield the layer's outputs for draft tokens 0 .. steps - 1 of each chain. They are inputs of the target's head.
 
-    Depth 0 has all entries [T, D]. Deeper ones have only the `roots` [R, D], which are ascending indices of entries
-    (None: all). Entry i at depth t predicts token i + t + 2. If that token is beyond the end of the sequence, the
-    output must be ignored.
+    The output of depth 0 is [T, D], for all entries. The output of a later depth is [R, D], for the R entries in
+    `roots` (ascending indices; None: all entries). Entry i at depth t predicts token i + t + 2. If that token is beyond
+    the end of the sequence, the output must be ignored.
 
     `cos_sin`: cos and sin of the target's rotary embedding, [positions, E] each, in Hugging Face's order.
     """
@@ -187,8 +187,9 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
-    """Return the attention output [K, H / K, high - low, E] of the block's queries, of all in `query` [K, H / K, M, E].
-    Each attends to the `true` entries (depth 0) and to its `own` chain of draft tokens (other depths)."""
+    """Return the attention output [K, H / K, high - low, E] of the block's queries. `query` [K, H / K, M, E] has the
+    queries of all blocks. A query attends to the `true` entries (depth 0) and to its `own` chain of draft tokens (other
+    depths)."""
     low, high, first, last, bias = block
     query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
     seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]

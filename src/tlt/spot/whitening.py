@@ -23,7 +23,7 @@ class Moments:
     """Second moments of a sample, summed over its entries in float64: `inputs` [I, I] of fc's inputs with themselves,
     and `following` [D, I] of the next hidden states with the inputs.
 
-    `embedding` [V, D] is the target's. Products have its dtype.
+    `embedding` [V, D] is the target's embedding. Products are computed in its dtype.
     """
 
     def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:

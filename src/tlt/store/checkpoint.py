@@ -55,8 +55,9 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
 
 
 def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
-    """Delete what a killed save has left in a run's folder. Then raise CheckpointError if its disk has no room for a
-    checkpoint: the weights and Adam's two moments, which are three numbers of `bytes_each` bytes per weight."""
+    """Delete the files that a killed save has left in the run's folder `root`. Then raise CheckpointError if the disk
+    of the folder has no room for a checkpoint. A checkpoint has the weights and Adam's two moments: three numbers of
+    `bytes_each` bytes per weight."""
     _remove_partial(root / "checkpoints")
     needed, free = 3 * num_weights * bytes_each, shutil.disk_usage(root).free
     if free < needed:

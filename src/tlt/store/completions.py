@@ -16,8 +16,8 @@ NAME, OLDER = "completions.jsonl", "completions.old.jsonl"
 
 class CompletionsWriter:
     """Writer of completions.jsonl with a size limit. If the file would exceed half of the limit, it is first renamed to
-    `completions.old.jsonl`, which it replaces. When a run is resumed, lines of `first_step` and later steps are deleted
-    first."""
+    `completions.old.jsonl`, and replaces an earlier file of that name. When a run is resumed, lines of `first_step` and
+    later steps are deleted first."""
 
     def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
         self.path, self.older, self.half = folder / NAME, folder / OLDER, limit_bytes // 2
@@ -70,8 +70,8 @@ def record(response: Response) -> dict[str, Any]:
 
 
 def table_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
-    """Return up to `most` responses as table rows for trackers. The first response of each group comes before the
-    second of each."""
+    """Return up to `most` responses as table rows for trackers. The first responses of all groups come before all
+    second responses."""
     by_index = sorted(
         (response.request.index, at, response) for at, group in enumerate(groups) for response in group.responses
     )

@@ -1,7 +1,11 @@
-"""Oracle checks: the target is its own drafter or its own look-ahead. Every draft token must be accepted."""
+"""Oracle checks: the target is its own drafter or its own look-ahead. Every draft token must be accepted.
+
+`causal_hidden` is the reference for the engine and its cache: causal attention over whole rows, without a cache.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,13 +20,28 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.sampling_table import sampling_tensors
 from tlt.engine.tuner import Fixed
-from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
 from tlt.sampling import sampling_log_probs
 from tlt.types import Prompt, Request, SamplingParams
 
 _DISTRIBUTIONS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
 _TOKENS, _ROWS, _DEPTH, _AHEAD = 48, 4, 3, 16
+
+
+def causal_hidden(target: Decoder, tokens: Tensor) -> Tensor:
+    """Return hidden states [R, W, D] after the final norm, for tokens [R, W]: R rows, which may be right-padded."""
+    options, (rows, width) = target.options, tokens.shape
+    share = options.num_heads // options.num_kv_heads
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        query, key, value = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (query, key, value))
+        key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * options.head_dim**-0.5
+        causal = torch.ones(width, width, dtype=torch.bool, device=target.device).tril().triu(1 - (window or width))
+        weights = torch.softmax(scores.masked_fill(~causal, -math.inf), dim=-1)
+        return (weights @ value).transpose(1, 2).reshape(rows * width, -1)
+
+    return target.forward(tokens, torch.arange(width, device=target.device).expand_as(tokens), attend)
 
 
 class OracleDrafter(NodeDrafter):
@@ -69,7 +88,7 @@ def look_ahead_checks(
     target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[dict[str, Any]]:
     """Return the numbers of drafted and accepted tokens when the target verifies its own look-ahead drafts, for each
-    sampling distribution. Add the number of row passes, and the smallest possible number."""
+    sampling distribution. Also return the number of row passes, and the smallest possible number of them."""
     ahead = PLAIN._replace(ahead=_AHEAD)
     checks = []
     for distribution in _DISTRIBUTIONS:

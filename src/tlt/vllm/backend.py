@@ -1,4 +1,5 @@
-"""`engine.backend = "vllm"`: vLLM sampling with tlt's noise. Modules of vLLM are imported when a target starts it."""
+"""`engine.backend = "vllm"`: vLLM sampling with tlt's noise. Modules of vLLM are imported when a target starts
+vLLM."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class VllmBackend:
         return config.speculation.drafter == "eagle" and not config.train.shard
 
     def open_target(self, config: Config, folder: str | Path | None) -> VllmTarget:
-        """Start vLLM with the weights in `folder`. If `folder` is None, vLLM can free its KV cache during the update.
-        Raises ModelError or VllmError."""
+        """Start vLLM with the weights in `folder`. If `folder` is None, keep the weights of model.path, and let vLLM
+        free its KV cache during the update. Raises ModelError or VllmError."""
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
@@ -103,9 +104,9 @@ def _refuse_other_heads(config: Config) -> None:
 
 
 def _without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Replace `adaptive` for a vLLM without look-ahead: by the learned drafter of `speculation.path`, or by plain
-    decoding if there is none. vLLM's n-gram drafter is not used, because it drafts even if that is slower than plain
-    decoding."""
+    """Return the section for a vLLM without look-ahead. The drafter `adaptive` is replaced by the learned drafter of
+    `speculation.path`, or by plain decoding if there is no path. vLLM's n-gram drafter is not used, because it drafts
+    even if that is slower than plain decoding."""
     if speculation.drafter != "adaptive":
         return speculation
     return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})

@@ -17,7 +17,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.strategy import PLAIN
 from tlt.engine.protocol import Generates, refuse_impossible
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.stops import Stops, text_of
+from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.spot.buffer import Transcript
 from tlt.trace import Tracer
@@ -221,10 +221,7 @@ class VllmEngine(Generates):
                 if self.on_harvest:
                     prompt = row.request.prompt
                     self.on_harvest(Transcript(len(prompt.token_ids), row.context, row.harvested))
-                text = text_of(row, self.detokenize)
-                decoded = row.tokens, row.logprobs, row.full_logprobs
-                known = {"decoded": row.decoded, "replies": row.replies}
-                responses.append(Response(row.request, *decoded, reason, text, **known))
+                responses.append(response_of(row, reason, self.detokenize))
         return responses
 
     def _abort(self, names: list[str]) -> list[Row]:
@@ -237,7 +234,8 @@ class VllmEngine(Generates):
         return [self._live.pop(name) for name in names]
 
     def _take_logprobs(self, names: list[str]) -> None:
-        """Fetch the log-probs of the tokens sampled since each row was added to vLLM, and its draft counts."""
+        """Fetch the log-probs of the tokens sampled since each row was added to vLLM, and the row's draft counts. Add
+        them to the rows and to the counters of the rollout."""
         if not names:
             return
         wanted = {int(name): (len((row := self._live[name]).logprobs), len(row.tokens)) for name in names}

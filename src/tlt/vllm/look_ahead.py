@@ -17,9 +17,10 @@ from tlt.vllm.noise import CHAINS, KEY
 
 
 def chains_for(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
-    """Return the saved responses to a row's request and to its group's other requests, as int32 bytes, its own first.
+    """Return the look-ahead drafts of a row's request and of the other requests in its group, each as int32 bytes. The
+    draft of the request itself comes first.
 
-    The list is empty if the request itself has no saved response, or if a token is outside the vocabulary.
+    The list is empty if the request itself has no draft, or if a token is outside the vocabulary.
     """
     group = store.group(row.request)
     known = bool(group) and group[0].seed == row.request.seed
@@ -28,14 +29,15 @@ def chains_for(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
 
 
 def rest_of(store: AheadStore, row: Row) -> list[int]:
-    """Return the part of the row's own saved response that follows its current tokens."""
+    """Return the part of the row's own look-ahead draft that follows its current tokens."""
     group = store.group(row.request)
     known = bool(group) and group[0].seed == row.request.seed
     return Pointer([ahead.tokens for ahead in group], row.tokens).rest() if known else []
 
 
 class LookAheadProposer:
-    """Draft proposer for vLLM's `custom_class` method. It proposes the next tokens of a request's saved response."""
+    """Draft proposer for vLLM's speculative method `custom_class`. It proposes the next tokens of a look-ahead draft:
+    the response of an older target version to the same request, or to another request of its group."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.widest = vllm_config.speculative_config.num_speculative_tokens
@@ -54,8 +56,8 @@ class LookAheadProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return the next tokens of each row's saved response, or nothing for a row without one. `token_ids_cpu` [rows,
-        longest] holds prompt and response, and `num_tokens_no_spec` [rows] their number of tokens."""
+        """Return the next tokens of each row's look-ahead draft, or nothing for a row without one. `token_ids_cpu`
+        [rows, longest] holds prompt and response, and `num_tokens_no_spec` [rows] their number of tokens."""
         requests, drafts = self.runner.requests, []
         for place, name in enumerate(self.runner.input_batch.req_ids[: len(sampled_token_ids)]):
             row = self._rows.get(name)
@@ -71,7 +73,7 @@ class LookAheadProposer:
 
 
 class _Followed:
-    """Request of vLLM, with its current position in its saved responses."""
+    """Request of vLLM, with its current position in its look-ahead drafts."""
 
     def __init__(self, request: Any) -> None:
         ours = (request.sampling_params.extra_args or {}).get(KEY) or {}
@@ -81,7 +83,7 @@ class _Followed:
         self.last = len(request.prompt_token_ids) + request.sampling_params.max_tokens
 
     def draft(self, tokens: np.ndarray, end: int, most: int) -> list[int]:
-        assert self.pointer is not None, "the request has no saved response"
+        assert self.pointer is not None, "the request has no look-ahead draft"
         self.pointer.advance(tokens[self.end : end].tolist())
         self.end = end
         return self.pointer.propose(max(0, min(self.pointer.left(), most)))

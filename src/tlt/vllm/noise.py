@@ -89,7 +89,7 @@ class Drawn(NamedTuple):
 
 
 class NoiseTable:
-    """Sampling parameters of the requests in an engine's slots, and both log-probs of each sampled token."""
+    """Sampling parameters of the requests in an engine's slots, and two log-probs (`Drawn`) of each sampled token."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.draws: dict[int, Draw] = {}
@@ -134,8 +134,8 @@ class NoiseTable:
     def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:
         """Return the log-probs [T, 2] and draft counts kept for a preempted request.
 
-        Its old slot keeps the noise but not the key. The slot may hold a live request that was submitted with the same
-        key, and its tokens must still be drawn correctly.
+        The request's old slot keeps the noise but not the key. The noise is kept, because the slot may hold a live
+        request that was submitted with the same key.
         """
         nothing = self._logprobs.new_zeros(0, 2), [0, 0]
         if key is None:
@@ -206,15 +206,16 @@ class NoiseTable:
         return logits
 
     def add_noise(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Add the noise to a drafter's logits, in float32 or wider, as `apply` does for the target. No log-probs are
-        stored."""
+        """Replace a drafter's logits [R, V], in float32 or wider, by scores with noise, in place. `slots` and
+        `positions` are as in `apply`. No log-probs are stored."""
         if self.draws:
             self._write_scores(logits, slots, positions + 1 - self._starts[slots])
         return logits
 
     def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace logits [R, V] by log p + noise, in place. Return log p and the log-softmax of logits / temperature,
-        both [R, V], and a mask [R] of the rows with a temperature above 0, which get noise."""
+        """Replace the logits of tlt's requests by log p + noise, in place. Rows with temperature 0 get log p without
+        noise. Rows of other requests do not change. Return log p and the log-softmax of logits / temperature, both
+        [R, V], and a mask [R] of the rows with a temperature above 0."""
         draws = self.draws.values()
         sampling = SamplingTensors(
             self._temperature[slots],

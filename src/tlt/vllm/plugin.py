@@ -12,8 +12,8 @@ from tlt.vllm.versions import is_tested, vllm_version
 def register() -> None:
     """Wrap model runner V1 to sample with tlt's noise, only for requests with a tlt entry in `extra_args`.
 
-    Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. With either runner, a request
-    that asks for the noise is refused if the runner does not have it. An untested vLLM is not changed.
+    Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. If a runner does not have the
+    noise, requests that ask for it are refused. An untested vLLM is not changed.
     """
     if not is_tested(vllm_version() or ""):
         return

@@ -46,7 +46,8 @@ class NoisySampling:
         return self._sample(logits, spec_decode_metadata)
 
     def _rows(self, drafts: Any) -> tuple[Tensor, Tensor]:
-        """Return the slot and input position of each row of logits: a request's last token and its draft tokens."""
+        """Return the slot and the input position of each row of logits, both [R]. Each request has a row for its last
+        token and one for each draft token."""
         runner, device = self.runner, self.runner.device
         held = self._held()
         slots = torch.tensor(held, device=device)

@@ -42,7 +42,7 @@ class VllmTarget:
         """Start vLLM.
 
         `longest` is the maximum length of a prompt with its response, in tokens. With `sleeps`, memory can be released
-        on a GPU. Only one vLLM per process may set it. Raises VllmError if vLLM cannot start.
+        on a GPU. Only one vLLM per process may be started with `sleeps`. Raises VllmError if vLLM cannot start.
         """
         require_vllm()
         set_environment()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tlt.config import ConfigError
-from tlt.rl.deterministic import deterministic
+from tlt.rl.passes import deterministic
 
 
 def settings() -> tuple[bool, bool, bool]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pools import StandIn
 
+from tlt.cluster.calls import Deadlines
 from tlt.cluster.crew import Crew, Done
-from tlt.cluster.deadlines import Deadlines
 
 PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
 
@@ -81,9 +81,10 @@ def test_the_time_of_a_call_begins_when_its_worker_starts_it(monkeypatch: pytest
 
 
 def test_the_time_of_a_new_worker_begins_when_its_process_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Clocked(monkeypatch, boots=600.0, take_state=10.0)
+    """To send and to take the state are long calls."""
+    pool = Clocked(monkeypatch, boots=600.0, state=10.0, take_state=10.0)
     crew = Crew(pool, patience=PATIENCE)
     crew.replace(1, "decode", "its process is gone")
-    crew.wait_until_ready()
+    assert crew.call_all("sync") == {0: "done", 1: "done"}
     assert pool.replaced == [1]
     assert 600 < pool.now - 1000 < 620

@@ -6,7 +6,7 @@ import pytest
 
 from tlt.config import parse_config
 from tlt.rewards import make_reward
-from tlt.rewards.alike import warn_if_alike
+from tlt.rewards.checks import warn_if_alike
 from tlt.types import Group, Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "What is 6 x 7?", (1,), {"answer": "42"})

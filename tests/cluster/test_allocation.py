@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tlt.cluster.balance import Forecast, RoundTime, half_of, take
+from tlt.cluster.allocation import Allocation, Forecast, RoundTime, Share, half_of, take
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 
 def test_the_time_of_a_round_is_a_line_through_the_measurements() -> None:
@@ -52,18 +55,12 @@ def test_the_remaining_length_is_estimated_from_longer_responses(tokens: int, le
 def test_the_gain_of_help_by_hand() -> None:
     """Four rows of 100 tokens have 400 more: at 5 tokens per round, 80 rounds of 50 ms. With two rows on each worker:
     80 rounds of 30 ms, and a prefill of 200 tokens."""
-    live = dict.fromkeys(range(4), 100)
-    found = forecast()
+    live, found = dict.fromkeys(range(4), 100), forecast()
     assert found.helping(live, [1, 3], 5.0) == pytest.approx(80 * 0.02 - 200 * 1e-4)
     assert found.helping(live, [3], 5.0) == pytest.approx(80 * 0.01 - 100 * 1e-4)
     assert found.is_worth_helping(live, [1, 3], 5.0)
     assert not found.is_worth_helping(live, [1, 3], 50.0), "it saves 0.14 s: not worth the trouble"
-
-
-def test_a_worker_ends_with_its_last_row() -> None:
-    """The first row needs 400 more tokens, the second one 500."""
-    assert forecast().rounds({1: 100, 2: 500}, 5.0) == pytest.approx(100)
-    assert forecast().rounds({}, 5.0) == 0.0
+    assert found.rounds({1: 100, 2: 500}, 5.0) == pytest.approx(100), "a worker ends with its last row: 500 more tokens"
 
 
 def test_half_of_the_rows_are_moved_long_and_short_ones_but_not_the_longest() -> None:
@@ -89,3 +86,16 @@ def test_a_group_that_does_not_fit_is_split_if_an_eighth_of_the_slots_is_free() 
     assert list(queue) == [["a2", "a3", "a4", "a5", "a6", "a7"]]
     assert take(queue, load=15, fair=20, slots=16) == []
     assert take(groups(8), load=0, fair=8, slots=4) == ["a0", "a1", "a2", "a3"]
+
+
+def test_rows_assigned_to_a_lost_worker_are_given_to_others() -> None:
+    """Idle workers are interrupted, so that they take them."""
+    interrupted: list[bool] = []
+    crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: interrupted.append(True))
+    allocation = Allocation(crew, 8, Forecast(1000))
+    given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))
+    allocation.shares[1] = Share(rows={0: given}, promised=[promised])
+    allocation.reclaim(1)
+    assert list(allocation.queue) == [[given, promised]]
+    assert not allocation.shares[1].promised
+    assert interrupted

@@ -1,12 +1,17 @@
-"""Warning if all rewards of the first step are equal. It shows for one response what each reward term compared."""
+"""Checks of the rewards of a step.
+
+If the responses of two steps in a row have no reward, the run ends. If all rewards of the first step are equal, a
+warning shows what each reward term compared.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from tlt.config import RewardConfig, RewardTerm
-from tlt.rewards.golds import right_answers
+from tlt.rewards.answers import RewardError, right_answers
 from tlt.rewards.scores import named_terms
 from tlt.types import Group, Response
 from tlt.wording import counted
@@ -16,11 +21,50 @@ _SHOWN = 500
 """largest number of characters of a text in the warning"""
 
 
+class FaultLog:
+    """Log of responses without a reward. Only the first response with each outcome, such as `timeout`, is logged."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, response: Response, detail: str) -> None:
+        if response.outcome and response.outcome not in self._logged:
+            self._logged.add(response.outcome)
+            which = f"prompt {response.request.prompt.prompt_id}, response {response.text[:80]!r}"
+            cause = f"{' '.join(detail.split())[:300]}; {which}"
+            log.warning("a response has no reward (%s: %s); more of these are only counted", response.outcome, cause)
+
+
+class Unrewarded:
+    """Counter of consecutive steps in which no response has a reward."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def refuse_another(self, groups: Sequence[Group], step: int, last: bool) -> None:
+        """Log a warning if no response of this step has a reward. If the same was true of the previous step, or if this
+        step is the `last` one, raise RewardError instead."""
+        responses = [response for group in groups for response in group.responses]
+        if any(response.reward is not None for response in responses):
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        causes = ", ".join(f"{count} {why}" for why, count in Counter(r.outcome for r in responses).most_common())
+        problem = f"none of the {len(responses)} responses of step {step + 1} has a reward ({causes})"
+        if last or self.in_a_row > 1:
+            before = "" if self.in_a_row == 1 else ", nor has any response of the previous step"
+            raise RewardError(
+                f"{problem}{before}: fix the reward function or the environment. If its file changes, --resume needs "
+                "--force with the field that names it (reward.name, reward.terms or reward.environment)"
+            )
+        log.warning("%s: a second such step in a row ends the run", problem)
+
+
 def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
     """Log a warning if all rewards of a step are equal, or if all scores but those of the term `length` are.
 
-    The warning shows one response with its scores and what each reward term compared. It is the longest response that
-    was not truncated, because a truncated response may score 0 for that reason.
+    The warning shows one response with its scores and what each reward term compared. The longest response that was
+    not truncated is shown, because a truncated response may score 0 for that reason.
     """
     rewarded = [response for group in groups for response in group.responses if response.reward is not None]
     names = [name for name, term in named_terms(config) if term.name != "length"]

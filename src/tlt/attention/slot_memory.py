@@ -1,0 +1,69 @@
+"""Keys and values of all layers, in contiguous slots of equal capacity.
+
+Shapes: R slots, T tokens per slot, K key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt.attention.backend import HeadShape
+
+_SPARE = 16  # extra entries after the last slot, to which padding is written; 16, so that values are aligned
+
+
+class SlotMemory:
+    """Keys and values in R slots of T tokens. A layer's keys and values are [2, R, K, T, E] in `layers`, a view of its
+    `memory` [2, R * K * T + spare, E]."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        self.shape = shape
+        self.memory = [self._empty(0, 0) for _ in range(shape.num_layers)]
+        self.layers = [self._slots_of(memory, 0, 0) for memory in self.memory]
+
+    def _empty(self, slots: int, tokens: int) -> Tensor:
+        s = self.shape
+        # zeros: a masked index has weight 0, and 0 * NaN of uninitialised memory would be NaN
+        return torch.zeros(2, slots * s.num_kv_heads * tokens + _SPARE, s.head_dim, dtype=s.dtype, device=s.device)
+
+    def _slots_of(self, memory: Tensor, slots: int, tokens: int) -> Tensor:
+        """Return a layer's memory as a view [2, R, K, T, E], without the spare entries."""
+        return memory[:, : memory.shape[1] - _SPARE].view(
+            2, slots, self.shape.num_kv_heads, tokens, self.shape.head_dim
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.layers[0].shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0].shape[3]
+
+    def resize(self, slots: int, tokens: int) -> None:
+        """Re-allocate layer by layer, so that only one layer exists twice at a time."""
+        r, t = min(slots, self.slots), min(tokens, self.tokens)
+        for layer, old in enumerate(self.layers):
+            self.memory[layer] = self._empty(slots, tokens)
+            self.layers[layer] = self._slots_of(self.memory[layer], slots, tokens)
+            self.layers[layer][:, :r, :, :t] = old[:, :r, :, :t]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in self.layers:
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+    def read(self, slot: int, length: int) -> Tensor:
+        return torch.stack([tensor[:, slot, :, :length] for tensor in self.layers]).cpu()
+
+    def write(self, slot: int, values: Tensor) -> None:
+        for tensor, part in zip(self.layers, values, strict=True):
+            tensor[:, slot, :, : part.shape[2]] = part
+
+    def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+        for tensor in self.layers:
+            tensor[:, slots, :, targets] = tensor[:, slots, :, sources]
+
+    def wipe(self, slot: int, start: int) -> None:
+        for tensor in self.layers:
+            tensor[:, slot, :, start:] = 0

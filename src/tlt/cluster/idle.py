@@ -1,0 +1,120 @@
+"""Idle work: tasks of a worker without rows, in a fixed order. If interrupted, a task ends within a micro-batch or a
+round."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+
+from tlt.build import starting_drafter, steps_ahead
+from tlt.cluster.ahead import LookingAhead
+from tlt.cluster.allocation import Allocation
+from tlt.cluster.calls import BREAKABLE
+from tlt.cluster.crew import Crew, Done
+from tlt.cluster.drafter_training import METHODS, DrafterTraining
+from tlt.cluster.early import METHOD as EARLY_UPDATE
+from tlt.cluster.early import EarlyUpdate
+from tlt.config import Config
+from tlt.models.families import decoder_options, read_config
+from tlt.trace import ABSENT, AHEAD, EARLY, IDLE, SPOT, Tracer
+
+_SLICES = 2  # duration of a call of training or look-ahead, in slices (`cluster.slice_seconds`)
+_HANGS = 30.0  # timeout in seconds for interrupted idle work; a worker that exceeds it is replaced
+
+
+class IdleWork:
+    """Idle work of all workers: early update, drafter training and look-ahead."""
+
+    def __init__(self, crew: Crew, allocation: Allocation, tracers: Sequence[Tracer], config: Config) -> None:
+        self.crew, self.allocation, self.tracers = crew, allocation, tracers
+        self.slice_seconds = config.cluster.slice_seconds
+        options, speculation = decoder_options(read_config(config.model.path)), config.speculation
+        self.early = EarlyUpdate(crew, config.train)
+        self.training = DrafterTraining(crew, crew.pool.put, config, options, starting_drafter(config, options))
+        self.looks_ahead = steps_ahead(speculation) > 0
+        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
+        self.is_on = True
+        """whether idle workers do more than take rows of another worker"""
+        self._trained_last: int | None = None  # worker whose training was the last idle work that was started
+
+    def start(self, index: int) -> None:
+        """Start the first possible kind of idle work on a worker without rows: take rows of another worker, early
+        update, drafter training, look-ahead. While the worker waits for rows, it looks ahead, because look-ahead stops
+        within a round. If it is the only idle worker, it trains and looks ahead in turns."""
+        waits, idle = self.allocation.ask_for_rows(index), self.allocation.idle()
+        if not waits and self.update_early(index):
+            return
+        looks_first = waits or (index == self._trained_last and len(idle) == 1)
+        self._trained_last = None
+        if looks_first and self.decode_ahead(index):
+            return
+        if not waits and self.train(index, idle, _SLICES * self.slice_seconds):
+            self._trained_last = index
+        elif not looks_first:
+            self.decode_ahead(index)
+
+    def update_early(self, index: int) -> bool:
+        """Let an idle worker compute a shard of the early update. Return whether there was one."""
+        due = self.is_on and self.early.next_call(index, self.allocation.lengths(), self.slice_seconds)
+        if due:
+            self.tracers[index].enter(EARLY)
+        return due
+
+    def train(self, index: int, idle: Collection[int], seconds: float) -> bool:
+        """Start training or evaluating the drafter on an idle worker for about `seconds`, if the schedule permits.
+        `idle`: all idle workers. Return whether a call was started."""
+        due = self.is_on and self.training.next_call(index, idle, seconds)
+        if due:
+            self.tracers[index].enter(SPOT)
+        return due
+
+    def decode_ahead(self, index: int) -> bool:
+        """Start decoding look-ahead requests on an idle worker. Return whether there were any."""
+        looks_ahead = self.looks_ahead and self.is_on
+        work = self.ahead.work(index, self.allocation.number, len(self.allocation.idle())) if looks_ahead else None
+        if work:
+            self.tracers[index].enter(AHEAD)
+            self.crew.call_idle(index, "look_ahead", work, _SLICES * self.slice_seconds)
+        return work is not None
+
+    def train_longer(self, rollout_seconds: float) -> float:
+        """Train the drafter between rollout and update, for `speculation.training.extra` times the rollout's duration.
+        Return the seconds that this took."""
+        began = time.monotonic()
+        until = began + self.training.extra * rollout_seconds
+        if until == began:
+            return 0.0
+
+        def ended(done: Done) -> None:
+            self.handle(done)
+            self.tracers[done.worker].enter(IDLE if done.worker in self.crew.present else ABSENT)
+
+        self.training.train_for(lambda: until - time.monotonic(), self.slice_seconds, self.train, ended)
+        return time.monotonic() - began
+
+    def handle(self, done: Done) -> None:
+        """Pass a call that returned to look-ahead, the early update and drafter training."""
+        if done.lost:
+            self.ahead.call_ended(done.worker)
+        elif done.method == "look_ahead":
+            self.ahead.add_slice(done.worker, done.result)
+        self.early.handle_result(done)
+        self.training.handle_result(done)
+
+    def handle_kept(self) -> None:
+        """Handle the calls that returned while the crew was waiting for other calls."""
+        for done in self.crew.take_kept():
+            self.handle(done)
+
+    def end_look_ahead(self) -> None:
+        """Interrupt all idle work, and wait until look-ahead has ended, so that all its tokens are known."""
+        self.crew.break_off()
+        self.crew.wait_until_ended(("look_ahead",), _HANGS)
+
+    def end_all(self) -> None:
+        """Interrupt all idle work, and wait until it has ended. An early update has no timeout here."""
+        self.crew.break_off()
+        self.crew.wait_until_ended((EARLY_UPDATE,), math.inf)
+        self.crew.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)
+        self.handle_kept()
