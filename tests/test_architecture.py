@@ -184,6 +184,15 @@ def test_files_and_functions_are_short() -> None:
     assert [path for path in files() if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES] == []
 
 
+def test_a_short_module_has_several_importers() -> None:
+    """A module under 40 lines that only one other imports belongs into that one."""
+    users = Counter(name for path in files() for name in set(imports(parse(path))))
+    short = [path for path in files() if len(path.read_text(encoding="utf-8").splitlines()) < 40]
+    names = {".".join(("tlt", *path.relative_to(SOURCE).with_suffix("").parts)) for path in short}
+    apart = {"tlt.__main__", "tlt.integrations.verl_plugin"}  # started by their names
+    assert {name for name in names - apart if not name.endswith("__init__") and users[name] < 2} == set()
+
+
 def test_nothing_unpickles_or_evaluates() -> None:
     assert faults(lambda path: forbidden(parse(path))) == {}
 

@@ -12,7 +12,9 @@ from transformers.utils.chat_template_utils import get_json_schema
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError
 from tlt.rewards.environments import Environments, Turn
+from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.tools import Tools, calls_in, parsed, with_tools
+from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
 
 ADD = ("add", {"first": 2, "second": 3})
@@ -146,6 +148,13 @@ def test_the_chat_template_receives_the_tools() -> None:
     plain = config("Desk", chat=False)
     assert with_tools(plain) is plain, "there is no template"
     assert with_tools(config("Echo")).data.chat_arguments == {}
+
+
+def test_tools_that_cannot_be_read_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Verdict(None, "timeout", "no answer in 10 s")
+    monkeypatch.setattr(IsolatedScore, "score_all", lambda self, asked: [late] * (len(asked) == 1))
+    with pytest.raises(RewardError, match="Desk' cannot be read \\(no answer in 10 s\\): correct the environment"):
+        with_tools(config("Desk"))
 
 
 def test_a_function_without_a_description_and_a_class_without_a_score_are_refused() -> None:

@@ -144,3 +144,14 @@ def test_late_responses_replace_the_oldest() -> None:
     assert [len(item.tokens) for item in buffer.latest] == [19]
     assert not buffer.past
     assert buffer.tokens == 40, "the rollout under way stays what it is"
+
+
+def test_late_responses_replace_items_that_end_early() -> None:
+    buffer = HarvestBuffer(44, steps=2)
+    for start in (0, 20):
+        buffer.add(harvest(start, 5))
+    buffer.rollout_ended()
+    buffer.rollout_ended()
+    for start in (10, 30):
+        buffer.add_late(harvest(start, 8), past=True)
+    assert sorted(item.start for item in buffer.past) == [10, 20, 30]
