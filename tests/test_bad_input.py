@@ -115,6 +115,7 @@ OPTIONS = {
     },
     "--run.folder=HOME/prompts.jsonl/run": r"jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
     "--force train.steps": r"--force needs --resume",
+    "--restarts -1": r"--restarts -1: give a number of at least 0",
     "--resume": r"no checkpoint in .*/run/checkpoints: give the folder of a run that has one, or start .* --resume$",
 }
 NO_TOML, NO_TOKENIZER = r"recipe\.toml is not valid TOML", r"has no tokenizer that can be loaded"
@@ -129,7 +130,7 @@ FILES: list[tuple[dict[str, Change], str]] = [
     ({"recipe.toml": append(b"\nseed = 2\n")}, rf"{NO_TOML} \(Cannot overwrite a .*line \d+"),
     (
         {"recipe.toml": replace(b"/model", rb"\\new model")},
-        r"the path '.*\\new model' has a control character: write paths with '\\' in single quotes$",
+        r"the path '.*\\new model' has a control character: put a path that contains '\\' in single quotes$",
     ),
     ({"recipe.toml": append(b'\n[[reward.terms]]\nname = "exact"\n')}, r"either reward\.name or \[\[reward\.terms\]\]"),
     (

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tlt.cluster.allocation import Allocation, Forecast, RoundTime, Share, half_of, take
-from tlt.types import Prompt, Request, Row, SamplingParams
+from tlt.cluster.worker import Slice
+from tlt.types import Prompt, Request, RolloutStats, Row, SamplingParams
 
 
 def test_the_time_of_a_round_is_a_line_through_the_measurements() -> None:
@@ -99,3 +102,56 @@ def test_rows_assigned_to_a_lost_worker_are_given_to_others() -> None:
     assert list(allocation.queue) == [[given, promised]]
     assert not allocation.shares[1].promised
     assert interrupted
+
+
+def row(seed: int) -> Row:
+    return Row(Request(Prompt(0, "", (1, 2)), seed, 0, seed, SamplingParams()))
+
+
+def allocation_of(*ready: int) -> tuple[Allocation, list[str]]:
+    """Return an allocation for a crew of three workers, and a list that notes when idle work is interrupted."""
+    noted: list[str] = []
+    break_off = partial(noted.append, "interrupted")
+    crew: Any = SimpleNamespace(size=3, present=[*ready], ready={*ready}, break_off=break_off)
+    return Allocation(crew, 8, Forecast(1000)), noted
+
+
+def slice_of(*released: Row, live: Mapping[int, int] | None = None, rounds: int = 0) -> Slice:
+    return Slice([], [*released], RolloutStats(seconds={"prefill": 0.0}, rounds=rounds), dict(live or {}), [], 1.0, {})
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_released_rows_go_to_the_worker_that_waits_or_to_any_if_it_is_lost(is_lost: bool) -> None:
+    allocation, noted = allocation_of(*([0, 2] if is_lost else [0, 1, 2]))
+    rows = [row(0), row(1)]
+    allocation.shares[0] = Share(rows={one.request.seed: one for one in rows}, helper=1)
+    allocation.handle_slice(0, slice_of(rows[1]))
+    assert list(allocation.queue) == [[rows[1]]] * is_lost
+    assert allocation.shares[1].promised == [rows[1]] * (not is_lost)
+    assert noted == ["interrupted"]
+
+
+def test_a_worker_that_ran_out_of_rows_has_no_helper() -> None:
+    allocation, _ = allocation_of(0, 1, 2)
+    allocation.shares[0] = Share(asked=[1], helper=1)
+    assert allocation.take_rows(0) == []
+    assert (allocation.shares[0].asked, allocation.shares[0].helper) == ([], None)
+
+
+def test_counters_of_lost_workers_are_of_one_rollout() -> None:
+    allocation, _ = allocation_of(0, 1, 2)
+    for worker in (0, 1):
+        allocation.shares[worker].last = slice_of(rounds=3)
+        allocation.reclaim(worker)
+    assert allocation.stats()[0].rounds == 6
+    allocation.begin(0)
+    assert allocation.stats()[0].rounds == 0
+
+
+def test_one_worker_at_a_time_waits_for_rows_of_another() -> None:
+    (allocation, _), live = allocation_of(0, 1, 2), dict.fromkeys(range(4), 9)
+    allocation.shares[0] = Share(rows={seed: row(seed) for seed in live}, last=slice_of(live=live))
+    allocation.forecast.is_worth_helping = lambda *arguments: True
+    assert [allocation.ask_for_rows(worker) for worker in (1, 2)] == [True, False]
+    allocation.handle_slice(0, slice_of(live=live))
+    assert allocation.shares[0].helper == 1, "the call began before the worker was asked"

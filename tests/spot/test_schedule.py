@@ -46,6 +46,7 @@ def test_an_evaluation_is_due_after_each_interval() -> None:
         ((WORSE, WORSE), False),  # too few
         ((BETTER, HARMFUL, HARMFUL), False),  # gains 100, -5 and -5 %: one mishap does not end a burst
         ((BETTER, WORSE, WORSE, HARMFUL), True),  # only the last three count
+        ((Evaluation(40, 21.0, 20.0, 8.0), WORSE, WORSE), True),  # 5, 0 and 0 %
         ((SLIGHTLY, SLIGHTLY, SLIGHTLY), True),  # 3 % each are published, but not worth the time
     ],
 )
@@ -113,6 +114,21 @@ def test_a_burst_uses_all_idle_time_and_owes_none_afterwards() -> None:
     assert schedule.due() is None
     schedule.rollout_ended(1.0, None)
     assert schedule.due() is Due.TRAIN
+
+
+def test_a_new_burst_judges_only_its_own_candidates() -> None:
+    schedule = at_rest()
+    for rate in (0.8, 0.1, 0.1):
+        schedule.rollout_ended(1.0, rate)
+    for _ in range(RULE.burst - 1):
+        stretch(schedule, WORSE)
+        assert not schedule.rests
+
+
+def test_training_at_rest_takes_five_percent_of_the_rollouts_by_default() -> None:
+    schedule = Schedule(20, begins_at_rest=True)
+    schedule.rollout_ended(100.0, None)
+    assert schedule.credit == pytest.approx(5.0)
 
 
 def test_a_change_of_the_task_begins_a_new_interval() -> None:

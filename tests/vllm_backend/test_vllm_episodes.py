@@ -54,6 +54,7 @@ def test_episodes_are_those_of_our_engine(drafter: str, started: Any, tmp_path: 
             assert getattr(theirs, name) == getattr(mine, name)
         for name in ("logprobs", "full_logprobs"):
             assert getattr(theirs, name) == pytest.approx(getattr(mine, name), abs=1e-6)
+        assert (len(mine.proposed), theirs.proposed) == (len(mine.token_ids), ""), "unknown with vLLM"
     assert started[0].runner.live == {}
 
 

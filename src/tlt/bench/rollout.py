@@ -1,8 +1,8 @@
-"""`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and of other engines.
+"""`tlt bench rollout`: tokens per second of each strategy and batch size on the recipe's prompts.
 
-All strategies decode the same requests to the same tokens, which is checked. They take turns of 0.1 seconds. So a ratio
-compares the same work, and other load on the machine slows all strategies alike. Look-ahead is measured as in a
-training run: the policy is trained for a few steps, and an earlier version of the target decodes the drafts."""
+All strategies decode the same requests, and their tokens are compared. They take turns of 0.1 seconds, so that other
+load on the machine slows all of them alike. For look-ahead, the policy is trained for a few steps, and an earlier
+version of it decodes the drafts. Other engines are compared with plain decoding on random prompts, without turns."""
 
 from __future__ import annotations
 

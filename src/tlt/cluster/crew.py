@@ -75,7 +75,7 @@ class Crew:
         return self.calls.submit(index, method, *arguments)
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call of idle work, which `break_off` can interrupt. If the worker is left out, do nothing."""
+        """Start a call of idle work, such as drafter training, which `break_off` can interrupt, unless left out."""
         if index in self.present:
             self.calls.submit_breakable(index, method, *arguments)
 

@@ -64,7 +64,9 @@ class Workbench:
     def of(cls, config: Config) -> Workbench:
         _, prompts, target, params = open_workplace(config)
         if len(prompts) <= _HELD_OUT:
-            raise ConfigError(f"too few prompts ({len(prompts)}): {_HELD_OUT} of them are held out, so give more")
+            raise ConfigError(
+                f"too few prompts ({len(prompts)}): {_HELD_OUT} are held out, so give more than {_HELD_OUT}"
+            )
         size = config.rollout.group_size
         random.Random(config.run.seed).shuffle(prompts)
         held_out, train = (
@@ -139,8 +141,8 @@ def _save(layer: EagleLayer, folder: Path, facts: dict[str, Any]) -> None:
 def harvest(
     bench: Workbench, layer: EagleLayer, tokens: int, stop: Callable[[], bool] = lambda: False
 ) -> HarvestBuffer:
-    """Decode the training prompts until the hidden states of `tokens` tokens are saved, all prompts are answered, or
-    `stop` returns True."""
+    """Return training data (hidden states) from decoding the training prompts. Decoding ends when `tokens` tokens are
+    saved, at most training.buffer_tokens, when all prompts are answered, or when `stop` returns True."""
     wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
     buffer = HarvestBuffer(wanted + layer.options.window)  # room for the last item, of at most a window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}

@@ -90,7 +90,9 @@ def check_drafter(folder: Path, target: DecoderOptions) -> None:
         if getattr(found, name) != getattr(target, name):
             raise DrafterError(f"the drafter has {name} {getattr(found, name)}, the target has {getattr(target, name)}")
     if not torch.allclose(found.inv_freq, target.inv_freq):
-        raise DrafterError(f"the drafter's RoPE differs from the target's: see rope_parameters in {config}")
+        raise DrafterError(
+            f"the drafter's RoPE differs from the target's: compare rope_parameters in {folder / 'config.json'}"
+        )
 
 
 def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def add_train(train: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.force and not arguments.resume:
         raise ConfigError("--force needs --resume: a new run may use any recipe")
+    if arguments.restarts < 0:
+        raise ConfigError(f"--restarts {arguments.restarts}: give a number of at least 0")
     loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
     if not arguments.recipe and loose:  # argparse of Python 3.11 does not find a recipe after an option
         arguments.recipe = loose[0]

@@ -74,7 +74,9 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 
     def resolve(path: str) -> str:
         if any(char < " " for char in path):  # as in "C:\new", which TOML reads as a line break
-            raise ConfigError(f"the path {path!r} has a control character: write paths with '\\' in single quotes")
+            raise ConfigError(
+                f"the path {path!r} has a control character: put a path that contains '\\' in single quotes"
+            )
         near_recipe = recipe_folder / path
         with errors_as(ConfigError, f"{path[:80]} is not a valid path"):
             is_there = not Path(path).is_absolute() and (near_recipe.exists() or bool(glob.glob(str(near_recipe))))
@@ -161,7 +163,8 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
     for word in overrides:
         words += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
     if len(words) % 2:
-        raise ConfigError(f"{words[-1]} has no value: give it as --section.key value")
+        empty = (flag for flag, value in zip(words[::2], words[1::2], strict=False) if value.startswith("--"))
+        raise ConfigError(f"{next(empty, words[-1])} has no value: give it as --section.key value")
     pairs = list(zip(words[::2], words[1::2], strict=True))
     for flag, _ in pairs:
         if not flag.startswith("--") or "." not in flag:

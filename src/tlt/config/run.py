@@ -15,7 +15,8 @@ class RunConfig(Section):
     """Folder of the run, for its checkpoints, metrics and other files. A relative path begins in the working
     directory."""
     seed: int = Field(default=0, ge=0)
-    """Random seed for the sampling of all responses and for the order of the prompts."""
+    """Random seed for the sampling of all responses, for the order of the prompts if data.shuffle is true, and for a
+    new drafter and its training."""
     save_every: int = Field(default=20, ge=0)
     """Number of steps between checkpoints. A checkpoint is also saved at the end of the run, after a signal such as
     SIGTERM, and after an error. 0 saves only in these cases."""

@@ -231,9 +231,10 @@ class ClusterConfig(Section):
     allow_no_token: bool = False
     """Join a Ray cluster without authentication. Use it only on a private network."""
     min_workers: int | None = Field(default=None, gt=0)
-    """Smallest number of workers with which a run on a Ray cluster starts, and with which any run continues. Missing
-    workers join when resources are free. The result does not depend on the number of workers present. By default, a run
-    needs resources for all `workers` to start, and one worker to continue. With train.shard it always needs all."""
+    """Minimum number of workers. A run ends if fewer are left. A run on a Ray cluster does not start if the cluster has
+    resources for fewer. Missing workers join when resources are free. The result does not depend on the number of
+    workers present. By default, a run starts only with resources for all `workers`, and continues while one is left.
+    With train.shard, the run always needs all workers."""
     grace: float = Field(default=60.0, gt=0, le=LONGEST)
     """Timeout in seconds for the start of a worker's process. If a worker exceeds it, the run continues without that
     worker."""
@@ -241,8 +242,8 @@ class ClusterConfig(Section):
     """Time in seconds that a worker decodes before it reports to the driver and can receive other requests."""
     patience: float = Field(default=300.0, gt=0, le=LONGEST)
     """Timeout in seconds for one call of a worker that decodes or trains the drafter. A worker that exceeds it is
-    replaced. The timeout of an update or a save is ten times its longest recent duration if that is longer, and 12
-    times `patience` for the first one."""
+    replaced. Updates and saves have longer timeouts. The first update and the first save get 12 times `patience`. Later
+    ones get ten times the longest of the last five, but at least `patience`."""
 
 
 class Config(Section):

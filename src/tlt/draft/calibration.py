@@ -42,9 +42,9 @@ class Calibration:
         self.table = np.minimum(chance, 0.9999)
 
     def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
-        """Return the calibration cells [B, W, k] of each node's best k <= `branching` children. `scores`
-        [B, W, k or k + 1] are the children's noisy scores, best first. `classes` [B, W] are the classes of the draft
-        tokens (None: all 0)."""
+        """Return the calibration cells [B, W, k] of the k best children of each node. k is `branching`, or the number
+        of scores if that is smaller. `scores` [B, W, k or k + 1] are the children's noisy scores, best first. `classes`
+        [B, W] has one class for all children of a node (None: all 0)."""
         k = min(branching, scores.shape[-1])
         lead = scores[..., :k] - scores[..., :1]  # -inf for tokens that were not proposed or may not be drafted
         lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf

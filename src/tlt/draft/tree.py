@@ -79,8 +79,8 @@ class _Inputs(NamedTuple):
 
 
 class _Grown(NamedTuple):
-    """Nodes of one level of all trees, [B, M] each. An entry with a chance of 0 is no node. `parents` are node numbers
-    in the whole tree of the row."""
+    """Candidate nodes of one level, for the trees of all rows. The arrays are [B, M], with M candidates per row. A
+    candidate with `chance` 0 is padding. `parents` are indices into all candidates of the row, from the root on."""
 
     tokens: np.ndarray
     parents: np.ndarray
@@ -191,7 +191,7 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
     if ids is not None and ids.dtype != torch.int64:
         raise ValueError(f"Candidates.ids must be int64, not {ids.dtype}")
     if classes is not None and classes.shape != nodes:
-        raise ValueError(f"classes have shape {classes.shape}, but must be {nodes}")
+        raise ValueError(f"Candidates.classes must have shape {nodes}, not {classes.shape}")
 
 
 def _is_continued(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:

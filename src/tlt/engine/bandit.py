@@ -184,10 +184,10 @@ class Bandit:
         return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
 
     def free_rows(self, rows: int) -> int:
-        """Return the largest number of rows for which a plain round takes at most 3 % longer than for `rows` rows, by
-        the start-up profile. But return `rows` if the fastest strategy would decode over 3 % fewer tokens per second
-        and row for the larger number. On a GPU this exception is rare. On a CPU it is common, because drafting pays off
-        with few rows only."""
+        """Return the largest number of rows whose plain round takes at most 3 % longer than a round of `rows` rows, by
+        the start-up profile. There is one exception: return `rows` if the larger batch would slow the fastest strategy
+        by over 3 % in tokens per second of each row. On a GPU this is rare. On a CPU it is common, because drafting
+        pays off there with few rows only."""
         most = self.times.most_rows(rows, _FREE)
         free = most == rows or _FREE * self._hoped_speed(most) >= self._hoped_speed(rows)
         return most if free else rows

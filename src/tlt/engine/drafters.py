@@ -51,8 +51,8 @@ class AcceptanceRate:
 
 
 class Drafters:
-    """Per-row store of all drafters. Each drafter follows all rows, because any drafter may be used in the next
-    round."""
+    """All drafters of the engine, as one `RowStore`. A drafter that raises an exception is dropped. Every drafter gets
+    the tokens of all active rows, because any drafter may be used in the next round."""
 
     def __init__(self, drafters: Iterable[Drafter], cache: KVCache) -> None:
         self.cache = cache

@@ -173,7 +173,7 @@ class KVCache:
         return positions, partial(self.store.attend, self.store.plan(0, lengths, 1, None))
 
     def wipe_drafts(self) -> None:
-        """Set keys and values to zero behind the committed positions of all active rows."""
+        """Set the keys and values after the committed positions to zero, in the slots of all active rows."""
         for slot, row in enumerate(self._rows):
             self.wipe(slot, row.kv_length)
 

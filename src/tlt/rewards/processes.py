@@ -52,7 +52,8 @@ def _resident(pid: int | None) -> int:
 
 
 def _share(pid: int | None) -> int:
-    """Return the proportional set size of a process in bytes: a page that n processes share counts 1/n."""
+    """Return the proportional set size of a process in bytes: a page that n processes share counts 1/n. If it
+    cannot be read, return the resident size."""
     with suppress(OSError):
         for line in (_PROC / f"{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):

@@ -97,7 +97,7 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     wanted = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     if odd := sorted(wanted ^ load_file(adapters / FILE).keys()):  # PEFT skips adapters that do not fit
         raise ModelError(
-            f"{adapters / FILE} does not fit adapter_config.json in the same folder, see {odd[0]}: restore it"
+            f"{adapters / FILE} does not fit adapter_config.json: only one of them has {odd[0]}: restore both files"
         )
     tokens = torch.arange(min(_TOKENS, model.config.vocab_size))[None]
     trained = adapted(tokens).logits.softmax(-1)

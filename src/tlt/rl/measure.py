@@ -26,8 +26,9 @@ def measure(
     fate: dict[str, float],
     seconds: dict[str, float],
 ) -> StepMetrics:
-    """Return the metrics of a step. `groups`: all decoded groups, in prompt order. `fate`: numbers of waves, and of
-    groups used and carried over. `seconds`: seconds of each phase and in total."""
+    """Return the metrics of a step. `groups`: all decoded groups, in prompt order. `fate`: numbers of waves of prompts
+    (`rollout.max_waves`), of groups in the update, and of groups carried over to the next step. `seconds`: seconds of
+    each phase and in total."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)

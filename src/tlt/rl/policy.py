@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Policy(TrainedModel):
-    """Model that is trained, with its update. If `train.kl_weight` is set, it also keeps the model that training
-    started from as frozen `reference`, which takes 4 bytes per float32 parameter."""
+    """Trained model with the method that updates it. If `train.kl_weight` is set, it also keeps the model that training
+    started from, as the frozen `reference`. In float32 the reference takes 4 bytes per parameter."""
 
     passes_type: type[Passes] = Passes
 

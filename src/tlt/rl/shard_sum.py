@@ -128,8 +128,8 @@ class ShardSums:
         self._empty_parameters()
 
     def _known(self, shard: Shard) -> ShardSum | None:
-        """Return the sum that was begun for this shard during the rollout. Return None if there is none, or if it was
-        begun with other responses."""
+        """Return the `ShardSum` that this worker began for this shard during the rollout. Return None if there is
+        none, or if the shard had other responses then."""
         known = self.early.get(shard.number)
         return known if known and known.shard == shard else None
 

@@ -46,7 +46,8 @@ class Recompute:
         self._past, self._latest, self._now = self._latest, self._now, []
 
     def forget(self) -> None:
-        """Drop waiting responses of the rollout before the last finished one, because the task has changed."""
+        """Drop waiting responses of the rollout before the last finished one, because the task seems to have
+        changed."""
         self._past = []
 
     def tokens(self, past: bool) -> int:

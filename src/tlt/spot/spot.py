@@ -107,9 +107,9 @@ class SpotTrainer:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
-        """Train for about `seconds`: on at least one micro-batch, or on none if not `ready`. If `stop` returns True,
-        drop the current micro-batch and return. With `recompute`, the seconds include the computation of hidden states,
-        so there may be no micro-batch."""
+        """Train for about `seconds`. If `ready` is False, return at once. Without `recompute`, at least one micro-batch
+        is trained. With `recompute` there may be none, because the seconds include the computation of hidden states. If
+        `stop` returns True, drop the current micro-batch and return."""
         began, report, spent = time.perf_counter(), SpotReport(), 0.0
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:

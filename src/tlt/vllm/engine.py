@@ -221,6 +221,7 @@ class VllmEngine(Generates):
                 if self.on_harvest:
                     prompt = row.request.prompt
                     self.on_harvest(Transcript(len(prompt.token_ids), row.context, row.harvested))
+                row.proposed = ""  # vLLM does not say which draft proposed a token
                 responses.append(response_of(row, reason, self.detokenize))
         return responses
 

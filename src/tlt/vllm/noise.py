@@ -109,7 +109,8 @@ class NoiseTable:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, slot: int, draw: Draw | None, most_tokens: int) -> bool:
-        """Put a request into a slot, replacing any other, and return whether it has a tlt entry.
+        """Put a request into a slot, and remove the slot's previous request. `draw` is tlt's entry in the request's
+        `extra_args`, or None. Return whether `draw` is given. Without it, the request's logits stay unchanged.
 
         `most_tokens` is the maximum length of its response, in tokens.
         """
