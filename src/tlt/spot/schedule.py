@@ -34,7 +34,7 @@ class Rule:
     """Constants of the schedule of drafter training."""
 
     stretch: int = 32
-    """Number of micro-batches between two evaluations. One evaluation takes as long as six to ten micro-batches."""
+    """Number of micro-batches between two evaluations. One evaluation takes as long as about five micro-batches."""
     judged: int = 4
     """number of micro-batches of held-out data on which a candidate is evaluated"""
     better: float = 1.02
