@@ -75,7 +75,7 @@ class Crew:
         return self.calls.submit(index, method, *arguments)
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call of idle work, such as drafter training, which `break_off` can interrupt, unless left out."""
+        """Start a call that `break_off` can interrupt, such as drafter training. A left-out worker gets none."""
         if index in self.present:
             self.calls.submit_breakable(index, method, *arguments)
 

@@ -191,4 +191,5 @@ class Schedule:
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name in self.state().keys() & state.keys() - {"gains"}:
             setattr(self, name, state[name])
+        self.gains.clear()
         self.gains.extend(state.get("gains", ()))
