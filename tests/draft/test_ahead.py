@@ -108,16 +108,27 @@ def test_a_row_without_an_own_response_is_not_drafted_by_a_sibling() -> None:
     assert looking(ahead(8, [1, 2, 3, 4, 5, 6]), row=Row(request(7))).offers() == [0]
 
 
-def test_the_remaining_tokens_are_those_of_the_own_response() -> None:
-    row = Row(request(7), tokens=[1, 2, 30, 31, 32, 33])
-    own, sibling = ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35])
-    look = looking(own, sibling, row=row)
-    assert chain(look) == [34, 35]
-    assert look.rest(0) == []
-    row = Row(request(7), tokens=[1, 2])
-    found = Ahead.of(row, 1, looking(own, sibling, row=row).rest(0))
-    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert (found.seed, found.prompt, found.version, found.ended) == (7, (0,), 1, False)
+@pytest.mark.parametrize(
+    ("seed", "tokens", "ended", "continued"),
+    [
+        (7, [1, 2, 3], False, [1, 2, 3]),
+        (8, [1, 2, 3], False, []),
+        (7, [1, 2, 3], True, []),
+        (7, [1, 2, 1000], False, []),
+        (7, [1, -1], False, []),
+        (7, [1] * SamplingParams().max_new_tokens, False, []),
+    ],
+    ids=["unfinished", "a sibling's", "ended", "above the vocabulary", "negative", "no room"],
+)
+def test_a_look_ahead_row_continues_an_unfinished_draft(
+    seed: int, tokens: list[int], ended: bool, continued: list[int]
+) -> None:
+    store = AheadStore(10**6)
+    store.put([ahead(seed, tokens)._replace(ended=ended)])
+    row = store.row(request(7), vocab_size=1000)
+    assert (row.request, row.tokens, row.ahead) == (request(7), continued, True)
+    row.tokens.append(9)
+    assert store.row(request(7), vocab_size=1000).tokens == continued, "a copy"
 
 
 def test_nothing_is_proposed_at_the_end_of_the_old_response() -> None:

@@ -218,17 +218,22 @@ def test_decoding_ahead_in_any_order_of_events(seed: int) -> None:
     check_tokens([done[request.seed] for request in requests()], expected())
 
 
-def test_the_rest_of_an_old_response_is_kept_after_the_new_tokens() -> None:
-    request, known = max(zip(requests(), expected(), strict=True), key=lambda pair: len(pair[1].token_ids))
-    store = filled()
+def test_look_ahead_continues_an_unfinished_draft_of_an_older_target() -> None:
+    place, known = max(enumerate(expected()), key=lambda pair: len(pair[1].token_ids))
+    tokens = list(known.token_ids)
+    tokens[2] = (tokens[2] + 1) % VOCAB  # the older target chose another token here
+    store = AheadStore(10**6)
+    store.put([ahead(requests()[place], tokens[:5], ended=False)])
     looking = engine(store, PLAIN)
-    looking.look_ahead([request])
-    for _ in range(5):
-        looking.round()
-    looking.keep_ahead()
-    assert kept(store, request) == (list(known.token_ids), False)
+    looking.look_ahead([requests()[place]])
+    looking.round()
+    assert [row.tokens[:5] for row in looking.rows] == [tokens[:5]], "nothing is decoded again"
+    assert looking.stats.ahead_tokens == 1
     looking.release()
     assert not looking.looks_ahead
+    assert kept(store, requests()[place])[0][:5] == tokens[:5]
+    decode_ahead(looking)
+    check_tokens(decode(engine(store), [requests()[place]]), [known])
 
 
 def test_look_ahead_rows_are_preempted_by_submitted_requests() -> None:

@@ -142,7 +142,7 @@ def test_the_largest_request_that_fits_runs_to_its_end() -> None:
 def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) -> None:
     """A prefill of one row takes as long as one of four. A row ends before each round."""
     scheduler = scheduler_of(bound_tokens=4096, max_rows=32, verify_tokens=1)
-    scheduler.look_ahead({number: request(number, 2, 8) for number in range(40)}, most)
+    scheduler.look_ahead({number: Row(request(number, 2, 8), ahead=True) for number in range(40)}, most)
     while len(scheduler.rows) < most:
         admit(scheduler, most)
     for expected in begun:
@@ -152,7 +152,7 @@ def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) 
 
 def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> None:
     scheduler = scheduler_of(4096, max_rows=8, verify_tokens=1)
-    scheduler.look_ahead({1: request(1, 2, 8)}, most=8)
+    scheduler.look_ahead({1: Row(request(1, 2, 8), ahead=True)}, most=8)
     admit(scheduler, 8)
     scheduler.submit([request(2, 2, 8), request(3, 2, 8)])
     admit(scheduler)

@@ -71,7 +71,7 @@ class LookingAhead:
         decodes the row again and verifies the draft. `version`: target version that decoded the tokens."""
         known = self.store.get(row.request)
         rest = known.tokens[len(tokens) :].tolist() if known else ()
-        self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
+        self.store.put([Ahead.of(replace(row, tokens=[*tokens, *rest]), version)])
 
     # -- assignment ----------------------------------------------------------------------------------------------------
 

@@ -32,12 +32,14 @@ class Ahead(NamedTuple):
     ended: bool
 
     @classmethod
-    def of(cls, decoded: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
-        """Return a draft with the tokens of a row or a response. `rest` are tokens of an older response that are
-        expected to follow. `ended`: the response is complete."""
-        tokens = decoded.tokens if isinstance(decoded, Row) else decoded.token_ids
-        both = np.array([*tokens, *rest], dtype=np.int32)
-        return cls(decoded.request.seed, decoded.request.prompt.token_ids, both, version, ended)
+    def of(cls, decoded: Row | Response, version: int, ended: bool = False) -> Ahead:
+        """Return a draft with the tokens of a row or a response. `ended`: the response is complete."""
+        tokens = np.array(decoded.tokens if isinstance(decoded, Row) else decoded.token_ids, dtype=np.int32)
+        return cls(decoded.request.seed, decoded.request.prompt.token_ids, tokens, version, ended)
+
+    def is_valid(self, vocab_size: int) -> bool:
+        """Return whether all tokens are in the vocabulary."""
+        return bool(self.tokens.min() >= 0 and self.tokens.max() < vocab_size)
 
 
 class AheadStore:
@@ -83,6 +85,14 @@ class AheadStore:
 
     def get(self, request: Request) -> Ahead | None:
         return self._kept.get(request.seed)
+
+    def row(self, request: Request, vocab_size: int) -> Row:
+        """Return a look-ahead row of this request. It continues the request's draft if that has not ended, even if an
+        older target version decoded it, because decoding it again would take longer than its divergences cost."""
+        known = self.get(request)
+        continues = known and not known.ended and len(known.tokens) < request.sampling.max_new_tokens
+        tokens = known.tokens.tolist() if known and continues and known.is_valid(vocab_size) else []
+        return Row(request, tokens, ahead=True)
 
     def has_ended(self, request: Request) -> bool:
         known = self.get(request)
@@ -167,13 +177,6 @@ class Pointer:
         self.proposed = count
         return [] if self.at is None else self.old[self.at : self.at + count]
 
-    def rest(self) -> list[int]:
-        """Return the remaining tokens of the row's own old response. After a divergence, its position there is computed
-        as if no tokens had been inserted or deleted."""
-        if self.at is None or not self.is_own:
-            return self.sources[0][max(0, self.length + self.shift) :].tolist()
-        return self.old[self.at :]
-
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
     """Return the index after the occurrence of `last` in `tokens` that is nearest to the index `near`; None if there is
@@ -195,11 +198,8 @@ class LookAhead:
     def append(self, row: Row, kept: int) -> None:
         group = self.store.group(row.request)
         known = bool(group) and group[0].seed == row.request.seed
-        usable = known and all(map(self._is_valid, group))
+        usable = known and all(ahead.is_valid(self.vocab_size) for ahead in group)
         self._pointers.append(Pointer([ahead.tokens for ahead in group], row.tokens) if usable else None)
-
-    def _is_valid(self, ahead: Ahead) -> bool:
-        return ahead.tokens.min() >= 0 and ahead.tokens.max() < self.vocab_size
 
     def remove(self, place: int, last: int) -> None:
         self._pointers[place] = self._pointers[last]
@@ -216,8 +216,3 @@ class LookAhead:
     def propose(self, counts: Sequence[int]) -> list[list[int]]:
         """Return for row i a chain of up to `counts[i]` tokens; [] if the row has no position in an old response."""
         return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
-
-    def rest(self, place: int) -> list[int]:
-        """Return the remaining tokens of the row's own old response; [] if it has none."""
-        pointer = self._pointers[place]
-        return pointer.rest() if pointer else []

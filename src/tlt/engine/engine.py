@@ -134,19 +134,17 @@ class Engine(Generates):
     def look_ahead(self, requests: Iterable[Request]) -> None:
         """Replace the look-ahead requests. They are decoded in free slots while no other request waits, in the given
         order. Their tokens are saved in `store`. Raises ValueError for a request that cannot be decoded."""
-        wanted = {request.seed: request for request in requests}
         self.keep_ahead()
-        self.rollout.scheduler.look_ahead(wanted, self._most_with_ahead())
+        rows = {request.seed: self.store.row(request, self.target.options.vocab_size) for request in requests}
+        self.rollout.scheduler.look_ahead(rows, self._most_with_ahead())
 
     def keep_ahead(self) -> None:
         """Store the tokens so far of all look-ahead rows as drafts."""
-        rollout = self.rollout
-        for place, row in enumerate(rollout.rows):
-            if row.ahead:
-                self.store.put([Ahead.of(row, rollout.version, rest=rollout.ahead.rest(place))])
-        for row in rollout.scheduler.ahead:  # preempted rows have tokens too
+        version = self.rollout.version
+        self.store.put(Ahead.of(row, version) for row in self.rows if row.ahead)
+        for row in self.rollout.scheduler.ahead:  # preempted rows have tokens too
             if len(row.tokens) > self.store.length(row.request.seed):
-                self.store.put([Ahead.of(row, rollout.version)])
+                self.store.put([Ahead.of(row, version)])
 
     def swap(self, drafter: Drafter) -> None:
         """Replace the drafter that has the same name. Call this between two rounds, or before a round's draft."""

@@ -41,22 +41,20 @@ class Scheduler:
             self._check(row.request)
         self.waiting.extend(rows)
 
-    def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
-        """Replace the look-ahead requests (seed -> request, the most urgent first). An active look-ahead row continues
-        if its request is among the first that fit into `most` active rows. The other look-ahead rows leave, and are
-        queued if their request is among the new ones. Raises ValueError, like `submit`."""
-        for request in requests.values():
-            self._check(request)
-        live, left = set[int](), {row.request.seed: row for row in self.ahead}
-        urgent = set(islice(requests, max(0, most - sum(not row.ahead for row in self.rows))))
+    def look_ahead(self, rows: Mapping[int, Row], most: int) -> None:
+        """Replace the look-ahead rows by `rows` (seed -> row, the most urgent first). An active look-ahead row
+        continues instead of a new one if its seed is among the first that fit into `most` active rows. Raises
+        ValueError, like `submit`."""
+        for row in rows.values():
+            self._check(row.request)
+        live = set[int]()
+        urgent = set(islice(rows, max(0, most - sum(not row.ahead for row in self.rows))))
         for place in reversed(range(len(self.rows))):
             if (row := self.rows[place]).ahead and row.request.seed in urgent:
                 live.add(row.request.seed)
             elif row.ahead:
-                left[row.request.seed] = self.rows.remove(place)
-        self.ahead = deque(
-            left.get(seed) or Row(request, ahead=True) for seed, request in requests.items() if seed not in live
-        )
+                self.rows.remove(place)
+        self.ahead = deque(row for seed, row in rows.items() if seed not in live)
 
     def preempt_ahead(self) -> None:
         """Preempt all look-ahead rows. They are the first look-ahead rows to be admitted again."""

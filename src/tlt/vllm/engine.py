@@ -22,7 +22,7 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.spot.buffer import Transcript
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
-from tlt.vllm.look_ahead import chains_for, rest_of
+from tlt.vllm.look_ahead import chains_for
 from tlt.vllm.noise import Draw, Drawn
 from tlt.vllm.target import VllmTarget
 from tlt.vllm.versions import VllmError
@@ -109,18 +109,19 @@ class VllmEngine(Generates):
         self.keep_ahead()
         live = {row.request.seed: name for name, row in self._live.items() if row.ahead}
         self._abort([name for seed, name in live.items() if seed not in wanted])
-        self._ahead = deque(Row(request, ahead=True) for seed, request in wanted.items() if seed not in live)
+        self._ahead = deque(self._ahead_row(request) for seed, request in wanted.items() if seed not in live)
+
+    def _ahead_row(self, request: Request) -> Row:
+        return self.store.row(request, self.target.options.vocab_size)
 
     def keep_ahead(self) -> None:
         """Save the tokens of look-ahead rows in the store."""
-        for row in self.rows:
-            if row.ahead and row.tokens:
-                self.store.put([Ahead.of(row, self.version, rest=rest_of(self.store, row))])
+        self.store.put(Ahead.of(row, self.version) for row in self.rows if row.ahead)
 
     def _preempt_ahead(self) -> None:
         self.keep_ahead()
         for row in self._abort([name for name, row in self._live.items() if row.ahead]):
-            self._ahead.appendleft(Row(row.request, ahead=True))
+            self._ahead.appendleft(self._ahead_row(row.request))
 
     def draft_with(self, layer: EagleLayer) -> None:
         """Load the weights of `layer` into the learned drafter."""

@@ -24,15 +24,8 @@ def chains_for(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
     """
     group = store.group(row.request)
     known = bool(group) and group[0].seed == row.request.seed
-    sound = known and all(ahead.tokens.min() >= 0 and ahead.tokens.max() < vocab_size for ahead in group)
+    sound = known and all(ahead.is_valid(vocab_size) for ahead in group)
     return [ahead.tokens.astype(np.int32).tobytes() for ahead in group] if sound else []
-
-
-def rest_of(store: AheadStore, row: Row) -> list[int]:
-    """Return the part of the row's own look-ahead draft that follows its current tokens."""
-    group = store.group(row.request)
-    known = bool(group) and group[0].seed == row.request.seed
-    return Pointer([ahead.tokens for ahead in group], row.tokens).rest() if known else []
 
 
 class LookAheadProposer:
