@@ -99,10 +99,10 @@ def _line(words: str) -> dict[str, Any]:
     """Parse one line of metrics.jsonl. Raises ValueError if the line is damaged."""
     line = parse_json(words)
     if not isinstance(line, dict):
-        raise ValueError(f"{words[:40]!r} is not a step's metrics")
+        raise ValueError(f"the line that begins with {words[:40]!r} is not a JSON object")
     for name, kind in _NEEDED.items():
         if not isinstance(line.get(name), kind):
-            raise ValueError(f"{words[:40]!r} has no {name}")
+            raise ValueError(f"the line that begins with {words[:40]!r} has no valid {name!r}")
     return line
 
 

@@ -138,7 +138,7 @@ def test_a_layer_that_attends_twice_is_refused(tmp_path: Path, monkeypatch: pyte
         return once(*inputs, **settings)
 
     monkeypatch.setattr(attention, "forward", twice)
-    with pytest.raises(ValueError, match=f"attend {target.options.num_layers + 1} times"):
+    with pytest.raises(ValueError, match=f"made {target.options.num_layers + 1} calls"):
         target._check_layers()
 
 

@@ -214,7 +214,7 @@ def test_processes_meet_sum_and_gather() -> None:
 def test_a_member_that_waits_in_vain_for_others_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.rl.parallel._RENDEZVOUS", timedelta(seconds=1))
     rendezvous = Rendezvous("127.0.0.1")
-    with pytest.raises(GroupBroken, match="2 workers did not connect at 127"):
+    with pytest.raises(GroupBroken, match="2 workers could not form a process group at 127"):
         Processes(rendezvous.address, 0, 2, 2, CPU)
 
 

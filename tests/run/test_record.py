@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 import types
 from dataclasses import replace
 from importlib.util import find_spec
@@ -389,6 +390,27 @@ def test_a_failing_tracker_is_turned_off(tmp_path: Path, service: Service, caplo
     trackers.close()
     assert caplog.text.count("failed (ConnectionError: no network)") == 1
     assert list((tmp_path / "tensorboard").glob("events*")), "the other one is told"
+
+
+def test_a_slow_tracker_delays_no_step(tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_log, threads, log = threading.Event(), set[int](), service.log
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        assert may_log.wait(60)
+        threads.add(threading.get_ident())
+        log(*arguments, **options)
+
+    monkeypatch.setattr(service, "log", slow)
+    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+    for step in range(3):
+        trackers.log(step, {"reward": 1.0})
+    assert not service.told
+    may_log.set()
+    trackers.close()
+    assert [step for step, _ in service.told] == [0, 1, 2]
+    assert service.closed == 1
+    assert len(threads) == 1, "the active run of MLflow is per thread"
+    assert threading.get_ident() not in threads
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -125,10 +125,10 @@ def test_a_new_burst_judges_only_its_own_candidates() -> None:
         assert not schedule.rests
 
 
-def test_training_at_rest_takes_five_percent_of_the_rollouts_by_default() -> None:
+def test_training_at_rest_takes_two_percent_of_the_rollouts_by_default() -> None:
     schedule = Schedule(20, begins_at_rest=True)
     schedule.rollout_ended(100.0, None)
-    assert schedule.credit == pytest.approx(5.0)
+    assert schedule.credit == pytest.approx(2.0)
 
 
 def test_a_change_of_the_task_begins_a_new_interval() -> None:

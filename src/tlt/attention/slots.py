@@ -175,8 +175,8 @@ class SlotAttention(SlotMemory):
         return torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
 
     def by_query(self, bias: Tensor) -> Tensor:
-        """Return the bias [rows * K, N, T], repeated for the H/K queries that share a key-value head:
-        [rows * K, H/K * N, T]. If N is 1, return `bias` itself, which broadcasts."""
+        """Return the bias [rows * K, N, T], repeated for the H/K query heads that share a key-value head:
+        [rows * K, H/K * N, T]. If N or H/K is 1, return `bias` itself, which broadcasts."""
         rows, N, T = bias.shape
         if N == 1 or self.queries_per_kv == 1:
             return bias

@@ -68,14 +68,14 @@ class Crew:
         return [index for index in sorted(self.ready) if not self.pending(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
-        """Start a call of a worker's method. Return its handle; `done` returns its result. If the worker is left out,
-        return None without a call, because it takes the run's state when it rejoins."""
+        """Start a call of a worker's method. Return its handle; `done` returns its result. If the worker is not
+        present, return None without a call. When it rejoins, it gets a copy of the run's state."""
         if index not in self.present:
             return None
         return self.calls.submit(index, method, *arguments)
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call that `break_off` can interrupt, such as drafter training. A left-out worker gets none."""
+        """Start a call that `break_off` can interrupt, such as drafter training, if the worker is present."""
         if index in self.present:
             self.calls.submit_breakable(index, method, *arguments)
 

@@ -113,7 +113,7 @@ class IdleWork:
         self.crew.wait_until_ended(("look_ahead",), _HANGS)
 
     def end_all(self) -> None:
-        """Interrupt all idle work, and wait until it has ended. An early update has no timeout here."""
+        """Interrupt all idle work, and wait until it has ended. The wait for an early update has no timeout."""
         self.crew.break_off()
         self.crew.wait_until_ended((EARLY_UPDATE,), math.inf)
         self.crew.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)

@@ -102,7 +102,8 @@ def parse_config(tree: dict[str, Any], source: str = "configuration", own: Mappi
 
 
 def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapping[str, Any] | None = None) -> S:
-    """Validate one section, as `parse_config` validates all of them. Raises ConfigError on the first error."""
+    """Validate one section, as `parse_config` validates all of them. Raises ConfigError on the first error. `own` is
+    the recipe without overrides: the message names the command line as the source of a value that differs from it."""
     for key, fault in _no_values(tree):
         raise ConfigError(f"{_blamed(source, tree, own, key.split('.'))}: {key}: {fault}")
     try:

@@ -96,7 +96,7 @@ class FeatureWindow:
         self.first[target], self.length[target] = min(max(first, held), length), length
 
     def save(self, row: int) -> SavedEntries:
-        """Return a copy, in host memory, of the row's entries in the window."""
+        """Return a copy, in host memory, of the row's entries in the window. `restore` writes them back."""
         first = self.start(row)
         features, next_tokens = self.read(row, first, self.length[row])
         return SavedEntries(first, features.cpu(), next_tokens.cpu())

@@ -257,7 +257,10 @@ def _refuse_unknown(c: Any) -> None:
 
 def _refuse_untrainable(c: Any) -> None:
     if not getattr(c, "is_causal", True):
-        raise ModelError("config.json has is_causal = false, but tlt needs causal attention: remove it")
+        raise ModelError(
+            "config.json has is_causal = false, but tlt supports only causal attention: use another model, or remove "
+            "is_causal if the model was trained with causal attention"
+        )
     if getattr(c, "quantization_config", None) is not None:
         raise ModelError("config.json has a quantization_config, and such weights cannot be trained: dequantize them")
     if getattr(c, "transformers_weights", None):

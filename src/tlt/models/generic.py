@@ -136,8 +136,8 @@ class GenericDecoder(Decoder):
         self.forward(tokens, tokens, watch)
         if sorted(layers) != list(range(o.num_layers)):
             raise ValueError(
-                f"the model's {o.num_layers} layers attend {len(layers)} times, so they keep other state or attend "
-                "twice"
+                f"each of its {o.num_layers} layers must call attention once, but they made {len(layers)} calls; "
+                "layers with other state than keys and values, such as Mamba's, make none"
             )
         width = getattr(self.config, "sliding_window", None)
         sliding = (getattr(self.config, "layer_types", None) or ["sliding_attention"]).count("sliding_attention")

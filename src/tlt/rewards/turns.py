@@ -19,7 +19,7 @@ class Turns(Protocol):
 
     @property
     def awaits(self) -> bool:
-        """Whether a response waits for a reply of its environment."""
+        """Whether any response waits for a reply of its environment."""
         ...
 
     def begin(self, requests: Sequence[Request]) -> list[Row]:

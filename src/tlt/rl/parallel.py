@@ -239,7 +239,8 @@ class Processes:
             _end_silent_connections()
         except RuntimeError as error:  # torch raises subclasses of it
             self.leave()
-            raise GroupBroken(f"{size} workers did not connect at {address}: {first_line(error)}") from None
+            message = f"the {size} workers could not form a process group at {address}: {first_line(error)}"
+            raise GroupBroken(message) from None
 
     def sum_(self, tensor: Tensor) -> None:
         self._call(dist.all_reduce, tensor)

@@ -73,7 +73,9 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
 
 
 def _logits(target: Target, tokens: Tensor, with_drafts: bool) -> Tensor:
-    """Return the target's logits [n, V] at the last n tokens of a text [N]. n is N, or 1 with vLLM."""
+    """Return the target's next-token logits after each token of a text [N]: [N, V]. With vLLM, return only those after
+    the last token: [1, V]. If `with_drafts`, the second half of the text is verified as draft tokens and not prefilled.
+    vLLM prefills all of it."""
     if isinstance(target, VllmTarget):
         return target.text_logits(tokens)
     assert isinstance(target, Decoder), "targets are decoders or vLLM"

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -162,30 +163,41 @@ def names_of(trackers: Sequence[str] | None) -> list[str]:
 
 
 class Trackers:
-    """All trackers of a run. A tracker that fails gets no further metrics. The run continues, because metrics.jsonl is
-    complete."""
+    """All trackers of a run. They log in a thread of their own, so a slow tracker delays no step. A tracker that fails
+    gets no further metrics. The run continues, because metrics.jsonl is complete."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self._open: dict[str, Tracker] = {}
+        self._thread = ThreadPoolExecutor(1, "trackers")  # one thread, because the active run of MLflow is per thread
         for name in names:
-            if found := self._guarded(name, lambda name=name: maker(TRACKERS[name])(run)):
-                self._open[name] = found
+            self._thread.submit(self._start, name, run).result()
+
+    def _start(self, name: str, run: TrackedRun) -> None:
+        if found := self._guarded(name, lambda: maker(TRACKERS[name])(run)):
+            self._open[name] = found
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = dict(scalars(metrics))
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, lambda tracker=tracker: tracker.log(step, values))
+        self._thread.submit(self._for_each, lambda tracker: tracker.log(step, values))
 
     def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table of responses to the trackers that accept tables."""
-        for name, tracker in list(self._open.items()):
-            if rows and isinstance(tracker, TableTracker):
-                self._guarded(name, lambda tracker=tracker: tracker.log_table(step, rows))
+
+        def log(tracker: Tracker) -> None:
+            if isinstance(tracker, TableTracker):
+                tracker.log_table(step, rows)
+
+        if rows:
+            self._thread.submit(self._for_each, log)
 
     def close(self) -> None:
+        """Close the trackers after they have logged everything."""
+        self._thread.submit(self._for_each, lambda tracker: tracker.close())
+        self._thread.shutdown()
+
+    def _for_each(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            self._guarded(name, tracker.close)
-        self._open.clear()
+            self._guarded(name, lambda tracker=tracker: act(tracker))
 
     def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
         try:

@@ -7,7 +7,7 @@ held-out data in 2 % fewer rounds.
 
     burst   training may use all idle time (a single idle worker trains and looks ahead in turns), until the last 8
             candidates saved less than 4 % of the rounds on average
-    rest    training may use 5 % of the rollouts' time
+    rest    training may use 2 % of the rollouts' time
 
 Other idle time is left for look-ahead. A burst begins when training starts from random weights and when the task
 changes. A run that starts with a trained drafter begins at rest. A publication at rest does not end the rest.
@@ -45,7 +45,7 @@ class Rule:
     worth: float = 0.04
     """Minimum mean gain of a burst's last candidates. The gain is (rounds of the drafter in use) / (rounds of the
     candidate) - 1. Training with smaller gains saves less time than look-ahead in the same idle time."""
-    rest_share: float = 0.05
+    rest_share: float = 0.02
     """Worker seconds of training at rest, of all workers together, per second of rollout. Training slows another worker
     on the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8

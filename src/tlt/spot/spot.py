@@ -209,7 +209,8 @@ class SpotTrainer:
         return sum_evaluations(done)._replace(seconds=time.perf_counter() - began)
 
     def held_out(self) -> list[Harvest]:
-        """Return pieces of responses of the last finished rollout: the same pieces until the target changes."""
+        """Return the held-out data on which drafters are compared: random segments of responses of the last finished
+        rollout. The seed is the target's version, so that all evaluations between two updates use the same segments."""
         return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
 
     def publish(self, state: TrainerState, acceptance: float | None) -> EagleLayer:

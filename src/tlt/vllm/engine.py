@@ -109,10 +109,8 @@ class VllmEngine(Generates):
         self.keep_ahead()
         live = {row.request.seed: name for name, row in self._live.items() if row.ahead}
         self._abort([name for seed, name in live.items() if seed not in wanted])
-        self._ahead = deque(self._ahead_row(request) for seed, request in wanted.items() if seed not in live)
-
-    def _ahead_row(self, request: Request) -> Row:
-        return self.store.row(request, self.target.options.vocab_size)
+        vocab_size = self.target.options.vocab_size
+        self._ahead = deque(self.store.row(r, vocab_size) for seed, r in wanted.items() if seed not in live)
 
     def keep_ahead(self) -> None:
         """Save the tokens of look-ahead rows in the store."""
@@ -120,8 +118,7 @@ class VllmEngine(Generates):
 
     def _preempt_ahead(self) -> None:
         self.keep_ahead()
-        for row in self._abort([name for name, row in self._live.items() if row.ahead]):
-            self._ahead.appendleft(self._ahead_row(row.request))
+        self._ahead.extendleft(self._abort([name for name, row in self._live.items() if row.ahead]))
 
     def draft_with(self, layer: EagleLayer) -> None:
         """Load the weights of `layer` into the learned drafter."""

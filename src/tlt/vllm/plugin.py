@@ -36,9 +36,9 @@ def _wrap(owner: Any, name: str, wrapper: Any) -> None:
 
 
 def _refusing(original: Any) -> Any:
-    """Return a wrapper that validates the tlt entry when a request arrives.
+    """Return `_validate_params` with a check of tlt's entry in the `extra_args` of each new request.
 
-    A ValueError here is returned to the client. In the runner it would end vLLM.
+    A ValueError here is returned to the client. Raised later, in the model runner, it would end the vLLM server.
     """
 
     def _validate_params(processor: Any, params: Any, *others: Any) -> Any:
@@ -57,7 +57,8 @@ def _refusing(original: Any) -> Any:
 
 
 def _draws(config: Any) -> bool:
-    """Return whether the runner of this vLLM has the noise."""
+    """Return whether a vLLM with this configuration samples with tlt's noise. Model runner V2 does so with tlt's logits
+    processor, and V1 if this plugin or tlt's worker extension wraps it."""
     if config.use_v2_model_runner:
         given = config.model_config.logits_processors or ()
         return any(p == PROCESSOR or getattr(p, "__module__", "") == PROCESSOR.partition(":")[0] for p in given)
