@@ -113,7 +113,7 @@ OPTIONS = {
         f"--reward.name=own_rewards:{name}": rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has"
         for name, outcome in (("late", "not a number"), ("raises", "error"))
     },
-    "--run.folder=HOME/prompts.jsonl/run": r"jsonl/run cannot be made \(Not a directory\): set another --run\.folder",
+    "--run.folder=HOME/prompts.jsonl/run": r"run cannot be created or written to \(Not a directory\): set another",
     "--force train.steps": r"--force needs --resume",
     "--restarts -1": r"--restarts -1: give a number of at least 0",
     "--resume": r"no checkpoint in .*/run/checkpoints: give the folder of a run that has one, or start .* --resume$",
@@ -176,21 +176,21 @@ FILES: list[tuple[dict[str, Change], str]] = [
         r"names an end token below the vocab_size of 257",
     ),
     ({"model/generation_config.json": {"eos_token_id": "256"}}, r"'256' for an eos_token_id: give a token's number"),
-    ({"model": save_mistral}, r"may reach 17 tokens, but config\.json has sliding_window = 8, as the rollout decoder"),
+    ({"model": save_mistral}, r"may reach 17 tokens, but config\.json has sliding_window = 8, and the rollout decoder"),
     ({"prompts.jsonl": rewrite(lambda text: b'{"question": "\xff"}')}, r"prompts\.jsonl, line 1"),
     ({"prompts.jsonl": '{"question": "a\\ud800"}'}, r"prompt 0 contains a lone surrogate, .*: 'a\\ud800'"),
     ({"prompts.jsonl": '{"question": ' + "[" * 100_000}, r"jsonl, line 1 is not JSON: it is nested too deeply"),
     ({"prompts.jsonl": '{"question": ""}'}, r"prompt 0 is empty"),
     (
         {"prompts.jsonl": '{"question": "new", "solution": "1"}', "options": "--reward.name=exact"},
-        r"prompt 0 has no answer .*: set data\.answer_column; its other columns are question, solution",
+        r"prompt 0 .* has no right answer: .* data\.answer_column to one of its other columns \(question, solution\)",
     ),
     (
         {
             "held_out.jsonl": '{"question": "new", "solution": "1"}',
             "options": "--reward.name=exact --eval.every=1 --eval.path=HOME/held_out.jsonl",
         },
-        r"prompt 0 has no answer to compare with \('new'\): set data\.answer_column",
+        r"prompt 0 \('new'\) has no right answer: .* set data\.answer_column",
     ),
     (
         {

@@ -54,7 +54,7 @@ def test_notes_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert ("one worker with all cores may be faster" in about) == is_said
         assert "not tested" not in about
     monkeypatch.setattr("tlt.run.about.TRIED", frozenset())
-    untested = "(qwen3 is not tested with tlt yet: it is checked at each sync)"
+    untested = "(qwen3 is not tested with tlt yet: each sync compares engine and policy)"
     assert untested in about_model(tiny_config(tmp_path))
 
 

@@ -377,7 +377,7 @@ def test_generate_overwrites_no_column_of_a_row(capsys: pytest.CaptureFixture[st
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "a"}\n{"question": "b", "response": "mine", "index": 7}\n', encoding="utf-8")
     command = ("generate", str(home / "model"), "--data", str(data), "--out", str(tmp_path / "out.jsonl"))
-    assert "columns that --out writes for each response: rename index, response" in refusal(capsys, *command)
+    assert "columns with names that --out uses for responses: rename index, response" in refusal(capsys, *command)
 
 
 def test_waiting_threads_sleep_early_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:

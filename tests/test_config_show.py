@@ -37,7 +37,7 @@ def test_every_field_is_printed_once_with_its_meaning() -> None:
 
 def test_commented_fields_can_be_uncommented() -> None:
     text = re.sub(r"^# ((?:\w+ = |\[\[).*)$", r"\1", commented(), flags=re.MULTILINE)
-    text = re.sub(r"^(\w+) =  \((required|left out)\)$", r"# \1", text, flags=re.MULTILINE)
+    text = re.sub(r"^(\w+) =  \((required|not set)\)$", r"# \1", text, flags=re.MULTILINE)
     tree = tomllib.loads(text)
     assert tree["data"]["tasks"] == [{"weight": 1.0, "params": {}, "stage": 0}]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tlt.config.run import RunConfig
-from tlt.energy import Meter, MeteredTracer, Nvml, Rapl, cpu_seconds, total_energy
+from tlt.energy import CpuTime, Meter, MeteredTracer, Nvml, Rapl, total_energy
 
 RANGE = 262_143_328_850  # microjoules, as an Intel package has it
 
@@ -71,9 +72,17 @@ def test_cpu_time_is_that_of_this_process_and_its_descendants(tmp_path: Path) ->
     process(me + 1, me, 1000, 0, 0, 0)
     process(me + 2, me + 1, 0, 10_000, 0, 0)
     process(me + 3, 1, 7, 7, 7, 7)  # of somebody else
-    assert cpu_seconds(tmp_path, ticks=100) == pytest.approx(111.23)
+    cpu = CpuTime(tmp_path, ticks=100)
+    assert cpu.read() == pytest.approx(111.23)
+    process(me + 4, me + 1, 50, 0, 0, 0)
+    process(me + 5, me + 6, 50, 0, 0, 0)  # its parent has just ended
+    assert cpu.read() == pytest.approx(111.23)
+    cpu.find_descendants()
+    assert cpu.read() == pytest.approx(111.73)
+    shutil.rmtree(tmp_path / str(me + 4))
+    assert cpu.read() == pytest.approx(111.23), "it has ended"
     for proc in (Path("/proc"), tmp_path / "no proc"):
-        assert cpu_seconds(proc) >= sum(os.times()[:4]) - 0.05, "of this very process"
+        assert CpuTime(proc).read() >= sum(os.times()[:4]) - 0.05, "of this very process"
 
 
 def metered(tmp_path: Path, used: list[int]) -> MeteredTracer:

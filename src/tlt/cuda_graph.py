@@ -24,9 +24,10 @@ class Replayed:
     """Computation that is captured as a CUDA graph and then replayed. It reads tensors that the caller fills before
     each call. Each call overwrites the result of the previous call.
 
-    The first call runs `compute` without a capture, because a capture takes as long as a call. The second call captures
-    a graph, and later calls replay it. On a CPU every call runs `compute`. `compute` must not make the host wait for
-    the device. It is passed at each call, because a stored reference could keep a graph and its memory alive."""
+    The first call runs `compute` without a capture, because a capture takes as long as a call and only later calls gain
+    from it. The second call captures a graph, and later calls replay it. On a CPU every call runs `compute`. `compute`
+    must not make the host wait for the device. It is passed at each call, because a stored reference could keep a graph
+    and its memory alive."""
 
     slow_calls = 0
     """number of calls in this process that ran or captured `compute`; a round with such a call is slow"""

@@ -80,20 +80,34 @@ class Nvml:
         return sum(self._library.nvmlDeviceGetTotalEnergyConsumption(card) for card in self._cards) / 1e3
 
 
-def cpu_seconds(root: Path = _PROC, ticks: int | None = None) -> float:
-    """Return the CPU seconds of this process and all its descendants, including those that have ended."""
-    if not (root / "self" / "stat").exists():
-        used = os.times()
-        return used.user + used.system + used.children_user + used.children_system
-    parents: dict[int, int] = {}
-    spent: dict[int, int] = {}
-    for name in filter(str.isdecimal, os.listdir(root)):
-        with suppress(OSError, ValueError, IndexError), open(f"{root}/{name}/stat", "rb") as file:  # it may have ended
+class CpuTime:
+    """CPU time of this process and of all its descendants, including those that have ended. New descendants count from
+    the next `find_descendants` on, which reads the files of all processes of the machine."""
+
+    def __init__(self, root: Path = _PROC, ticks: int | None = None) -> None:
+        self.root, self.ticks = root, ticks or os.sysconf("SC_CLK_TCK")
+        self._has_proc = (root / "self" / "stat").exists()
+        self.find_descendants()
+
+    def find_descendants(self) -> None:
+        names = os.listdir(self.root) if self._has_proc else ()
+        parents = {int(name): parent for name in names if name.isdecimal() and (parent := self._stat(name)[0])}
+        self._processes = [pid for pid in parents if _descends(pid, os.getpid(), parents)]
+
+    def read(self) -> float:
+        """Return the CPU seconds so far."""
+        if not self._has_proc:
+            used = os.times()
+            return used.user + used.system + used.children_user + used.children_system
+        return sum(self._stat(pid)[1] for pid in self._processes) / self.ticks
+
+    def _stat(self, pid: int | str) -> tuple[int, int]:
+        """Return the parent of a process, and the ticks of CPU time of the process and of its ended children; (0, 0)
+        if it has ended."""
+        with suppress(OSError, ValueError, IndexError), open(f"{self.root}/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split(None, 15)
-            parents[int(name)] = int(fields[1])
-            spent[int(name)] = sum(map(int, fields[11:15]))  # user and system time, of itself and of its ended children
-    me = os.getpid()
-    return sum(spent[pid] for pid in spent if _descends(pid, me, parents)) / (ticks or os.sysconf("SC_CLK_TCK"))
+            return int(fields[1]), sum(map(int, fields[11:15]))
+        return 0, 0
 
 
 def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
@@ -111,11 +125,17 @@ class Meter:
         """Find the counters of this machine. If `one_machine` is False, because workers run on other machines, nothing
         is measured."""
         self._sources: dict[str, Callable[[], float]] = {}
-        if one_machine:
-            self._sources["cpu_seconds"] = lambda: cpu_seconds(proc)
+        self._cpu = CpuTime(proc) if one_machine else None
+        if self._cpu:
+            self._sources["cpu_seconds"] = self._cpu.read
             for name, source in {"cpu_joules": rapl or Rapl(), "gpu_joules": nvml or Nvml()}.items():
                 if source:
                     self._sources[name] = source.read
+
+    def find_descendants(self) -> None:
+        """Count the CPU time of processes that were started since the last call, too."""
+        if self._cpu:
+            self._cpu.find_descendants()
 
     def read(self) -> Counters:
         """Return the current value of each available counter: `cpu_seconds`, `cpu_joules`, `gpu_joules`."""
@@ -151,6 +171,7 @@ class MeteredTracer(Tracer):
 
     def step_energy(self, run: RunConfig) -> dict[str, Any]:
         """Return energy, CPU time and cost since the last call, with the names of docs/metrics.md."""
+        self._meter.find_descendants()
         now, clock = self._meter.read(), time.perf_counter()
         used = _difference(now, self._last)
         found: dict[str, Any] = _with_estimate(used, run)

@@ -76,8 +76,8 @@ class Rollout(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what the tuner and the drafter training have measured, as plain data for a checkpoint. No token
-        depends on it."""
+        """Return the measurements of the tuner and of the drafter training, as plain data for a checkpoint. No token
+        depends on them."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
@@ -110,14 +110,16 @@ class Trainable(Protocol):
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]: ...
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """Return the log-probs of each response's tokens under the current policy."""
+        """Return the log-probs of each response's sampled tokens under the current policy."""
         ...
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
 
 class Watcher(Protocol):
-    """Protocol of an observer of a run, such as the display. The run's result does not depend on it."""
+    """Protocol of an observer of a run, such as the display. The run's result does not depend on it. `phase` is called
+    when a phase such as `rollout` begins, with its number of responses (`total`). `response` is called when a response
+    ends."""
 
     def phase(self, step: int, name: str, total: int) -> None: ...
 
@@ -245,8 +247,8 @@ def call_each(*listeners: Callable[[Response], None]) -> Callable[[Response], No
 
 
 def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[str, int]:
-    """Return the number of tokens, of responses, and of responses that differ from those of plain decoding. Return an
-    empty dictionary if there are no `plain` responses."""
+    """Compare responses with those of plain decoding. Return the numbers of tokens, of responses, and of responses that
+    differ, or an empty dictionary if there are no `plain` responses."""
     if not plain:
         return {}
     tokens = {response.request.seed: response.token_ids for response in responses}

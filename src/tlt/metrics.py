@@ -61,7 +61,7 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
 
 class MetricsWriter:
     """Writer of metrics.jsonl, one line per step. It first removes the lines from `first_step` on, which a resumed run
-    writes again. It then appends `last`, if that is newer than the remaining lines."""
+    writes again. `last` is the line of the step before, from the checkpoint. It is added if the file lacks it."""
 
     def __init__(self, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         self.path = folder / "metrics.jsonl"
@@ -163,8 +163,8 @@ def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return one entry per worker, summed over all steps: seconds and share of its time in each state, and seconds and
-    share of its idle time that it trained the drafter."""
+    """Return one entry per worker, summed over all steps: the seconds and the share of its time in each state, and the
+    seconds and the share of its idle time that were used to train the drafter."""
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}

@@ -2,8 +2,8 @@
 
     token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a pure function
 
-Targets and drafters both use `gumbel_topk`. So a draft token equals the target's token wherever their distributions are
-close. The committed token is always the target's exact sample (Gumbel-max), and no drafter can change it (drafter
+Targets and drafters both use `gumbel_topk`. So a draft token usually equals the target's token if their distributions
+are close. The committed token is always the target's exact sample (Gumbel-max), and no drafter can change it (drafter
 invariance: arXiv 2408.07978).
 Shapes: M rows or nodes, V vocabulary, K listed candidates.
 """

@@ -208,7 +208,7 @@ class Response:
 
     @property
     def mask(self) -> list[bool]:
-        """Whether the model sampled each token. It is False for tokens of the environment's replies."""
+        """One entry per token: True if the model sampled it, False if it is part of an environment's reply."""
         mask = [True] * len(self.token_ids)
         for start, end, _ in self.replies:
             mask[start:end] = [False] * (end - start)
@@ -248,7 +248,7 @@ class RolloutStats(PassCounts):
     """Number of drafts by drafter and depth, with keys as in `verified_to`. The depth is that of the deepest accepted
     draft token, or 0 if none was accepted."""
     alarms: dict[str, float] = field(default_factory=dict)
-    """recent acceptance rate of each drafter whose rate has fallen below half of its rate when it was published"""
+    """recent acceptance rate of each drafter whose rate is less than half of what it was when the drafter was new"""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by kind of work: `prefill`, `draft`, `verify` and `commit`; look-ahead (`ahead`) and the early update
     (`early`), which use idle time; and drafter training that delayed the rollout (`spot`)."""

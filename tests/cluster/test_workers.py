@@ -34,7 +34,7 @@ from tlt.cluster.actor import portable
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
 from tlt.cluster.worker import DecodeWork
-from tlt.cluster.workers import RayPool, share_of_cores
+from tlt.cluster.workers import RayPool, _gpus_of_worker, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
@@ -235,7 +235,7 @@ def test_sigterm_stops_a_run_whose_workers_start(tmp_path: Path, monkeypatch: py
         run.kill()
         shutil.rmtree(folder, ignore_errors=True)
     assert run.returncode == 128 + signal.SIGTERM, said
-    assert "stopped by SIGTERM before its first step: nothing was changed" in said
+    assert "stopped by SIGTERM before the first step: nothing was changed" in said
     assert "Traceback" not in said
 
 
@@ -282,6 +282,39 @@ def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.L
         logging.getLogger("ray").removeHandler(caplog.handler)
         pool.close()
     assert caplog.text == ""
+
+
+def test_a_worker_is_requested_again_even_if_its_node_is_lost(home: Path) -> None:
+    """The node may return within `cluster.grace`. A lost node is no mistake in the recipe."""
+    pool = RayPool(config_of(home, 2, "lost"), home / "model")
+    try:
+        with patch.object(pool._ray, "cluster_resources", return_value={}):
+            pool.replace(0)
+            assert pool.capacity() == "the workers need 2 CPUs and the cluster has 0"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "resources", "expected"),
+    [
+        ({"workers": 2}, {"CPU": 2.0}, 0),
+        ({"workers": 2}, {"CPU": 2.0, "GPU": 2.0}, 1),
+        ({"workers": 2}, {"CPU": 1.0}, "cluster.workers = 2, but there are 1 CPUs in the Ray cluster"),
+        ({"workers": 2}, {"CPU": 8.0, "GPU": 1.0}, "cluster.workers = 2, but there are 1 CUDA devices"),
+        ({"workers": 4, "min_workers": 2, "address": "10.0.0.1:6379"}, {"CPU": 2.0}, 0),
+        ({"workers": 4, "min_workers": 2, "address": "10.0.0.1:6379"}, {"CPU": 1.0}, "cluster.min_workers = 2, but"),
+    ],
+)
+def test_a_cluster_has_enough_for_the_workers_at_the_start(
+    home: Path, cluster: dict[str, Any], resources: dict[str, float], expected: int | str
+) -> None:
+    config = config_of(home, 2, "small", model={"path": str(home / "model"), "device": "auto"}, cluster=cluster)
+    if isinstance(expected, int):
+        assert _gpus_of_worker(config, resources) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            _gpus_of_worker(config, resources)
 
 
 def test_a_failed_start_of_ray_is_an_error_of_one_sentence(home: Path) -> None:

@@ -67,7 +67,7 @@ def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:
         ({"batch": {"without_spread_share": 0.5}}, "50% of groups had equal rewards"),
         ({"seconds": {"total": 7.0}, "rollout": {}}, "set run.compare_every"),
         ({"rollout": {"drafted": 100, "accepted": 10}}, "rejected 90% of draft tokens"),
-        ({"rollout": {"preemptions": 4}}, "preempted 0.50 requests"),
+        ({"rollout": {"preemptions": 4}}, "preempted 0.50 times"),
         ({"workers": [{"IDLE": 3.5, "ROLLOUT": 6.5}]}, "idle for 30% of their time"),
         ({"seconds": {"update": 6.0, "total": 10.0, "rollout": 4.0}}, "update took 60% of the time"),
         ({"seconds": {"compare": 2.0, "total": 10.0, "rollout": 4.0}}, "2.00 times as long as plain decoding"),
@@ -232,7 +232,7 @@ def test_a_page_that_fails_only_logs_a_warning(
     monkeypatch.setattr(page_module, "page_of", broken)
     with caplog.at_level(logging.WARNING):
         Page(make_run(tmp_path / "run")).write()
-    assert "report.html was not written (RuntimeError: out of ink); the run continues" in caplog.text
+    assert "report.html was not written (RuntimeError: out of ink); the run is not affected" in caplog.text
 
 
 def test_a_slow_page_is_written_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

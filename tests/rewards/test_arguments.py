@@ -76,7 +76,7 @@ def test_ground_truth_is_the_column_of_that_name_or_the_answer_column() -> None:
 
 REFUSED = {
     "other names": (lambda p, a: 0.0, r"needs the argument 'p': available names are prompt, answer, response"),
-    "lists": (lambda prompts, answers: 0.0, r"argument 'prompts': a function of lists needs batched = true, in"),
+    "lists": (lambda prompts, answers: 0.0, r"argument 'prompts': if the function takes lists, set batched = true in"),
     "written in C": (max, r"has no readable signature: wrap it"),
     "positional": (eval("lambda prompt, answer, /: 0.0"), r"needs the argument 'prompt': a parameter before `/`"),
     "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that can be filled"),

@@ -151,5 +151,5 @@ def test_a_right_answer_that_is_not_mathematics_is_refused(gold: Any) -> None:
 @pytest.mark.parametrize("gold", [None, "", " \n", float("nan"), [], ["4", ""]])
 def test_a_right_answer_that_is_empty_is_refused(name: str, gold: Any) -> None:
     row = {"question": "q", "solution": "1", "answer": gold}
-    with pytest.raises(RewardError, match=r"prompt 0 has no answer .*its other columns are question, solution"):
+    with pytest.raises(RewardError, match=r"prompt 0 .*no right answer.*columns \(question, solution\)"):
         refuse_unanswered(config(name), [Prompt(0, "one", (1,), row)])

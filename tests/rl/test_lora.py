@@ -193,7 +193,7 @@ def test_adapters_are_not_merged_into_another_base(tmp_path: Path) -> None:
 
 def test_adapters_of_another_rank_are_refused(folder: Path, tmp_path: Path) -> None:
     adapted(folder, folder).save(tmp_path)
-    with pytest.raises(ModelError, match=r"has adapters of another rank: set train\.lora\.rank to theirs"):
+    with pytest.raises(ModelError, match=r"the adapters in .* do not fit the model: set train\.lora\.rank"):
         adapted(tmp_path / "policy", folder, rank=3)
 
 

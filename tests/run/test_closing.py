@@ -67,7 +67,7 @@ def test_a_run_that_gained_little_gets_advice() -> None:
 
 def test_the_last_lines_show_the_result_of_drafter_training() -> None:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
-    for version, said in ((3, "version 3 is the last that was better"), (0, "no version was better")):
+    for version, said in ((3, "version 3 is in use"), (0, "the first drafter is still in use")):
         lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
         assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
     hardly = [{"idle_seconds_trained": 0.02}] * 2

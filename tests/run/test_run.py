@@ -210,7 +210,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing
     shutil.copytree(home / "whole", folder, symlinks=True)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
-    with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: nothing was changed$") as stopped:
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM before the first step: nothing was changed$") as stopped:
         train(config, words == "resuming", Asking(words, -1, signal.SIGTERM, seconds=60.0))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert {path: path.read_bytes() for path in before} == before
@@ -247,7 +247,7 @@ def test_a_signal_saves_and_the_run_resumes_to_the_same_end(home: Path, phase: s
 
 
 @pytest.mark.parametrize(
-    ("step", "left"), [(0, "before its first step: nothing is saved"), (2, "saved after step 2 of")]
+    ("step", "left"), [(0, "before the first step: nothing is saved"), (2, "saved after step 2 of")]
 )
 def test_a_signal_during_an_evaluation_starts_no_step(home: Path, step: int, left: str) -> None:
     evaluated = held_out(home, "unseen", "other")

@@ -9,7 +9,7 @@ import pytest
 
 from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport
 
-RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, worth=0.04, averaged=3, rest_share=0.125, fallen=0.8, times=2)
+RULE = Rule(stretch=2, judged=2, better=1.04, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
 BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
 SLIGHTLY, HARMFUL = Evaluation(40, 20.6, 20.0, 8.0), Evaluation(40, 19.0, 20.0, 8.0)
 
@@ -47,7 +47,7 @@ def test_an_evaluation_is_due_after_each_interval() -> None:
         ((BETTER, HARMFUL, HARMFUL), False),  # gains 100, -5 and -5 %: one mishap does not end a burst
         ((BETTER, WORSE, WORSE, HARMFUL), True),  # only the last three count
         ((Evaluation(40, 21.0, 20.0, 8.0), WORSE, WORSE), True),  # 5, 0 and 0 %
-        ((SLIGHTLY, SLIGHTLY, SLIGHTLY), True),  # 3 % each are published, but not worth the time
+        ((SLIGHTLY, SLIGHTLY, SLIGHTLY), True),  # 3 % each, which is not worth the time
     ],
 )
 def test_a_burst_ends_if_its_last_candidates_gained_little_on_average(

@@ -163,7 +163,9 @@ def test_other_draws_are_refused(started: Any, tmp_path: Path, monkeypatch: pyte
     shift = 0.0 if fault == "no noise" else 1.0
     other = lambda seeds, positions, size: shift * gumbel_noise(seeds, positions + 1, size)  # noqa: E731
     monkeypatch.setattr("tlt.vllm.noise.gumbel_noise", other)
-    with pytest.raises(VllmError, match=r"does not draw tokens with tlt's noise \(\[\d+\] instead of \d+\)"):
+    with pytest.raises(
+        VllmError, match=r"does not draw tokens with tlt's noise \(token ids \[\d+\] instead of \[\d+\]\)"
+    ):
         take_weights(target, policy, 2)
 
 

@@ -15,7 +15,7 @@ _SPARE = 16  # extra entries after the last slot, to which padding is written; 1
 
 class SlotMemory:
     """Keys and values in R slots of T tokens. A layer's keys and values are [2, R, K, T, E] in `layers`, a view of its
-    `memory` [2, R * K * T + spare, E]."""
+    `memory` [2, R * K * T + spare, E]. Padding is written to the spare entries."""
 
     def __init__(self, shape: HeadShape) -> None:
         self.shape = shape

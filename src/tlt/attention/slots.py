@@ -39,6 +39,7 @@ class SlotPlan(NamedTuple):
     """Plan of a pass: where keys and values are written, and what each node attends to. All layers share it."""
 
     first: int
+    """slot of the first row"""
     old: int
     """number of nodes per row from earlier levels of the draft, which follow the committed positions"""
     nodes: int

@@ -69,7 +69,7 @@ def bench_rollout(
     If `tail` is above 0, add a rollout of `tail` requests, all decoded in one batch until the last one ends.
     `look_ahead` is the number of policy updates between the target that decodes look-ahead drafts and the present
     target. 0 turns look-ahead off, and nothing is trained. `only` has prefixes of the names of the strategies to
-    measure, in addition to plain decoding."""
+    measure, in addition to plain decoding. If `with_peers`, also measure other engines that are installed."""
     console, config = Console(highlight=False), settled(from_hub(config))
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
@@ -205,7 +205,9 @@ class _Bench:
             runs = self._decode(in_turn, batch, requests, timed=repeat >= 0, ahead=ahead)
             for run in runs:
                 different = sum(run.tokens[key] != ids for key, ids in runs[0].tokens.items())
-                assert different <= _FORKS[self.config.model.dtype], f"{run.contender.name}: other tokens"
+                assert different <= _FORKS[self.config.model.dtype], (
+                    f"{run.contender.name}: {different} responses have other tokens than with {runs[0].contender.name}"
+                )
             if repeat + 1 >= repeats and self._settled(contenders):
                 break
         return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
@@ -232,8 +234,9 @@ class _Bench:
         timed: bool,
         ahead: Sequence[Ahead] = (),
     ) -> list[_Run]:
-        """Decode with all contenders. The contender with the fewest tokens has the next turn. On a GPU they decode one
-        after another, because the GPU's memory does not suffice for all at once."""
+        """Decode with all contenders in turns. The contender with the fewest tokens has the next turn. On a GPU they
+        decode one after another, because the GPU's memory does not suffice for all at once. If `timed`, store the
+        speed and the counters of each contender."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
         for group in [[contender] for contender in contenders] if apart else [contenders]:

@@ -24,8 +24,8 @@ class Placement(NamedTuple):
     log_file: str
     """path of the file that receives all output of the worker's process, including errors"""
     cores: Sequence[int] = ()
-    """Indices of the CPU cores that the worker may use. Empty (default, and if the run joined a Ray cluster) means all
-    cores."""
+    """Indices of the CPU cores that the worker may use. Empty (default) means all cores. It is empty if the run joined
+    a Ray cluster."""
     folder: str = ""
     """Folder of the Ray instance that the run started on this machine. Workers meet there to form process groups, so
     they open no port. Empty (default) if the run joined a Ray cluster."""

@@ -58,12 +58,12 @@ class PendingCalls:
         return [method for i, method in self._running.values() if i == index]
 
     def workers_in(self, methods: Collection[str]) -> dict[int, str]:
-        """Return worker index -> method, for each worker that has a call of one of these methods."""
+        """Return a dict from worker to method, for each worker that has a call of one of these methods."""
         return {index: method for index, method in self._running.values() if method in methods}
 
     def returned(self, timeout: float) -> Iterator[Handle]:
-        """Yield the handles of calls that have returned: at least one, unless `timeout` seconds pass first. A call that
-        `forget` or `forget_all_but` removes in the meantime is left out."""
+        """Yield the handles of calls that have returned: at least one, unless `timeout` seconds pass first. A call is
+        skipped if `forget` or `forget_all_but` removes it in the meantime."""
         for handle in self.pool.wait(list(self._running), timeout):
             if handle in self._running:
                 yield handle

@@ -67,7 +67,9 @@ class Capacity:
         self._absent[index] = time.monotonic() + pause
         left = f"{len(self.present)} of {self.pool.size} workers are left"
         if len(self.present) < self.least:
-            raise ClusterError(f"{left}, but the run needs {self.least} (cluster.min_workers): {why}")
+            raise ClusterError(
+                f"{left}, but the run needs {self.least} (cluster.min_workers, or all workers with train.shard): {why}"
+            )
         again = f"; worker {index} is tried again in {pause:g} s" if times else ""
         log.warning("%s, and the run continues with them%s: %s", left, again, why)
 

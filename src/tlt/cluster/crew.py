@@ -89,7 +89,7 @@ class Crew:
 
     def done(self, timeout: float = math.inf) -> list[Done]:
         """Return the calls that have returned: at least one, unless `timeout` seconds pass first. Raises the exception
-        of a called method, and ClusterError if no worker with the run's state is left."""
+        of a called method, and ClusterError if the run cannot continue after a loss."""
         return self.take_kept() or self._collect(timeout)
 
     def take_kept(self) -> list[Done]:
@@ -137,9 +137,9 @@ class Crew:
         return [Done(index, "take_state", None, lost=True) for index in in_vain]
 
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
-        """Return the worker that caused worker `index` to exceed its timeout in `method`, and the method in which it
-        hangs. In a joint call, this is a worker that does not answer a ping. If worker `index` is new and waits for the
-        state of another worker, it is that worker. Otherwise it is worker `index` itself."""
+        """Return the worker that hangs, and the method in which it hangs, because worker `index` exceeded its timeout
+        in `method`. In a joint call, this is a worker that does not answer a ping. If worker `index` is new and waits
+        for the state of another worker, the other worker hangs. Otherwise worker `index` itself hangs."""
         if method in _JOINT:
             silent = [i for i in self.present if self.pool.updated(i, _PING) is None]
             return max(silent, default=index), method
@@ -188,7 +188,7 @@ class Crew:
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
     def call_all(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call a method on all present workers and on replacements of lost ones. Return the results."""
+        """Call a method on all present workers and on replacements of lost ones. Return the results by worker."""
         results: dict[int, Any] = {}
         while missing := [index for index in self.present if index not in results]:
             for index in missing:
@@ -228,9 +228,9 @@ class Crew:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
         """Call a method in which workers exchange data, and wait until all have returned. `arguments` has the arguments
-        by worker. Return the results, or None if a worker was lost or the process group broke. In that case the other
-        workers return Broken, and a worker that does not return within `_PATIENCE` seconds is replaced. `meanwhile` is
-        called repeatedly while waiting."""
+        by worker. Return the results in the order of `arguments`, or None if a worker was lost or the process group
+        broke. In that case the other workers return Broken, and a worker that does not return within `_PATIENCE`
+        seconds is replaced. `meanwhile` is called repeatedly while waiting."""
         for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -254,7 +254,7 @@ class Crew:
         return [results[i] for i in arguments] if until == math.inf else None
 
     def wait_until_ended(self, methods: Collection[str], patience: float) -> None:
-        """Wait until no worker runs these methods. After `patience` seconds, replace the workers that still do."""
+        """Wait until no worker runs these methods. After `patience` seconds, replace the workers that still run one."""
         until = time.monotonic() + patience
         while busy := self.calls.workers_in(methods):
             if time.monotonic() > until:

@@ -2,9 +2,9 @@
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
 with enough training data of earlier rollouts (spot/spot.py). With many workers, an idle worker may train if it neither
-takes rows of another worker nor computes an early update. A single worker trains only if
-`speculation.training.extra` is set. The baton (spot/baton.py) passes the trainer state from worker to worker. If the
-worker that trained last is decoding and another one is idle, the driver fetches the state first.
+takes rows of another worker nor computes an early update. The only worker of a run trains after a rollout, if
+`speculation.training.extra` is above 0. The baton (spot/baton.py) passes the trainer state from worker to worker. If
+the worker that trained last is decoding and another one is idle, the driver fetches the state first.
 
 The candidate is the drafter in training. If it is better than the drafter in use, it is published: all workers draft
 with it from their next round on. In either case training continues from the candidate. If a worker is lost, the
@@ -200,8 +200,9 @@ class DrafterTraining(FaultBarrier):
             self._call_all("rollout_ended")
 
     def train_for(self, left: Callable[[], float], most: float, start: Start, handle: Callable[[Done], None]) -> None:
-        """Train and evaluate on free workers until `left()` is 0 seconds or nothing is due. `most`: maximum seconds of
-        a training call. `start` starts a call as `next_call` does. `handle` is called with each call that returns."""
+        """Train and evaluate on free workers until the time is over or nothing is due. `left()` returns the seconds
+        left. `most`: maximum seconds of a training call. `start` starts a call as `next_call` does. `handle` is called
+        with each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
                 start(worker, idle, min(seconds, most))
@@ -239,7 +240,10 @@ class DrafterTraining(FaultBarrier):
         self.number_on()
         saved = load_latest(self.folder, self.target)
         if saved and self.saver and saved.layer.options != self.saver.options:
-            log.warning("the drafter in %s has another shape than the recipe's; using the recipe's", self.folder)
+            log.warning(
+                "the drafter in %s is not used, because its shape differs from that of the recipe's drafter",
+                self.folder,
+            )
             return
         if saved:
             self.version, handle = saved.number, self._put(saved.state)

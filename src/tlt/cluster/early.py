@@ -33,7 +33,8 @@ class EarlyUpdate:
         self._seconds = 0.0
 
     def begin(self, groups: EarlyGroups | None) -> None:
-        """Begin a rollout. `groups` gives its early shards; None if nothing is computed early."""
+        """Forget all early shards, because a rollout begins or an update has ended. `groups` gives the early shards of
+        the rollout; None if nothing is computed early."""
         self._groups, self._begun = groups, {}
 
     def next_call(self, worker: int, so_far: Mapping[int, int], seconds: float) -> bool:

@@ -31,7 +31,8 @@ class Pool(Protocol):
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:
-        """Return `Worker.updated`, read during the worker's current call; None without an answer within `seconds`."""
+        """Return `Worker.updated`, the fraction of the current update that is done. It is read while another call of
+        the worker runs. Return None if the worker does not answer within `seconds`."""
         ...
 
     def put(self, value: Any) -> Handle:

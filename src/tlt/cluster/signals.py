@@ -68,8 +68,8 @@ class _Recorder:
 
 @contextmanager
 def unwrap_given_up() -> Iterator[None]:
-    """Raise the `GivenUp` that is the cause of a SystemError in the block. If a signal handler raises `GivenUp` while
-    Ray waits, Ray raises a SystemError in its place."""
+    """Raise `GivenUp`, which ends the run after a signal, instead of a SystemError that it caused in the block. If a
+    signal handler raises `GivenUp` while Ray waits, Ray raises a SystemError in its place."""
     try:
         yield
     except SystemError as error:

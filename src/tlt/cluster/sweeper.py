@@ -22,7 +22,7 @@ _GRACE = 5.0  # seconds that Ray has to end by itself before its processes are k
 
 
 def marked(folder: str) -> list[int]:
-    """Return the ids of all processes whose environment variable `MARK` is this folder. Zombies are left out."""
+    """Return the ids of all processes whose environment variable `MARK` is this folder, without zombie processes."""
     wanted = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):

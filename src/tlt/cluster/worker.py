@@ -78,7 +78,7 @@ class Slice(NamedTuple):
 
 
 class EarlySlice(NamedTuple):
-    """Result of `Worker.early_update`: progress of an early shard."""
+    """Result of `Worker.early_update`: progress of an early shard, which is a part of the step's batch."""
 
     shard: int
     share_done: float
@@ -98,7 +98,7 @@ class Worker:
     """Worker of a run.
 
     `folder`: folder of the policy to start from. `meets`: where workers meet to form a process group. It is a folder
-    that they share on one machine, or this machine's address in the cluster.
+    that they share on one machine, or this machine's address in the cluster. `join`: function that joins the group.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Worker:
     # -- rollout -------------------------------------------------------------------------------------------------------
 
     def decode(self, work: DecodeWork, seconds: float) -> Slice:
-        """Decode for this many seconds, but at least one round, or until nothing is left. Raises ValueError for a
+        """Decode at least one round, until the seconds are over or all rows have finished. Raises ValueError for a
         request that cannot be decoded."""
         engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)
         self._enter_rollout(work.rollout, work.drafts, engine)
@@ -158,8 +158,9 @@ class Worker:
         return news
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> list[Ahead]:
-        """Decode requests of coming steps until the seconds are over, all have ended, or `interrupt` is called.
-        Unfinished requests continue with the next call. Return the drafts that the current target decoded."""
+        """Decode requests of coming steps until the seconds are over, all requests have ended, or `interrupt` is
+        called. Unfinished requests continue in the next call. Return the drafts that the current target version decoded
+        for these requests. `number`: see `train_drafter`."""
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
@@ -182,13 +183,13 @@ class Worker:
     # -- the drafter: faults here reduce speed only --------------------------------------------------------------------
 
     def interrupt(self, number: float) -> None:
-        """End the idle call with this number, or a lower one, within a micro-batch or a round. A call that has not
-        begun yet ends at once. This method is called from another thread."""
+        """End calls of idle work whose number is at most `number`, within a micro-batch or a round. If such a call has
+        not begun yet, it ends at once when it begins. This method is called from another thread."""
         self._wanted = number
 
     def train_drafter(self, start: TrainerState | None, seconds: float, number: float = math.inf) -> SpotReport | None:
-        """Train the drafter (`SpotWorker.train_drafter`). `number` is the idle call's number for `interrupt`. It is
-        above 0 and above the numbers of earlier idle calls."""
+        """Train the drafter (`SpotWorker.train_drafter`). `number` identifies this call for `interrupt`. It is above 0
+        and above the numbers of earlier calls of idle work."""
         with self.tracer.span("spot"):
             return self.spot.train_drafter(start, seconds, lambda: self._wanted >= number)
 
@@ -227,10 +228,11 @@ class Worker:
     def early_update(
         self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf
     ) -> EarlySlice | None:
-        """Begin or continue the computation of an early shard's gradients or log-probs. Return the progress.
+        """Begin or continue the computation of an early shard's gradients or log-probs. Return the progress. `shard`:
+        number of the shard. `batch`: its responses. `number`: see `train_drafter`.
 
-        The call ends after a micro-batch, when the seconds are over, the shard is complete, or `interrupt` was called.
-        If the memory does not suffice, all early results of this worker are dropped and None is returned."""
+        The call ends after a micro-batch if the seconds are over, the shard is complete, or `interrupt` was called. If
+        the memory does not suffice, all early results of this worker are dropped and None is returned."""
         began, done = time.perf_counter(), 0.0
 
         def stop() -> bool:
@@ -256,8 +258,9 @@ class Worker:
         held: Held = (),
     ) -> dict[str, float] | Broken:
         """Compute this member's part of the update, as member `rank` of `size`. `held`: for each member, the early
-        shards that it has begun and the fraction done. Return Broken if another member is lost; `rollback` must follow.
-        If there is no state to restore, for example because the policy is sharded, raise GroupBroken instead."""
+        shards that it has begun and the fraction done. Return the metrics of the update. If another member is lost,
+        return Broken, and `rollback` must follow. If there is no state to restore, for example because the policy is
+        sharded, raise GroupBroken instead."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:

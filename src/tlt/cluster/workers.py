@@ -34,7 +34,8 @@ _LONGEST_FOLDER = 40  # characters, because Ray's sockets are below it and the s
 
 class RayPool:
     def __init__(self, config: Config, folder: str | Path) -> None:
-        """Start Ray, or join a cluster. Each worker is built by its first call. Raises ConfigError or ClusterError."""
+        """Start Ray, or join a cluster. `folder`: folder of the policy that the workers start from. Each worker is
+        built by its first call. Raises ConfigError or ClusterError."""
         self.size = config.cluster.workers
         self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -48,6 +49,7 @@ class RayPool:
                 self._join(config.cluster.address) if config.cluster.address else self._start()
             self._is_updating = False
             self._control = Control(self._ray.get_runtime_context().gcs_address)
+            self._gpus = _gpus_of_worker(config, self._ray.cluster_resources())
             self._actors = [self._actor(index, str(Path(folder).resolve())) for index in range(self.size)]
             self._processes = [self._process(index) for index in range(self.size)]
         except BaseException:
@@ -95,19 +97,9 @@ class RayPool:
             )
 
     def _actor(self, index: int, policy_folder: str) -> Any:
-        device = self._config.model.device
-        there = self._ray.cluster_resources()
-        gpus = there.get("GPU", 0) if device != "cpu" else 0
-        needed = {"CPUs in the Ray cluster": there.get("CPU", 0)} | ({"CUDA devices": gpus} if gpus else {})
-        cluster = self._config.cluster
-        alone = cluster.address is None
-        key = "workers" if alone or self._config.train.shard or not cluster.min_workers else "min_workers"
-        for what, count in needed.items():
-            if count < getattr(cluster, key):
-                least = f"cluster.{key} = {getattr(cluster, key)}"
-                raise ConfigError(f"{least}, but there are {count:g} {what}: each worker needs one")
-        placement = Placement(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
-        options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
+        cores = share_of_cores(index, self.size) if self.folder else ()
+        placement = Placement(self._log_file(index), cores, self.folder)
+        options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0}
         # calls are many and short, so recording them took a tenth of the CPU time
         actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_CONCURRENT: 1})(Actor)
         return actor.remote(self._config, index, policy_folder, placement)
@@ -193,6 +185,21 @@ class RayPool:
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
             self._sweeper.wait()
+
+
+def _gpus_of_worker(config: Config, resources: Mapping[str, float]) -> int:
+    """Return the number of GPUs of each worker, 0 or 1. Raises ConfigError if the cluster has too few resources for the
+    workers that the run needs at its start."""
+    cluster = config.cluster
+    gpus = resources.get("GPU", 0) if config.model.device != "cpu" else 0
+    needed = {"CPUs in the Ray cluster": resources.get("CPU", 0)} | ({"CUDA devices": gpus} if gpus else {})
+    all_needed = cluster.address is None or config.train.shard or not cluster.min_workers
+    key = "workers" if all_needed else "min_workers"
+    for what, count in needed.items():
+        if count < getattr(cluster, key):
+            least = f"cluster.{key} = {getattr(cluster, key)}"
+            raise ConfigError(f"{least}, but there are {count:g} {what}: each worker needs one")
+    return 1 if gpus else 0
 
 
 def _why(error: Exception) -> str:

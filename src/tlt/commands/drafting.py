@@ -78,12 +78,13 @@ class Workbench:
 
 
 def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
-    """Train a drafter and write its folder: weights, config, and training.json with the facts of the training.
+    """Train a drafter and write it to `folder`: weights, config, and training.json, which records the training and its
+    results.
 
     The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
     trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps the drafter and raises Stopped. If
-    the model is still answering prompts then, nothing is kept. Raises ValueError if the folder is not empty, and
-    ConfigError, DataError, ModelError or HubError."""
+    the signal arrives while the model still answers prompts, nothing is kept. Raises ValueError if the folder is not
+    empty, and ConfigError, DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
@@ -141,8 +142,9 @@ def _save(layer: EagleLayer, folder: Path, facts: dict[str, Any]) -> None:
 def harvest(
     bench: Workbench, layer: EagleLayer, tokens: int, stop: Callable[[], bool] = lambda: False
 ) -> HarvestBuffer:
-    """Return training data (hidden states) from decoding the training prompts. Decoding ends when `tokens` tokens are
-    saved, at most training.buffer_tokens, when all prompts are answered, or when `stop` returns True."""
+    """Decode the training prompts and return the hidden states as training data. `layer` sets which hidden states are
+    saved. Decoding ends when `tokens` tokens (at most speculation.training.buffer_tokens) are saved, when all prompts
+    are answered, or when `stop` returns True."""
     wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
     buffer = HarvestBuffer(wanted + layer.options.window)  # room for the last item, of at most a window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
@@ -218,9 +220,9 @@ def fit(
     seconds: float,
     stop: Callable[[], bool] = lambda: False,
 ) -> Curve:
-    """Train the drafter for `seconds`, including evaluations, or until `stop` returns True. The learning rate falls
-    linearly to a tenth. At the end the drafter has the weights that were best on the validation prompts. Return the
-    learning curve."""
+    """Train the drafter on `taught` for `seconds`, including evaluations, or until `stop` returns True. The learning
+    rate falls linearly to a tenth. At the end the drafter has the weights that were best on `held_back`, the validation
+    data. Return the learning curve."""
     began = time.perf_counter()
     trainer.prepare(taught, from_scratch=True)
     curve = Curve(trainer, taught, held_back)

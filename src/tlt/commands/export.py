@@ -1,7 +1,7 @@
 """`tlt export`: writes the results of a run as folders for transformers, vLLM, SGLang and speculators.
 
-A policy is one Hugging Face folder for all of them. A drafter is written in the format of its engine
-(`draft/formats.py`). Each folder has a README.md with the command that serves it."""
+A policy is written as a Hugging Face folder, which all of these can load. A drafter is written in the format of one
+engine (`draft/formats.py`). Each folder has a README.md with the command that serves it."""
 
 from __future__ import annotations
 
@@ -107,14 +107,15 @@ def _is_drafter(folder: Path) -> bool:
 
 
 def _published_drafter(run: Path, policy: Path) -> Path | None:
-    """Return the folder of the newest undamaged drafter that a run published; None if there is none."""
+    """Return the folder of the newest undamaged drafter that a run trained and used; None if there is none. `policy` is
+    the drafter's target."""
     saved = load_latest(run / "drafter", decoder_options(read_config(policy)))
     return run / "drafter" / f"drafter_{saved.number:08d}" if saved else None
 
 
 def _named_drafter(run: Path) -> Path | None:
     """Return the folder of the drafter that a run's recipe names; None if it names none. If that folder is missing,
-    return None if the run published a drafter of its own, else raise DrafterError."""
+    return None if the run trained and saved a drafter itself, else raise DrafterError."""
     recipe = run / "config.json"
     named = (read_json(recipe).get("speculation") or {}).get("path") if recipe.is_file() else None
     if not named or _is_drafter(Path(named)):
@@ -186,7 +187,8 @@ def _words(model: Path) -> Words:
 
 
 def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
-    """Return the shell command that serves a model, in one line."""
+    """Return the shell command, in one line, that serves a model with its drafter, or alone if `drafter` is None.
+    `kind` is `eagle` or `eagle3`."""
     folder = shlex.quote(str(model))
     if to == "sglang":
         plain = f"python -m sglang.launch_server --model-path {folder}"

@@ -46,8 +46,8 @@ class Asked(NamedTuple):
     column: str | None
     """column of `file` that has the prompt; None: the column in the recipe of the run that trained the model"""
     chat: str
-    """`on`, `off` or `auto`; `auto` takes the value of the run that trained the model, or without a run is on if the
-    tokenizer has a chat template"""
+    """`on`, `off` or `auto`. `auto` takes the value of the run that trained the model. If no run trained it, `auto`
+    turns the chat template on if the tokenizer has one."""
     system: str
 
 
@@ -127,7 +127,7 @@ def _shown_as_in(trained_on: Mapping[str, Any], asked: Asked, tokenizer: Any) ->
     auto = trained_on.get("chat", bool(getattr(tokenizer, "chat_template", None)))
     chat = asked.chat == "on" or (asked.chat == "auto" and auto)
     if asked.system and not chat:
-        raise DataError("--system needs a chat template, but the tokenizer has none, or --chat is off")
+        raise DataError("--system needs the chat template, which is not used here: remove --system, or give --chat on")
     shown = {name: trained_on[name] for name in _SHOWN + _CHAT * chat if name in trained_on}
     given = {"prompt_column": asked.column, "system": asked.system}
     path = local_data(asked.file)[0] if asked.file else "-"
@@ -152,7 +152,7 @@ def _typed(number: int, text: str, config: DataConfig, encode: Encode) -> Prompt
 def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
     """Raise DataError if a column of the data has a name that --out uses for a field of the response."""
     if taken := [name for name in OURS if any(name in prompt.data for prompt in prompts)]:
-        raise DataError(f"{file} has columns that --out writes for each response: rename {', '.join(taken)}")
+        raise DataError(f"{file} has columns with names that --out uses for responses: rename {', '.join(taken)}")
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def _train(config: Config) -> None:
             "'k3', train.kl_unbiased = true, or train.kl_in = 'reward'"
         )
     if 0 < train.dual_clip <= 1:
-        raise ValueError("train.dual_clip must be above 1, because the ratio begins at 1, or 0 to turn it off")
+        raise ValueError("train.dual_clip must be 0 (off) or above 1, because the importance ratio begins at 1")
     if train.importance_cap and (rollout.top_k or rollout.top_p < 1):
         raise ValueError(
             "train.importance_cap needs rollout.top_k = 0 and rollout.top_p = 1, because no weight corrects for tokens "

@@ -94,16 +94,16 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 def parse_config(tree: dict[str, Any], source: str = "configuration", own: Mapping[str, Any] | None = None) -> Config:
     """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error.
 
-    `own` is the recipe without command line overrides. The error names `source`, such as the recipe's path. If the
-    value is not the one in `own`, the error names the command line."""
+    The error names `source`, such as the recipe's path. `own` is the recipe without command line overrides. If a wrong
+    value differs from the one in `own`, the error names the command line instead of `source`."""
     if fault := moved.fault(tree):
         raise ConfigError(f"{_blamed(source, tree, own, fault.split()[0].split('.'))}: {fault}")
     return parse_section(Config, tree, source, own)
 
 
 def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapping[str, Any] | None = None) -> S:
-    """Validate one section, as `parse_config` validates all of them. Raises ConfigError on the first error. `own` is
-    the recipe without overrides: the message names the command line as the source of a value that differs from it."""
+    """Validate one section, given as a nested dict. `source` and `own` are as in `parse_config`. Raises ConfigError on
+    the first error."""
     for key, fault in _no_values(tree):
         raise ConfigError(f"{_blamed(source, tree, own, key.split('.'))}: {key}: {fault}")
     try:
@@ -114,8 +114,9 @@ def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapp
 
 
 def _blamed(source: str, tree: Any, own: Mapping[str, Any] | None, location: Sequence[str | int]) -> str:
-    """Return the source of the value at this location of `tree` for an error: `source`, or the command line if the
-    value is not the one in `own`, the recipe without overrides. Return `source` if the value in `own` is a table."""
+    """Return the text that names the source of the value at this location of `tree`, for an error. It is `the command
+    line` if the value differs from the one in `own`, the recipe without overrides. Otherwise it is `source`. It is
+    also `source` if the value in `own` is a table."""
     if own is None:
         return source
     before, now = _value_at(own, location), _value_at(tree, location)

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 Shape = tuple[int, int, int, float]
-"""Shape of a draft: depth in tokens, children per node (1 is a chain), number of nodes to verify with the root, and
-smallest estimated probability that a node and all nodes before it are accepted."""
+"""Shape of a draft: depth in tokens, children per node (1 is a chain), number of nodes to verify including the root,
+and smallest estimated probability that a node and all nodes before it are accepted."""
 
 
 class DrafterEntry(NamedTuple):

@@ -89,8 +89,9 @@ class EngineConfig(Section):
     """Largest number of requests that are decoded in one batch. Further requests wait."""
     kv_memory_mb: int | Literal["auto"] = "auto"
     """Largest size of the key-value cache in MiB. `auto` is a share of the memory that is free when a rollout begins:
-    80 % on CUDA, a quarter on CPUs. With vLLM `auto` is 1024, because vLLM never frees its cache. A request
-    that does not fit waits. If the cache is full during decoding, requests are preempted and resumed later."""
+    80 % on CUDA, a quarter on CPUs. With vLLM `auto` is 1024, because vLLM allocates its cache when it
+    starts. A request that does not fit waits. If the cache is full during decoding, requests are preempted and resumed
+    later."""
     prefill_tokens: int = Field(default=2048, gt=0)
     """Maximum number of tokens in one prefill pass, including padding. A longer prompt is split into several passes."""
     vllm: dict[str, JsonValue] = {}

@@ -65,10 +65,10 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
         elif value is not None:
             default = None if field.is_required() else _default(field)
             differs = not field.is_required() and value != default
-            was = "left out" if default is None else _toml(default)
+            was = "not set" if default is None else _toml(default)
             yield f"{name} = {_toml(value)}" + (f"  # default: {was}" if differs else "")
         elif not field.is_required() and _default(field) is not None:
-            yield f"# {name} is left out"
+            yield f"# {name} is not set"
     yield from tables
 
 
@@ -99,7 +99,7 @@ def _assignment(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return f"{name} =  (required)"
     default = _default(field)
-    return f"{name} =  (left out)" if default is None else f"{name} = {_toml(default)}"
+    return f"{name} =  (not set)" if default is None else f"{name} = {_toml(default)}"
 
 
 def _default(field: FieldInfo) -> Any:

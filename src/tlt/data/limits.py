@@ -17,7 +17,7 @@ def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
         if max(prompt.token_ids) >= vocab_size:
             raise DataError(
                 f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, outside the model's vocabulary of "
-                f"{vocab_size}: the tokenizer in model.path is not this model's"
+                f"{vocab_size} tokens: copy the tokenizer that belongs to this model into its folder"
             )
 
 
@@ -32,7 +32,7 @@ def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = F
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + new
     if longest > options.max_positions:
         whose = "a held-out prompt" if held_out else "a prompt"
-        why = ", as the rollout decoder attends to all of a context" if options.limited_by == "sliding_window" else ""
+        why = ", and the rollout decoder cannot exceed the window" if options.limited_by == "sliding_window" else ""
         most = options.max_positions - longest + new
         least = f"lower {section}.max_new_tokens to at most {most}"
         shorter = f"lower data.max_prompt_tokens below {options.max_positions}, with data.long_prompts = 'drop'"

@@ -107,9 +107,9 @@ def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
-    """Load the held-out prompts for evaluations: up to eval.size prompts that are not in `training`. They are taken at
-    equal distances from eval.path, or from data.tasks with another seed. If eval.every is 0, there are none. Raises
-    DataError."""
+    """Load up to eval.size held-out prompts for evaluations, from eval.path or from data.tasks with another seed.
+    Prompts in `training` are skipped. If there are more than eval.size, prompts at equal intervals are taken. If
+    eval.every is 0, return an empty list. Raises DataError."""
     if not held_out.every:
         return []
     tasks = [] if held_out.path else config.tasks
@@ -123,8 +123,8 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
     if not new:
         source = held_out.path or "the tasks"
         raise DataError(
-            f"there are no held-out prompts: all prompts of {source} are training prompts too: "
-            "give others, or set eval.every = 0"
+            f"there are no held-out prompts, because all prompts of {source} are training prompts too: "
+            "set eval.path to another file, or set eval.every = 0"
         )
     return new[:: max(1, len(new) // held_out.size)][: held_out.size]
 
@@ -199,10 +199,10 @@ def _warn_of_two(bos: str) -> None:
 
 
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
-    """Return three sha256 hashes: of the prompts' token ids (`prompts`), of their texts (`texts`), and of all columns
-    of the data file (`columns`), which rewards may read. A resumed run compares them with those in its checkpoint,
-    because it needs the same prompts. If the texts are equal but the token ids differ, the tokenizer or the chat
-    template has changed."""
+    """Return three sha256 hashes: of the prompts' token ids and right answers (`prompts`), of their texts and right
+    answers (`texts`), and of all columns of the data file (`columns`), which rewards may read. A resumed run compares
+    them with those in its checkpoint, because it needs the same prompts. If `texts` is equal but `prompts` differs, the
+    tokenizer or the chat template has changed."""
     answers = [str(prompt.ground_truth) for prompt in prompts]
     rows = [prompt.data for prompt in prompts] if config.path else []  # other prompts follow from the recipe
     return {
@@ -241,8 +241,8 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
 
 
 def _first_seed(seed: int) -> int:
-    """Return the reasoning-gym seed for data.seed. It is a hash of data.seed, because reasoning-gym uses
-    seed + i for item i. With seeds 1 and 2 all items but one would be the same."""
+    """Return the reasoning-gym seed for data.seed. It is a hash of data.seed, because reasoning-gym uses seed + i for
+    item i. Without the hash, seeds 1 and 2 would give the same items except for one."""
     held_out = _HELD_OUT if seed >= _HELD_OUT else 0
     number = seed - held_out
     return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)

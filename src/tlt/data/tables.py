@@ -144,8 +144,8 @@ def _numbered(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any, in_call: bool = False) -> Any:
-    """Return a value without the null entries in tool calls and tool schemas. Arrow gives all calls the same keys,
-    filled with null."""
+    """Return a value without the null entries in tool calls and tool schemas. Arrow gives all calls the same keys, and
+    fills missing values with null. `in_call` says that the value itself is inside a tool call or schema."""
     if isinstance(value, dict):
         kept = {key: _without_nulls(item, in_call or key in _OF_FUNCTIONS) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None or not (in_call or key in _OF_FUNCTIONS)}

@@ -55,7 +55,7 @@ def load(name: str, arguments: str) -> Loaded:
     except Exception as error:  # an error in the code of the environment
         raise DataError(f"data.environment = {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     if needs:
-        raise DataError(f"data.environment = {name!r} needs {needs[0]}, which tlt does not support: use another")
+        raise DataError(f"data.environment = {name!r} needs {needs[0]}, which tlt does not support: use another one")
     return found
 
 

@@ -1,1 +1,1 @@
-"""Drafters, which propose the next tokens. They are outside the trusted base: no token depends on their proposals."""
+"""Drafters, which propose the next tokens. The target verifies them, so a faulty drafter cannot change a token."""

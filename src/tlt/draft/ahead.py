@@ -1,5 +1,4 @@
-"""Look-ahead: the response of an older target version to a request, with the request's own seed, is a draft for the
-current version.
+"""Look-ahead drafts. A request's draft is the response that an older target version gave to it, with the same seed.
 
 A request's noise is a function of its seed and the position. So two target versions give the same response, except
 where an update changed which token has the largest noisy score. The old response is a chain of known tokens, so it
@@ -30,10 +29,11 @@ class Ahead(NamedTuple):
     version: int
     """newest target version that decoded a part of the response"""
     ended: bool
+    """whether the response is complete"""
 
     @classmethod
     def of(cls, decoded: Row | Response, version: int, ended: bool = False) -> Ahead:
-        """Return a draft with the tokens of a row or a response. `ended`: the response is complete."""
+        """Return a draft with the tokens of a row or a response. `ended` says whether the response is complete."""
         tokens = np.array(decoded.tokens if isinstance(decoded, Row) else decoded.token_ids, dtype=np.int32)
         return cls(decoded.request.seed, decoded.request.prompt.token_ids, tokens, version, ended)
 
@@ -87,8 +87,9 @@ class AheadStore:
         return self._kept.get(request.seed)
 
     def row(self, request: Request, vocab_size: int) -> Row:
-        """Return a look-ahead row of this request. It continues the request's draft if that has not ended, even if an
-        older target version decoded it, because decoding it again would take longer than its divergences cost."""
+        """Return a look-ahead row for this request. If the request has a draft that has not ended, the row continues
+        the draft. This holds for a draft of an older target version too, because decoding its tokens again would take
+        more time than their later rejections cost."""
         known = self.get(request)
         continues = known and not known.ended and len(known.tokens) < request.sampling.max_new_tokens
         tokens = known.tokens.tolist() if known and continues and known.is_valid(vocab_size) else []
@@ -110,8 +111,8 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
 
 
 class Pointer:
-    """Position of a row in its old response. After a divergence, it may be a position in the old response of another
-    row of the group.
+    """Position of a row in its old response. After a divergence, which is a token that differs from the old response,
+    it may be a position in the old response of another row of the group.
 
     `sources` are old responses (int32), the row's own first. `committed` are the tokens that the row already has.
     """
@@ -153,9 +154,9 @@ class Pointer:
         self.at = None
 
     def _find(self) -> None:
-        """Find the row's position in an old response after a divergence. First try the position in its own old response
-        that assumes no insertions or deletions: the last token must match. Else search for the last 4 tokens in its own
-        old response, then in those of the group."""
+        """Find the row's position in an old response after a divergence. First assume that no token was inserted or
+        deleted: then the row's last token must be at the expected index of its own old response. Else search for the
+        last 4 tokens in this response, then in those of the group."""
         own, here = self.sources[0], self.length + self.shift
         if 0 < here < len(own) and own[here - 1] == self.last[-1]:
             self._take(own, here, is_own=True)

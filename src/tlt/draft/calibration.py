@@ -61,8 +61,9 @@ class Calibration:
                 self.agreed[cells[node]] += node in reached
 
     def acceptance_rates(self, depth: int, branching: int) -> list[float | None]:
-        """Return for each depth how often one of the `branching` best children of an accepted node was accepted. Only
-        draft tokens of class 0 count. None: nothing was counted at this depth."""
+        """Return, for each of the first `depth` depths (at most 8), the share of accepted nodes that have an accepted
+        child among their `branching` best children. Only draft tokens of class 0 count. The share is None if nothing
+        was counted at this depth."""
         seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
         places = min(branching, _PLACES)
         return [

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 
 class ChainShape(NamedTuple):
+    """Key of a captured chain: its sizes, and the flags of its `SamplingTensors`. `rows` and `entries` (M of `Missing`)
+    are rounded up."""
+
     rows: int
     entries: int
     depth: int

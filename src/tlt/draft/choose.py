@@ -16,7 +16,7 @@ def make_drafters(
     config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None
 ) -> tuple[list[Drafter], FeatureLayout | None]:
     """Return the drafters that the recipe asks for, and the layout of the hidden states that the learned drafter reads
-    (None without one). `layer` replaces the drafter in `config.path`. Raises DrafterError."""
+    (None if there is no learned drafter). `layer` replaces the drafter in `config.path`. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
     names = list(DRAFTERS) if config.drafter == "adaptive" else [config.drafter]
@@ -27,7 +27,7 @@ def make_drafters(
     if not drafters:
         raise DrafterError(
             f"speculation.drafter = '{config.drafter}' does not work for this model on {target.device.type}: it needs "
-            "a CPU and one of the families of tlt's fused decoder (docs/models.md). Use 'adaptive'"
+            "a CPU with int8 products in PyTorch, and a family of tlt's fused decoder (docs/models.md). Use 'adaptive'"
         )
     return drafters, layer.options.layout if layer and any(learned(name) for name in names) else None
 

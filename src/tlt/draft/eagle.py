@@ -211,7 +211,10 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     if options.window < 1 or len(options.taps) != taps or min(options.taps, default=0) < 0:
         raise DrafterError(f"{path / 'config.json'} is not valid for a drafter: check window and taps")
     if max(options.taps, default=0) >= target.num_layers:
-        raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
+        raise DrafterError(
+            f"the drafter in {path} reads layer {max(options.taps)}, but the model's last layer is "
+            f"{target.num_layers - 1}: train one with tlt draft train"
+        )
     with errors_as(DrafterError, f"{path / 'config.json'} does not describe a drafter"):
         layer = EagleLayer(options)
     wanted = {_checkpoint_name(name, options.kind): name for name in layer.state_dict()}
@@ -224,7 +227,10 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {odd[0]} is {has}, not {wants}")
     vocabulary = tensors.get(_VOCABULARY, torch.zeros(1))
     if vocabulary.min() < 0 or vocabulary.max() >= options.vocab_size:
-        raise DrafterError(f"{path / 'model.safetensors'} has token ids outside the {options.vocab_size} of the model")
+        raise DrafterError(
+            f"the vocabulary in {path / 'model.safetensors'} has token ids outside the {options.vocab_size} of the "
+            "model: train one with tlt draft train"
+        )
     layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
         raise DrafterError(f"{path / 'model.safetensors'}: {odd[0]} is not finite: retrain with tlt draft train")

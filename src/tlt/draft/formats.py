@@ -7,7 +7,7 @@
   other tensor names.
 
 Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets of tensors.
-Other engines draft without the shared noise, so only the drafter's likeliest token can be accepted.
+Other engines draft greedily, without the shared noise, so they draft only the drafter's likeliest tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafter for CPUs: the target itself with int8 weights. It needs no training, because its weights are the target's.
 
 It attends to the target's own keys and values, so it has no cache of its own. The keys and values of its draft tokens
-are written behind the committed ones, where the target's next pass overwrites them. (Self-drafting with quantized
+are written after the committed ones, where the target's next pass overwrites them. (Self-drafting with quantized
 weights is from EfficientRollout, arXiv 2606.18967.)
 """
 

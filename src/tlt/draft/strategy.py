@@ -13,6 +13,7 @@ class Strategy(NamedTuple):
     drafter: str
     """name of the drafter; not used in plain decoding"""
     depth: int
+    """maximum depth of a node; the root has depth 0"""
     branching: int
     verify_tokens: int
     min_chance: float = 0.0

@@ -1,6 +1,6 @@
 """Suffix drafter. It proposes the tokens that followed earlier occurrences of the row's last tokens: in this response,
-in other responses of the group, and in earlier epochs of the same prompt. It has no model and needs no training, so it
-works from the first step.
+in other responses of the group, and in responses to the same prompt in earlier epochs. It has no model and needs no
+training, so it works from the first step.
 
 (Suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the model-free drafter
 of TLT, arXiv 2511.16665.)
@@ -27,7 +27,7 @@ _MATCHES = 16  # number of occurrences used, the newest first
 
 class _Occurrence(NamedTuple):
     """Occurrence of the matched context in `tokens`. The token that followed is `tokens[at]`. If `at` is the end of the
-    list, which may still grow, there is none yet."""
+    list, no token has followed yet; the list may still grow."""
 
     tokens: list[int]
     at: int

@@ -100,7 +100,7 @@ def grow(
 
 def _grow_chains(inputs: _Inputs) -> list[DraftTree]:
     """Draft a chain for each row, as `_grow_trees` does with one child per node. The operations that choose among
-    children are left out, because on a CPU starting them takes as long as the drafter itself."""
+    children are skipped, because on a CPU starting them takes as long as the drafter itself."""
     drafter, roots, strategy, noise_of, _, calibration = inputs
     most = min(strategy.depth, strategy.verify_tokens - 1)
     whole = None
@@ -187,7 +187,9 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
     ids, log_q, classes = candidates
     width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
     if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
-        raise ValueError(f"log q has shape {tuple(log_q.shape)}, but must be {(*nodes, *width)}, like the ids if given")
+        raise ValueError(
+            f"Candidates.log_q must have shape {(*nodes, *width)}, not {tuple(log_q.shape)}, and ids the same if given"
+        )
     if ids is not None and ids.dtype != torch.int64:
         raise ValueError(f"Candidates.ids must be int64, not {ids.dtype}")
     if classes is not None and classes.shape != nodes:

@@ -42,9 +42,9 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, request: Request) -> Response:
-        """Decode a request and return its response. An interrupted response has the tokens decoded so far. If the
-        caller is cancelled, the request is dropped. Raises ValueError for a request that cannot be decoded, or if
-        another unfinished request has the same seed."""
+        """Decode a request and return its response. If `interrupt` ends the request, the response has the tokens so
+        far. If the caller is cancelled, the request is dropped. Raises ValueError for a request that cannot be decoded,
+        or if another unfinished request has the same seed."""
         response: Future[Response] = Future()
         response.set_running_or_notify_cancel()  # a cancelled caller must not affect the others
         try:
@@ -120,7 +120,7 @@ class AsyncEngine:
 
     def _submit(self, engine: RolloutEngine, request: Request, response: Future[Response]) -> None:
         if request.seed in self._waited_for:
-            raise ValueError(f"two active requests have the seed {request.seed}: give each its own")
+            raise ValueError(f"two active requests have the seed {request.seed}: give each request its own seed")
         if self._failed:
             self._restart()
         engine.submit([request])
@@ -149,7 +149,9 @@ class AsyncEngine:
     def _fail_dropped(self, engine: RolloutEngine) -> None:
         if self._waited_for:
             held = {row.request.seed for rows in (engine.rows, engine.waiting) for row in rows}
-            why = "the engine was restarted during this request: interrupt it or wait before loading new weights"
+            why = (
+                "the engine was restarted during this request: interrupt or await all requests before you load weights"
+            )
             self._fail(self._waited_for.keys() - held, RuntimeError(why))
 
     def _restart(self) -> None:

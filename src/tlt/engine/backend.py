@@ -89,7 +89,7 @@ def make_engine(
 ) -> Engine:
     """Return tlt's own engine for a recipe. The target needs weights only when the first rollout starts. `layer`
     replaces the learned drafter that the recipe names. If the recipe's drafter is `adaptive`, the first rollout begins
-    with a start-up profile."""
+    with the start-up profile, which times drafts and target passes."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
     return Engine(

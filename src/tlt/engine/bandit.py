@@ -52,8 +52,8 @@ class Bandit:
     """Tuner that measures strategies and uses the fastest.
 
     `measure()` is called before the first rollout and returns the start-up profile: rows -> strategy -> seconds of a
-    round. Other numbers of rows are interpolated. `chances` has the acceptance rate of each drafter whose rate is known
-    at the start. A drafter with rate 0 is never the fastest, so it is not used.
+    round. For other numbers of rows, the seconds are interpolated. `chances` has the acceptance rate of each drafter
+    whose rate is known at the start. A drafter with rate 0 is never the fastest, so it is not used.
     """
 
     def __init__(
@@ -226,9 +226,9 @@ class Bandit:
             self.seen_ahead.add(_LOOK_AHEAD, levels, right)
 
     def _learn_seconds(self, arm: Strategy, seconds: float, width: int) -> None:
-        """Learn the seconds of a round, whose longest look-ahead draft had `width` tokens (0: none). A draft shorter
-        than the arm's limit makes a faster round, which does not count. In the first round after a change of drafters,
-        only the catch-up of the new drafter is learned."""
+        """Learn the seconds of a round, whose longest look-ahead draft had `width` tokens (0: none). If that draft is
+        shorter than the arm's limit, the round is faster than usual and does not count. In the first round after a
+        change of drafters, only the extra seconds of the new drafter (`catch_up`) are learned."""
         if self._switched and arm.drafter != PLAIN.drafter:
             excess = seconds - self.times.seconds(arm, self._now)
             known = self.catch_up.get(arm.drafter, excess)

@@ -46,7 +46,8 @@ class AcceptanceRate:
 
     @property
     def alarming(self) -> bool:
-        """Whether `now` is below half of `published`. Nothing else shows a bad drafter, because it changes no token."""
+        """Whether `now` is below half of `published`. It is False before 1,000 drafts. This is the only sign of a bad
+        drafter, because a drafter changes no token."""
         return self.published is not None and len(self.last) == _WATCHED and self.now < 0.5 * self.published
 
 
@@ -81,7 +82,7 @@ class Drafters:
         self._call_all(lambda drafter: drafter.close(place, last), "close")
 
     def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
-        """Replace the drafter of the same name. The new one starts with the active `rows`. Call this between two
+        """Replace the drafter of the same name by `drafter`, which starts with the active `rows`. Call this between two
         rounds."""
         self.usable[drafter.name] = drafter
         self.acceptance_rates[drafter.name] = AcceptanceRate(drafter.acceptance_rate)

@@ -35,8 +35,8 @@ def look_ahead_offers(rollout: RolloutState) -> list[int]:
 def _grow_trees(
     now: Round, rollout: RolloutState, drafters: Drafters, chains: Sequence[Sequence[int]]
 ) -> list[DraftTree]:
-    """Return a tree for each row. Only rows whose values are finite, and that have no look-ahead chain, get draft
-    tokens."""
+    """Return a tree for each row. A row gets draft tokens only if it has no look-ahead chain and the target's outputs
+    for it were finite so far."""
     strategy, target, trees = now.strategy, rollout.runner.target, None
     drafter = drafters.usable.get(strategy.drafter)
     if drafter is not None:

@@ -49,8 +49,9 @@ class Engine(Generates):
     """Rollout engine of a worker. `tuner` picks the strategy of each round (default: plain decoding).
 
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
-    row. `on_harvest` is called with these hidden states when a window is full and when a response ends. `store` has
-    look-ahead drafts, which a row uses instead of the drafter. `kv_tokens` limits the cache (default: by memory).
+    row. `on_harvest` is called with them when a row has `layout.window` new ones, and when a response ends. `store` has
+    look-ahead drafts, which a row uses instead of the drafter. `kv_tokens`: limit of the key-value cache in tokens
+    (default: by `config.kv_memory_mb`).
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class Engine(Generates):
                 self.store.put([Ahead.of(row, version)])
 
     def swap(self, drafter: Drafter) -> None:
-        """Replace the drafter that has the same name. Call this between two rounds, or before a round's draft."""
+        """Replace the drafter of the same name by `drafter`. Call this between two rounds, or before a round's
+        draft."""
         self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
         self.tuner.renew(drafter.name, drafter.acceptance_rate)
 
@@ -197,7 +199,7 @@ class Engine(Generates):
 
     def round(self) -> list[Response]:
         """Run one round: admit, draft, verify and commit. Return the finished responses."""
-        assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
+        assert self.target.version == self.rollout.version, "the target has new weights: call start"
         assert not self._in_round, "the last round failed, so the key-value cache is incomplete: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._in_round = True

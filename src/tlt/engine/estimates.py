@@ -51,7 +51,8 @@ def interpolate(points: Mapping[X, float], x: float) -> float:
 
 class RoundTimes:
     """Start-up profile and medians of timed rounds. `measure()` returns the profile: rows -> strategy -> seconds of a
-    round. It is called when the profile is first needed. Other numbers of rows are interpolated."""
+    round. It is called when the profile is first needed. For numbers of rows that are not in the profile, the seconds
+    are interpolated."""
 
     def __init__(self, measure: Callable[[], Mapping[int, Mapping[Strategy, float]]]) -> None:
         self._measure = measure

@@ -15,10 +15,11 @@ _GROWN = 16  # new tokens of a row between two checks for full windows; the ring
 
 
 class Harvester:
-    """Writer of each round's hidden states to the feature window.
+    """Writer of each round's hidden states to `window`, the feature window, from which drafters read them.
 
-    It passes each full window to `give`, and the last window of each finished row. If `give` is None, hidden states are
-    kept for drafters only. `version` is the target version.
+    Whenever a row has `window.window` new entries, they are passed to `give` as an item of training data. If a row
+    finishes, its last `window.window` entries are passed too. If `give` is None, no training data are collected.
+    `version` is the target version.
     """
 
     def __init__(self, window: FeatureWindow, version: int, give: Callable[[Harvest], None] | None) -> None:
@@ -26,8 +27,8 @@ class Harvester:
         self._grown = 0
 
     def write(self, features: Tensor, entries: Sequence[tuple[int, int, int, int]], grown: int) -> None:
-        """Write the hidden states `features` [B, N, F] of a pass. `entries` are (row's place, node, position, following
-        token) of each committed token. `grown` is the largest number of tokens that a row committed."""
+        """Write the hidden states `features` [B, N, F] of a pass. `entries` has (row's place, node, position, next
+        token) for each node on an accepted path. `grown` is the largest number of tokens that a row committed."""
         places, nodes, positions, following = zip(*entries, strict=True)
         if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
@@ -38,8 +39,8 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Call `give` with each full window, and with the last window of each row that ends in this round. `finished`
-        are the places of the ending rows."""
+        """Call `give` with each full window of new entries, and with the last window of each row that ends in this
+        round. `finished`: places of the rows that end."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0

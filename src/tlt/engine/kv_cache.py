@@ -121,7 +121,7 @@ class KVCache:
 
     def held(self, slot: int) -> tuple[int, ...]:
         """Return the prompt whose keys and values are at the beginning of a slot, active or free; () if there is none.
-        The prompt's last token has no keys and values there."""
+        Those of the prompt's last token may be missing."""
         return self._held[slot] if slot < len(self._held) else ()
 
     # -- capacity ------------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ class _MallocStatistics(ctypes.Structure):
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory of this process to the operating system, if it is more than 25 % of the free memory.
+    """Return the freed memory of this process to the operating system, if it is more than 25 % of the host's free
+    memory.
 
     The C library of Linux keeps gigabytes of freed memory after each update. But returning it each time made steps of a
     small model 1.1 times as long, because the system clears every page again."""

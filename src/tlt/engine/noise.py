@@ -47,8 +47,9 @@ class NoiseWindow:
 
     @torch.inference_mode()
     def prepare(self, positions: Sequence[int], depth: int) -> None:
-        """Compute the noise of positions[b] .. positions[b] + depth of every row b. If one row lacks some, all rows are
-        filled in the same call. With a small vocabulary, further positions are filled, so that calls are few."""
+        """Ensure that the ring has the noise of positions[b] .. positions[b] + depth of every row b. If a position of
+        one row is missing, the noise of all rows is computed in one call. With a small vocabulary, later positions are
+        computed too, so that calls are few."""
         if len(self.seeds) > len(self.ring):  # grown once for all new rows: a copy may take as long as two rounds
             grown = torch.zeros(2 ** (len(self.seeds) - 1).bit_length(), *self.ring.shape[1:], device=self.device)
             grown[: len(self.ring)] = self.ring

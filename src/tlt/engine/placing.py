@@ -14,12 +14,12 @@ class Placing(NamedTuple):
     """New rows, grouped by how they get their keys and values, in the order in which they take the free places."""
 
     kept: list[Row]
-    """rows whose place still has the keys and values of their prompt, from a row of the same group that left"""
+    """rows whose place still has the keys and values of their prompt, from an earlier row with the same prompt"""
     fresh: list[Row]
     """rows that need a prefill"""
     copies: list[Row]
-    """rows whose prompt is in the cache of another row of their group (active, or in `kept` or `fresh`); they copy its
-    keys and values instead of a prefill"""
+    """Rows that copy the keys and values of their prompt from another row with the same prompt, instead of a prefill.
+    The other row is active, or in `kept` or `fresh`."""
 
 
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
@@ -63,7 +63,7 @@ def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutSta
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:
-    """Group the new rows by how they get their keys and values: see `Placing`."""
+    """Group the new rows by how they get their keys and values: see `Placing`. `live`: the active rows."""
     live, rest = list(live), list(new)
     kept: list[Row] = []
     while (at := _holder(rest, cache.held(len(live) + len(kept)))) is not None:

@@ -125,7 +125,7 @@ def _least_seconds(
     calls: Mapping[Hashable, tuple[int, Callable[[], object]]], most: float, device: torch.device
 ) -> dict[Hashable, float]:
     """Return the shortest of up to 5 timings of each call, in seconds. `calls` maps names to (tokens of the pass,
-    function), sorted by tokens. A call is left out if it would make the total exceed `most` seconds."""
+    function), sorted by tokens. A call is skipped if it is expected to make the total exceed `most` seconds."""
     least: dict[Hashable, float] = {}
     began, rate = time.perf_counter(), 0.0
     for _ in range(_REPEATS):

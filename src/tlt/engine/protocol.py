@@ -1,4 +1,5 @@
-"""Protocols of an engine and its backend: tlt's own engine, or another one that samples with the same noise."""
+"""Protocols of a rollout engine, and of the backend that creates it. All engines, such as tlt's own and vLLM, sample
+with the same noise."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Target(Protocol):
 
 
 class Rows(Sized, Iterable[Row], Protocol):
-    """An ordered collection of rows."""
+    """Ordered collection of rows. A row is a request with its tokens so far."""
 
 
 class RolloutEngine(Protocol):
@@ -76,14 +77,14 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]: ...
 
     def start(self, requests: Iterable[Request]) -> None:
-        """Start a new rollout. All rows of the last one are dropped. This method, `submit` and `look_ahead` raise
-        ValueError for a request that cannot be decoded."""
+        """Start a new rollout. All rows of the previous rollout are dropped. This method, `submit` and `look_ahead`
+        raise ValueError for a request that cannot be decoded."""
         ...
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None: ...
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the look-ahead requests: requests of coming steps, decoded in advance."""
+        """Replace the look-ahead requests. They are requests of coming steps, which are decoded in advance."""
         ...
 
     def keep_ahead(self) -> None:
@@ -95,7 +96,8 @@ class RolloutEngine(Protocol):
         ...
 
     def round(self) -> list[Response]:
-        """Run one round. Return the finished responses."""
+        """Run one round: admit waiting requests, then run one target pass over the active rows. Return the finished
+        responses."""
         ...
 
     def draft_with(self, layer: EagleLayer) -> None:
@@ -112,7 +114,7 @@ class RolloutEngine(Protocol):
 
 
 class Backend(Protocol):
-    """Factory of an engine. A recipe chooses the backend by `engine.backend`: see BACKENDS in `tlt.config.registry`."""
+    """Factory of targets and engines. A recipe chooses it by `engine.backend` (BACKENDS in `tlt.config.registry`)."""
 
     start_note: str
     """note for users if engines of this backend take long to start, else an empty text"""
@@ -139,8 +141,9 @@ class Backend(Protocol):
         on_harvest: Callable[[Harvest | Transcript], None] | None,
         tracer: Tracer,
     ) -> RolloutEngine:
-        """Return an engine for a training run, with a target of this backend. `layer` is the learned drafter to start
-        with. `on_harvest` receives training data for the drafter."""
+        """Return an engine for a training run. `target` comes from `open_target`. `layer` is the learned drafter to
+        start with (None: the one that the recipe names, if any). `on_harvest` receives training data for the drafter
+        (None: no data are collected)."""
         ...
 
     def load_engine(
@@ -152,7 +155,7 @@ class Backend(Protocol):
         longest: int | None,
     ) -> RolloutEngine:
         """Return an engine for use without training, with the weights in the model's folder. `longest` is the maximum
-        length in tokens of a prompt and its response (default: the model's limit). Raises ModelError or
+        length in tokens of a prompt together with its response (None: the model's limit). Raises ModelError or
         DrafterError."""
         ...
 
@@ -177,8 +180,9 @@ class Generates:
 
 
 def refuse_impossible(request: Request, most_tokens: int, what: str, remedy: str) -> None:
-    """Raise ValueError for a request that cannot be decoded. A prompt and its response may have `most_tokens` tokens.
-    In the message, `what` begins the clause on this limit, such as "the model supports", and `remedy` comes last."""
+    """Raise ValueError for a request that cannot be decoded. `most_tokens`: maximum length in tokens of a prompt
+    together with its response. `what` and `remedy` are parts of the message: a clause that the limit completes, such as
+    "the model supports", and what the user can do."""
     prompt, new = request.prompt, request.sampling.max_new_tokens
     if not prompt.token_ids:
         raise ValueError(f"prompt {prompt.prompt_id} is empty: give it at least one token")

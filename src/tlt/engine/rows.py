@@ -9,8 +9,9 @@ from tlt.types import Row
 
 
 class RowStore(Protocol):
-    """Store with a state for each active row, at the row's place. The state is keys and values, noise, hidden states,
-    sampling parameters, or a drafter's state. Only the row table calls these two methods."""
+    """Store with a state for each active row, at the row's place (its index in the row table). The state is keys and
+    values, noise, hidden states, sampling parameters, or a drafter's state. Only the row table calls these two
+    methods."""
 
     def append(self, row: Row, kept: int) -> None:
         """Add `row` at the place after the last one. The state that is already at this place is valid for the row's

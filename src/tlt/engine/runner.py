@@ -43,8 +43,8 @@ class Sampled(NamedTuple):
 
 
 class Runner:
-    """Target passes over the key-value cache. A prefill writes the hidden states of the rows' last tokens to
-    `window`."""
+    """Target passes over the key-value cache. A prefill writes the hidden states of the rows' last tokens to `window`.
+    `prefill_tokens`: maximum number of tokens in a pass of a prefill, padding included."""
 
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
@@ -53,9 +53,10 @@ class Runner:
             self.graphs = GraphedPasses(slots, target.device)
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
-        """Compute the keys and values of each context, in the slots from `first` on. The last token of a context is
-        left out, because it is the root of the row's first round. `known` are the numbers of tokens whose keys and
-        values the slots already have (default: 0). Return for each row whether its hidden states are finite."""
+        """Compute the keys and values of each context, in the slots from `first` on. The last token of a context is not
+        included, because it is the root of the row's first draft tree. `known` has for each context the number of
+        tokens whose keys and values its slot already has (default: 0). Return for each row whether its hidden states
+        are finite."""
         known = known or [0] * len(contexts)
         new = [len(context) - have for context, have in zip(contexts, known, strict=True)]
         start, finite = 0, []
@@ -94,8 +95,9 @@ class Runner:
         lows: Sequence[int],
         contexts: Sequence[Sequence[int]],
     ) -> None:
-        """Write hidden states of a prefilled chunk [rows, width, F] to the feature window. Entries before the last
-        `window.window` entries of a row are left out."""
+        """Write the hidden states of a prefilled chunk, `features` [rows, width, F], to the feature window. Only the
+        last `window.window` entries of a context are written. `lows`: position of each row's first token in the
+        chunk."""
         places = [
             (row, p)
             for row, context in enumerate(contexts)

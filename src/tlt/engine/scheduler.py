@@ -42,9 +42,10 @@ class Scheduler:
         self.waiting.extend(rows)
 
     def look_ahead(self, rows: Mapping[int, Row], most: int) -> None:
-        """Replace the look-ahead rows by `rows` (seed -> row, the most urgent first). An active look-ahead row
-        continues instead of a new one if its seed is among the first that fit into `most` active rows. Raises
-        ValueError, like `submit`."""
+        """Replace the look-ahead rows by `rows` (seed -> row, the most urgent first). Raises ValueError, like `submit`.
+
+        `most` is the limit of active rows, rows of the rollout included. The first seeds that fit within this limit are
+        urgent. An active look-ahead row with an urgent seed continues, and the new row of this seed is not queued."""
         for row in rows.values():
             self._check(row.request)
         live = set[int]()
@@ -67,8 +68,9 @@ class Scheduler:
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
         if not self.cache.fits(1, longest + self.headroom):
             raise ValueError(
-                f"one sequence of {longest} tokens does not fit the key-value cache of {self.cache.bound_tokens} "
-                "tokens: raise engine.kv_memory_mb or lower rollout.max_new_tokens"
+                f"one sequence of {longest} tokens, with room for {self.headroom} draft tokens, does not fit the "
+                f"key-value cache of {self.cache.bound_tokens} tokens: raise engine.kv_memory_mb or lower "
+                "rollout.max_new_tokens"
             )
 
     def admit(self, most_ahead: int) -> list[Row]:
@@ -76,8 +78,9 @@ class Scheduler:
         rows, with room for `headroom` more tokens of each.
 
         An admission costs one prefill and one call for noise, for any number of rows. So a full batch waits until an
-        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 are admitted per
-        round, up to `most_ahead` active rows, because the worker may soon be needed for other work.
+        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 of them are
+        admitted per round, and only up to `most_ahead` active rows in total, because the worker may soon be needed for
+        other work.
         """
         live = len(self.rows)
         admitted: list[Row] = []
@@ -119,7 +122,8 @@ class Scheduler:
         return max((row.kv_length for row in self.rows), default=0)
 
     def withdraw(self, seeds: Collection[int]) -> list[Row]:
-        """Remove the requests with these seeds from the queue and from the active rows. Return their rows."""
+        """Remove the requests with these seeds from the queue and from the active rows. Return their rows. Look-ahead
+        rows are not removed."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         for place in reversed(range(len(self.rows))):

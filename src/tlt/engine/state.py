@@ -60,7 +60,7 @@ class Round:
 
 
 class Clock:
-    """Timer of the phases of a round, in seconds."""
+    """Timer of the phases of a round, in seconds. `for_coming_steps`: whether the round has only look-ahead rows."""
 
     def __init__(self, for_coming_steps: bool) -> None:
         self.for_coming_steps = for_coming_steps
@@ -84,8 +84,8 @@ def source_of(tree: DraftTree, drafter: str) -> str:
 
 
 def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
-    """Count a row's part of a round: `taken` committed tokens, the first `right` of them from the draft. For a
-    look-ahead row, `stats` counts only the tokens."""
+    """Count a row's part of a round: `taken` committed tokens, the first `right` of them from the draft. Add the source
+    of each token to `row.proposed`. For a look-ahead row, `stats` counts only the tokens."""
     row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
@@ -104,9 +104,9 @@ def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequen
 
 
 def draft_counts(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
-    """Return a row's numbers of committed tokens and of look-ahead draft tokens in a round, for the tuner. A draft
-    token that ends the response counts as accepted and as followed by a bonus token. Draft tokens after it do not
-    count."""
+    """Return a row's numbers of committed tokens and of look-ahead draft tokens in a round, for the tuner. If an
+    accepted look-ahead token ends the response, a bonus token is counted after it, and the draft tokens after it are
+    not counted. Otherwise these draft tokens would count as rejected."""
     proposed = tree.ahead * (len(tree.tokens) - 1)
     if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
         return taken + 1, taken

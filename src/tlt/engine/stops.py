@@ -1,4 +1,4 @@
-"""End of a response. It is checked token by token, even if a round commits several tokens."""
+"""Conditions that end a response. They are checked for each token, even if a round commits several tokens."""
 
 from __future__ import annotations
 

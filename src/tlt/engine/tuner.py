@@ -11,14 +11,14 @@ from tlt.draft.strategy import PLAIN, Strategy
 
 
 class RoundResult(NamedTuple):
-    """Result of a round, from which a tuner learns. `tokens` and `ahead` have one value per row."""
+    """Result of a round, from which a tuner learns."""
 
     strategy: Strategy
     seconds: float
     tokens: Sequence[int]
     """number of committed tokens of each row"""
     scored: bool
-    """whether the seconds count; for example, they do not count if the round had a prefill"""
+    """whether the tuner may learn from `seconds`; False, for example, if the round had a prefill"""
     ahead: Sequence[int] = ()
     """number of look-ahead draft tokens of each row; empty if no row had any"""
 
@@ -47,7 +47,8 @@ class Tuner(Protocol):
         ...
 
     def brief_rows(self) -> int:
-        """Return the largest number of rows of a short round, for a worker that may soon be needed for other work."""
+        """Return the largest number of rows with which a round is still short. It limits look-ahead while a worker has
+        no other rows, because the worker may soon be needed."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:

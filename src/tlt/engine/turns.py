@@ -1,4 +1,4 @@
-"""Store of the keys and values of finished turns, for the next turn of their (multi-turn) episode."""
+"""Store of the keys and values of finished turns, for the next turn of the same episode."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Kept(NamedTuple):
 
 
 class TurnStore:
-    """Per-row store. If a row leaves and its episode may continue, its keys and values are copied to host memory, and
-    so are the hidden states that the drafter reads.
+    """Per-row store. If a row leaves the batch and its episode may continue, its keys and values are copied to host
+    memory. So are the hidden states that the drafter reads.
 
-    The limit is 1 GiB. Beyond it, the oldest copies are dropped. The store exists for one rollout, so the target's
+    If the copies take more than 1 GiB, the oldest ones are dropped. The store exists for one rollout, so the target's
     version does not change.
     """
 

@@ -22,8 +22,8 @@ from tlt.trace import Tracer
 def recipe_of(
     model: str, folder: str, seed: int, workers: int, speculation: SpeculationConfig, engine: EngineConfig
 ) -> Config:
-    """Return a configuration for decoding. Its data and reward sections are placeholders, because the other trainer
-    handles prompts, rewards and the update."""
+    """Return a configuration for decoding. `folder` is the run's folder. The data and reward sections are placeholders,
+    because the other trainer (TRL or verl) handles prompts, rewards and the update."""
     tree = {
         "model": {"path": model},
         "data": {"path": "-"},
@@ -40,7 +40,7 @@ def adaptive_engine(
     """Return an engine that decodes with `target`, and the object that trains the engine's drafter.
 
     The weights of `target` must already be loaded. If `resumed` is True, training continues with the newest drafter in
-    the run's folder. Otherwise new drafters are numbered after the existing ones.
+    the run's folder. Otherwise new drafters are numbered after those in the folder.
     """
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)

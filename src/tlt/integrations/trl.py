@@ -1,8 +1,8 @@
-"""tlt in TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with our engine. TRL does everything else.
+"""tlt in TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with tlt's engine. TRL does everything else.
 
 A completion depends only on the weights, the prompt and the completion's seed. In training, the seed depends only on
-the trainer's seed, its step and the completion's place among those of the step. So TRL gets the same completions and
-ends with the same weights, with any drafter and any number of processes.
+the trainer's seed, the global step, the batch within this step, and the completion's index in the batch. So TRL gets
+the same completions and ends with the same weights, with any drafter and any number of processes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ EVALUATION = "trl eval"
 
 
 class Rollout:
-    """A `rollout_func` for one GRPOTrainer of TRL. `speculation` and `engine` have the fields of a recipe's sections.
+    """Function for `rollout_func` of one GRPOTrainer. `speculation` and `engine` have the fields of the recipe sections
+    with these names.
 
-    The constructor raises ConfigError, and UnsupportedError if TRL is missing or too old. A call raises
-    UnsupportedError for a second trainer, and for options of TRL that the engine lacks (`trl_terms.py`).
+    The constructor raises ConfigError for an invalid field, and UnsupportedError if TRL is missing or too old. A call
+    raises UnsupportedError for a second trainer, and for options of TRL that tlt does not support (`trl_terms.py`).
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Rollout:
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Return a completion for each prompt, in TRL's format. TRL has already repeated the prompts for their groups.
-        All processes call this once for each generation batch. Torch's global generators, which shuffle TRL's data, are
-        not changed."""
+        All processes call this once for each generation batch. The states of torch's global random generators, which
+        shuffle TRL's data, are not changed."""
         with _copied_random_state(trainer):
             if self._process is None:
                 refuse(trainer, self.engine)
@@ -124,7 +125,7 @@ class _Process:
             self.training.worker.target_moved()
 
     def _take_weights(self, trainer: Any) -> bool:
-        """Give the engine the policy's weights if they have changed. Return whether they have."""
+        """Give the engine the policy's weights if they have changed. Return whether they have changed."""
         changed = self.trained.has_changed(trainer)
         if changed:
             take_weights(self.target, self.trained, self.updates)
@@ -153,8 +154,8 @@ class _GenerationCounter:
         self._last: dict[str, tuple[int, int]] = {}
 
     def of(self, trainer: Any) -> tuple[str, int | None, int]:
-        """Return (domain, step, number of earlier generations at this step). An evaluation has no step. It always has
-        the same seeds, so two evaluations differ by the weights alone."""
+        """Count a new batch. Return (domain, step, number of earlier batches at this step). In an evaluation, step is
+        None, because all evaluations use the same seeds. So two evaluations differ by the weights alone."""
         self.generations += 1
         domain, step = ("trl" if trainer.model.training else EVALUATION), trainer.state.global_step
         before, count = self._last.get(domain, (-1, 0))

@@ -26,7 +26,7 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (args.repetition_penalty != 1.0, "repetition_penalty", "set it to 1.0"),
         (args.generation_kwargs, "generation_kwargs", "leave them out"),
         (getattr(args, "cache_implementation", None), "cache_implementation", "leave it out"),
-        (args.use_vllm, "use_vllm", "set it to False: tlt decodes; docs/vllm.md has tlt inside vLLM"),
+        (args.use_vllm, "use_vllm", "set it to False, because tlt decodes (docs/vllm.md: tlt's sampling in vLLM)"),
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching", "set it to False"),
         (args.fp16 or model.dtype == torch.float16, "fp16", "set bf16=True, and load the model in bfloat16 or float32"),
         (args.fp16_full_eval, "fp16_full_eval", "leave it out"),
@@ -42,7 +42,7 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
             "leave it out",
         ),
         (args.max_completion_length is None, "max_completion_length = None", "give it a number of tokens"),
-        (args.temperature == 0, "temperature = 0", "all completions of a group would be the same: set it above 0"),
+        (args.temperature == 0, "temperature = 0", "set it above 0, because otherwise a group has equal completions"),
         (engine.backend != "tlt", f"engine.backend = {engine.backend!r}", "leave it out"),
         (plugin is not None and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", "set fsdp_version: 2"),
         (isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy), "FSDP's cpu_offload", "set it to False"),
@@ -90,13 +90,13 @@ def to_sampling_params(trainer: Any) -> SamplingParams:
 
 
 def refuse_impossible(token_ids: Sequence[int], params: SamplingParams, most: int) -> None:
-    """Raise ValueError, with TRL's names of options, for a prompt that the engine would refuse. `most` is the model's
-    limit in tokens."""
+    """Raise ValueError for a prompt that is empty, or too long with its completion. The message has TRL's names of
+    options. `most` is the model's limit in tokens."""
     if not token_ids:
         raise ValueError("a prompt has no tokens: drop empty prompts from the data set")
     longest = len(token_ids) + params.max_new_tokens
     if longest > most:
         raise ValueError(
-            f"a prompt of {len(token_ids)} tokens and its completion may reach {longest}, but the model supports "
-            f"{most}: lower max_completion_length, or drop long prompts from the data set"
+            f"a prompt of {len(token_ids)} tokens and its completion may reach {longest} tokens, but the model "
+            f"supports {most}: lower max_completion_length, or drop long prompts from the data set"
         )

@@ -42,7 +42,7 @@ class ToolTurns:
         setattr(trainer, _SEAM, self.next_turn)
 
     def begin(self, requests: Sequence[Request], responses: Sequence[Response]) -> None:
-        """Record the first turn of each row of a generation."""
+        """Record the first turn of each row of a new batch."""
         pairs = zip(requests, responses, strict=True)
         self._rows = [_Row(first, (*first.prompt.token_ids, *response.token_ids)) for first, response in pairs]
         self._turn = 0
@@ -82,8 +82,8 @@ class ToolTurns:
         rows = [row for row in found if row is not None]
         if len(rows) < len(found):
             raise UnsupportedError(
-                "tlt in TRL cannot continue a turn whose tokens have changed: use a chat template that keeps earlier "
-                "turns, or leave tools out"
+                "tlt in TRL cannot continue a completion whose earlier tokens have changed: use a chat template that "
+                "keeps earlier turns unchanged, or leave tools out"
             )
         return rows
 

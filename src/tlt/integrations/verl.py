@@ -1,5 +1,5 @@
-"""Rollouts of verl by tlt, with `actor_rollout_ref.rollout.name=tlt`. verl loads `verl_plugin.py`, which registers the
-two classes here.
+"""Rollouts for verl, which tlt decodes if `actor_rollout_ref.rollout.name=tlt`. verl loads `verl_plugin.py`, which
+registers `Replica` and `ServerAdapter`.
 
 A replica is an engine in a Ray actor (`verl_server.py`) on the device of one trainer process. That process has a
 `ServerAdapter`, which sends the weights to the replica after an update.
@@ -52,7 +52,7 @@ class ServerAdapter(BaseRollout):
         self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **kwargs: Any
     ) -> None:
         """Send whole tensors by their Hugging Face names to the replica, through host memory in buckets. Raises
-        UnsupportedError."""
+        UnsupportedError for another wire format, and for LoRA weights that are not merged."""
         if wire_format != "named_tensors":
             raise UnsupportedError(f"tlt does not support verl's wire format {wire_format!r}: use named_tensors")
         if kwargs.get("peft_config") is not None:
@@ -64,8 +64,8 @@ class ServerAdapter(BaseRollout):
 
 
 async def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> AsyncIterator[dict[str, Tensor]]:
-    """Yield buckets of copies in host memory, because the trainer may reuse its buffers. A bucket has at most `most`
-    bytes, or a single larger tensor."""
+    """Yield buckets (name -> copy in host memory) of the weights. They are copies, because the trainer may reuse its
+    buffers. A bucket has at most `most` bytes, unless a single tensor is larger."""
     bucket: dict[str, Tensor] = {}
     size = 0
     async for name, tensor in ensure_async_iterator(weights):

@@ -27,7 +27,8 @@ from tlt.types import Prompt, Request, Response
 
 
 class Server:
-    """Server with the interface that verl requires. It begins with the weights in the model's folder. Methods that
+    """Server with the interface that verl requires. `rollout` is verl's rollout configuration, `folder` is the model's
+    folder, and `replica` is the number of the replica. The server begins with the weights in the folder. Methods that
     change the engine wait until the current round ends."""
 
     def __init__(self, rollout: Any, folder: str, replica: int) -> None:
@@ -91,7 +92,7 @@ class Server:
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """End active requests with their tokens so far. New and waiting requests wait for `resume_generation`. If
-        `reject_request`, they are returned as aborted instead."""
+        `reject_request` is True, new and waiting requests are returned as aborted instead."""
         self.rejects = reject_request
         self.admits.set()  # waiting callers check `rejects` again
         self.admits.clear()
@@ -109,7 +110,9 @@ class Server:
         self.received |= bucket
 
     async def load_weights(self, step: int | None) -> None:
-        """Load the received weights of step `step`. If weights are missing, keep the old ones and raise ModelError."""
+        """Load the received weights of this step. `step` is None if verl restores the weights of the current step after
+        a sleep. If weights are missing, keep the old ones and raise ModelError. Raises RuntimeError if requests are
+        active."""
         weights, self.received = self.received, {}
         await self.engine.between_rounds(lambda engine: self._load(engine, weights))
         if step is not None:  # None: verl restores the same weights after a sleep
@@ -163,8 +166,8 @@ def _release(engine: RolloutEngine) -> None:
 
 
 def _config(rollout: Any, folder: str, replica: int) -> Config:
-    """Return the recipe of a replica. `rollout.custom` contains the recipe's sections `engine` and `speculation`, and
-    the folder of published drafters."""
+    """Return the recipe of a replica. `rollout.custom` may contain the recipe's sections `engine` and `speculation`,
+    and `folder`, where replicas save their drafters (default: runs/verl)."""
     custom: Any = OmegaConf.to_container(OmegaConf.create(dict(rollout.custom or {})))
     engine = section_of(EngineConfig, custom.get("engine"), "engine")
     speculation = section_of(SpeculationConfig, custom.get("speculation"), "speculation")

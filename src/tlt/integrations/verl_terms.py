@@ -18,7 +18,7 @@ def refuse(rollout: Any) -> None:
     """Raise UnsupportedError if `actor_rollout_ref.rollout` sets an option that tlt does not support."""
     for asked, what, remedy in (
         (rollout.tensor_model_parallel_size != 1, "tensor_model_parallel_size", "set it to 1"),
-        (rollout.data_parallel_size != 1, "data_parallel_size", "set it to 1: each replica is an engine by itself"),
+        (rollout.data_parallel_size != 1, "data_parallel_size", "set it to 1, because each replica is one engine"),
         (rollout.pipeline_model_parallel_size != 1, "pipeline_model_parallel_size", "set it to 1"),
         (rollout.ignore_eos, "ignore_eos", "set it to False"),
         (rollout.repetition_penalty != 1.0, "repetition_penalty", "set it to 1.0"),
@@ -27,7 +27,7 @@ def refuse(rollout: Any) -> None:
         (
             rollout.mtp and rollout.mtp.enable_rollout,
             "mtp.enable_rollout",
-            "set it to False: tlt has drafters of its own",
+            "set it to False, because tlt has its own drafters",
         ),
         (rollout.disaggregation.enabled, "disaggregation", "set it to False"),
         (rollout.dtype == "float16", "dtype = float16", "set it to bfloat16"),
@@ -44,11 +44,13 @@ def refuse(rollout: Any) -> None:
 def to_sampling_params(
     asked: Mapping[str, Any], rollout: Any, prompt_tokens: int, stops: Sequence[int], longest: int
 ) -> SamplingParams:
-    """Return the sampling parameters of one `generate` call.
+    """Return the sampling parameters of one `generate` call. `asked` are the call's parameters, and `stops` the end
+    tokens.
 
     If the call sets no maximum, the response has at most rollout.response_length tokens, and prompt and response have
     together at most rollout.prompt_length + rollout.response_length. They never exceed `longest` tokens, the model's
-    limit. Raises ValueError for a prompt that leaves no room, and UnsupportedError for a parameter that tlt lacks.
+    limit, or rollout.max_model_len. Raises ValueError for a prompt that leaves no room for a response, and
+    UnsupportedError for a parameter that tlt does not support.
     """
     known = {"temperature", "top_p", "top_k", "max_tokens", "max_new_tokens", "logprobs", "repetition_penalty"}
     if unknown := set(asked) - known:
@@ -59,7 +61,7 @@ def to_sampling_params(
     if prompt_tokens >= longest:
         raise ValueError(
             f"a prompt of {prompt_tokens} tokens leaves no room for a response, because the model or "
-            f"rollout.max_model_len allows {longest}: lower data.max_prompt_length, or filter out long prompts"
+            f"rollout.max_model_len allows {longest} tokens: lower data.max_prompt_length, or filter out long prompts"
         )
     left = rollout.prompt_length + rollout.response_length - prompt_tokens
     most = asked.get("max_tokens", asked.get("max_new_tokens", min(rollout.response_length, left)))

@@ -20,7 +20,8 @@ from tlt.progress import working
 
 
 def decoder_for(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return a fused or generic decoder for a Hugging Face config, without weights. Raises ModelError."""
+    """Return the decoder for a Hugging Face config, without weights: the fused decoder if it supports the model's
+    family, else the generic one. Raises ModelError."""
     options = decoder_options(config)
     return Decoder(options, dtype, device) if is_fused(config) else GenericDecoder(options, dtype, device, config)
 
@@ -28,7 +29,8 @@ def decoder_for(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
 def folder_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """Return the weights in a model folder by the names that they have in transformers' model. Raises ModelError.
 
-    For some families, the files have other names. Then transformers loads the model, which translates the names."""
+    If the fused decoder does not support the family, transformers loads the model, because the names in its files may
+    differ."""
     if is_fused(read_config(folder)):
         return read_safetensors(folder)
     return load_model(folder, dtype, torch.device("cpu")).state_dict()

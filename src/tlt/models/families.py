@@ -211,8 +211,8 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
 def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
     """Return the options that are common to all families. `limit` is (`max_positions`, `limited_by`).
 
-    The generic decoder does not read fields such as `intermediate_size`. For models of the generic decoder, these
-    fields, or their defaults if they are missing, describe the layer of the learned drafter."""
+    The generic decoder does not read options such as `intermediate_size`. For its models, they only describe the layer
+    of the learned drafter. A field that is missing in config.json gets a default."""
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = base_of(getattr(c, "rope_parameters", None) or {})
     return DecoderOptions(
@@ -237,7 +237,7 @@ def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
 
 
 def _refuse_unknown(c: Any) -> None:
-    """Raise ModelError for options that transformers (and so the policy) supports, but not the fused decoder."""
+    """Raise ModelError for options that transformers (and so the policy) supports, but the fused decoder does not."""
     if c.hidden_act != "silu":
         raise ModelError(
             f"config.json has hidden_act = {c.hidden_act!r}, but tlt decodes {c.model_type} models only with silu: use "

@@ -53,7 +53,9 @@ def attend(
         raise ValueError(f"the model's attention uses {names[0]}")
     rows, heads, new, size = query.shape
     if sliding_window is not None and sliding_window <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"the model's window of {sliding_window} tokens must exceed the {MAX_DRAFT_TOKENS} of a draft")
+        raise ValueError(
+            f"the model's window of {sliding_window} tokens is not longer than a draft of {MAX_DRAFT_TOKENS} tokens"
+        )
     if value.shape[-1] != size:
         raise ValueError(f"the model's values have {value.shape[-1]} dimensions per head, but its queries have {size}")
     if scaling is not None and scaling != size**-0.5:
@@ -78,7 +80,8 @@ AttentionMaskInterface.register(_NAME, lambda *arguments, **settings: None)
 
 
 class GenericDecoder(Decoder):
-    """Target model of the engine, for families that the fused decoder lacks. It runs transformers' own model."""
+    """Target model of the engine, for families that the fused decoder does not support. It runs transformers' own
+    model."""
 
     can_be_captured = False  # experts are chosen on the host
 
@@ -126,7 +129,9 @@ class GenericDecoder(Decoder):
             sizes = [list(x.shape[1:]) for x in (query, key)]
             named = [[o.num_heads, o.head_dim], [o.num_kv_heads, o.head_dim]]
             if sizes != named:
-                raise ValueError(f"the model's queries and keys have [heads, dimensions] {sizes}, not {named}")
+                raise ValueError(
+                    f"the model's queries and keys have [heads, dimensions] {sizes}, but config.json has {named}"
+                )
             nonlocal windows
             layers.append(layer)
             windows += window is not None
@@ -136,8 +141,8 @@ class GenericDecoder(Decoder):
         self.forward(tokens, tokens, watch)
         if sorted(layers) != list(range(o.num_layers)):
             raise ValueError(
-                f"each of its {o.num_layers} layers must call attention once, but they made {len(layers)} calls; "
-                "layers with other state than keys and values, such as Mamba's, make none"
+                f"each of the model's {o.num_layers} layers must call attention once, but they made {len(layers)} "
+                "calls; layers with other state than keys and values, such as Mamba's, make none"
             )
         width = getattr(self.config, "sliding_window", None)
         sliding = (getattr(self.config, "layer_types", None) or ["sliding_attention"]).count("sliding_attention")

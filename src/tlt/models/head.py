@@ -27,8 +27,8 @@ class Head:
 
     @torch.no_grad()
     def scaled(self, weight: Tensor) -> Tensor:
-        """Return the head's weight [V, D], scaled so that hidden @ weight.T equals the logits. A drafter uses only this
-        weight.
+        """Return the head's weight [V, D], scaled so that hidden @ weight.T equals the logits. Drafters compute their
+        logits with this weight alone.
 
         If logits are not proportional to hidden @ weight.T, for example because of a soft cap, the weight is returned
         unchanged. The learned drafter is then less accurate."""

@@ -54,8 +54,9 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _align(model: torch.nn.Module) -> None:
-    """Copy weights whose address is not a multiple of 64 bytes, as in mapped files. The rounding of MKL's products
-    depends on the address, so without the copy a resumed run could end with other weights."""
+    """Copy weights whose address is not a multiple of 64 bytes, which occur if their file is memory-mapped. The
+    rounding of MKL's products depends on the address, so without the copy a resumed run could end with other
+    weights."""
     for parameter in model.parameters():
         if parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()

@@ -55,8 +55,8 @@ class Product:
 
 @cache
 def packed_from(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, threads: int) -> int:
-    """Return the smallest number of rows for which a packed weight is faster than an unpacked one: 1, 2 or NEVER. Both
-    are timed with 1 and 4 rows.
+    """Return the smallest number of rows for which a packed weight is faster than an unpacked one: 1, 2 or NEVER.
+    Products of 4 rows are timed, then products of 1 row. If packing is faster for 4 rows only, the result is 2.
 
     oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster unpacked, because a call of oneDNN in a
     pass has an overhead of about 20 us."""

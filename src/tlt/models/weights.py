@@ -63,7 +63,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as shard:
             yield shard
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{file} is damaged ({error}): fetch or save it again") from None
+        raise ModelError(f"{file} cannot be read ({error}): if it is damaged, fetch or save it again") from None
 
 
 def _shards(index: Path) -> list[str]:

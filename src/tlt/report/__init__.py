@@ -55,7 +55,7 @@ class Page:
         try:
             write_report([self._folder])
         except Exception as error:
-            _log.warning("report.html was not written (%s: %s); the run continues", type(error).__name__, error)
+            _log.warning("report.html was not written (%s: %s); the run is not affected", type(error).__name__, error)
         self._written = time.monotonic()
         self._took = self._written - start
 

@@ -20,7 +20,8 @@ MOST_POINTS = 500  # largest number of points of a line in a chart
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the groups with the highest and the lowest mean reward, from rows of completions.jsonl."""
+    """Return the groups with the highest and the lowest mean reward (`best`, `worst`) in rows of completions.jsonl, and
+    the number of groups and the range of steps in these rows."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((row["step"], row["prompt_id"], row["epoch"]), []).append(row)
@@ -53,8 +54,8 @@ def _reward(row: Row) -> float:
 
 
 def ribbons_of(rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
-    """Return step -> the longest, the best and the worst response of the step, each with the drafter that proposed each
-    token (`proposed`). Only the newest 8 steps are included."""
+    """Return a dictionary: step -> the longest, the best and the worst response of the step. The field `proposed` of a
+    response has the source of each token (docs/metrics.md). Only the newest 8 steps are included."""
     found: dict[int, list[Row]] = {}
     for row in rows:
         if row["proposed"]:
@@ -73,7 +74,8 @@ def _of_step(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _shown(row: Row, *texts: str) -> dict[str, Any]:
-    """Return the fields of a response that the page shows. The middle of long `texts` is left out."""
+    """Return the fields of a response that the page shows. `texts` are the names of text fields. The middle of a long
+    text is cut out."""
     return {name: row[name] for name in _FACTS} | {name: _cut(row[name]) for name in texts}
 
 

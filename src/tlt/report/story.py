@@ -63,8 +63,8 @@ def ratios(run: RunData) -> list[Ratio]:
 
 
 def worker_seconds(run: RunData) -> dict[str, float]:
-    """Return kind of work -> seconds, summed over all workers. The phases of decoding (prefill, draft, verify, commit)
-    are scaled down if their sum exceeds the workers' rollout time."""
+    """Return the seconds of each kind of work, summed over all workers. The phases of decoding (prefill, draft, verify,
+    commit) are scaled down if their sum exceeds the workers' rollout time."""
     states, workers = run.states.copy(), max(1, run.workers)
     rollout, update, early, idle = (states.pop(name, 0.0) for name in ("ROLLOUT", "UPDATE", "EARLY", "IDLE"))
     found = {name: run.total(f"rollout/{name}_seconds") for name in ("prefill", "draft", "verify", "commit")}
@@ -128,15 +128,16 @@ _RULES = {
     "unrewarded": (0.05, "{:.0%} of responses got no reward: read reward.log in the run's folder, which has what the "
                    "reward function printed, or raise reward.timeout_seconds."),
     "truncated": (0.1, "{:.0%} of responses were truncated: raise rollout.max_new_tokens."),
-    "equal": (0.4, "{:.0%} of groups had equal rewards and taught nothing: choose prompts of a fitting difficulty, or "
-              "set rollout.max_waves above 1."),
+    "equal": (0.4, "{:.0%} of groups had equal rewards and gave no gradient: choose prompts that are neither too easy "
+              "nor too hard, or set rollout.max_waves above 1."),
     "slower": (1, "Rollouts took {:.2f} times as long as plain decoding: set speculation.drafter = 'off', or train a "
                "drafter for this model (tlt draft train)."),
     "idle": (0.15, "Workers were idle for {:.0%} of their time, because a few long responses kept the others waiting: "
              "raise speculation.look_ahead, or use fewer workers."),
-    "update": (0.5, "The update took {:.0%} of the time, which faster decoding cannot shorten: raise "
+    "update": (0.5, "The update took {:.0%} of the time, and faster decoding cannot shorten it: raise "
                "train.micro_batch_tokens if the memory allows, or use more GPUs or machines."),
-    "preempted": (0.05, "The full cache preempted {:.2f} requests for each response: raise engine.kv_memory_mb."),
+    "preempted": (0.05, "Requests were preempted {:.2f} times per response, because the key-value cache was full: "
+                  "raise engine.kv_memory_mb."),
     "rejected": (0.6, "The target rejected {:.0%} of draft tokens: start from a drafter trained for this model (tlt "
                  "draft train)."),
 }  # fmt: skip
@@ -164,7 +165,7 @@ def advice(run: RunData) -> list[str]:
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
-    """Return the configuration fields that differ between runs, with the value in each run, without run.folder."""
+    """Return the configuration fields that differ between runs, except run.folder, with the value in each run."""
     flat = [dict(leaves(run.config, ".")) for run in runs]
     found = {key: [tree.get(key) for tree in flat] for key in sorted(set().union(*flat) - {"run.folder"})}
     return [(key, values) for key, values in found.items() if any(value != values[0] for value in values)]

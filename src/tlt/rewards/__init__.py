@@ -36,7 +36,8 @@ class Reward(Protocol):
         ...
 
     def settle(self, responses: Sequence[Response]) -> bool:
-        """Set the rewards of these submitted responses if all are computed. Return whether they are. Do not wait."""
+        """Set the rewards of these submitted responses, unless some of them are still being computed. Return without
+        waiting whether the rewards are set."""
         ...
 
     def __call__(self, responses: Sequence[Response]) -> None:
@@ -51,7 +52,8 @@ class Reward(Protocol):
 
 def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Reward:
     """Return the object that computes the recipe's reward. `prompts` are checked for the data that the reward needs.
-    Output that reward functions print goes to the file `log`. Raises RewardError."""
+    Output that reward functions print goes to the file `log`, or to the terminal if `log` is None. Raises
+    RewardError."""
     reward = config.reward
     if reward.environment:
         return Earned()
@@ -92,7 +94,8 @@ def columns_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError if a built-in reward needs right answers, and that of a prompt is missing or unreadable."""
+    """Raise RewardError if a built-in reward needs right answers, and the right answer of a prompt is missing. If the
+    reward is `math`, also raise it for a right answer that cannot be read as mathematics."""
     names = {term.name for term in config.reward.all_terms}
     if not any(name in REWARDS and REWARDS[name].compares for name in names):
         return
@@ -101,8 +104,8 @@ def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
         golds = right_answers(prompt)
         if not golds or any(map(is_blank, golds)):
             columns = ", ".join(name for name in prompt.data if name != "answer")
-            which = f"prompt {prompt.prompt_id} has no answer to compare with ({asked!r})"
-            raise RewardError(f"{which}: set data.answer_column; its other columns are {columns or 'none'}")
+            which = f"prompt {prompt.prompt_id} ({asked!r}) has no right answer: remove its row"
+            raise RewardError(f"{which}, or set data.answer_column to one of its other columns ({columns or 'none'})")
         for gold in golds if "math" in names else ():
             if not is_mathematics(str(gold)):
                 raise RewardError(
@@ -119,7 +122,10 @@ def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
     if marker and not any(marker.rstrip() in text for text in shown):
         alike = "".join(marker.split()).casefold()
         if any(alike in "".join(text.split()).casefold() for text in shown):
-            message = "no prompt contains reward.answer_marker = %r, but some contain it in other case or spacing"
+            message = (
+                "no prompt contains reward.answer_marker = %r, but some contain it in other case or spacing: use the "
+                "spelling of the prompts, or answers may not be found in responses"
+            )
             _log.warning(message, marker)
 
 

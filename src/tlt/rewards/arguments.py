@@ -1,4 +1,4 @@
-"""Arguments of reward functions that the user wrote. Each parameter of the function is filled by its name."""
+"""Arguments of reward functions that the user wrote. The name of each parameter determines its argument."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _remedy(parameter: inspect.Parameter, known: Collection[str], lists: bool) -
     if parameter.kind == parameter.POSITIONAL_ONLY:
         return "a parameter before `/` cannot be filled by its name"
     if not lists and parameter.name.removesuffix("s") in known:
-        return "a function of lists needs batched = true, in [reward] or in its [[reward.terms]]"
+        return "if the function takes lists, set batched = true in [reward] or in its [[reward.terms]]"
     return _choice(known)
 
 

@@ -104,5 +104,5 @@ def _score(response: Response, name: str) -> str:
 
 
 def _end(text: str) -> str:
-    """Return the last characters of a long text, because they contain the answer."""
+    """Return the text. Cut a text above 500 characters to its last 500, because the answer is usually at the end."""
     return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"

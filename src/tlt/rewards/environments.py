@@ -27,7 +27,8 @@ class Turn(NamedTuple):
 
 
 class Environments:
-    """Environments in one process, one for each unfinished episode. `timeout` is for one reply, in seconds."""
+    """Environments in one process, one for each unfinished episode. `make` creates an environment. `timeout` is the
+    time limit for one reply, in seconds."""
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
         self.make, self.timeout = make, timeout

@@ -160,7 +160,7 @@ class IsolatedScore:
         self._process = process
         # this runs before the exit handler of multiprocessing, which would send SIGTERM and wait
         self._end = Finalize(self, _end, (process, self._connection), exitpriority=100)
-        fault, many = "it did not start in time", False
+        fault, many = f"its process was not ready after {START_SECONDS:g} s", False
         try:
             if self._connection.poll(START_SECONDS):
                 fault, many = self._connection.recv()

@@ -18,6 +18,8 @@ _CHECK_SECONDS = 0.1  # time between two checks whether the pool needs more proc
 
 
 class Waiting(NamedTuple):
+    """Entry of the pool's queue."""
+
     prompt: Prompt
     asked: Any
     """`Answer` to be scored, or `Turn` of an episode that needs a reply"""
@@ -35,8 +37,8 @@ class ScorePool:
 
     The pool begins with one process. If working off the queue would take much longer than starting a process, the
     number of processes doubles. `computing` limits the number of processes that use the CPU. Processes that only wait,
-    for example for a network, are limited by `_MOST`. So reward calls that hang run concurrently, and take about one
-    timeout altogether.
+    for example for a network, are limited only by the maximum of 64 processes. So reward calls that hang run
+    concurrently, and take about one timeout altogether.
     """
 
     def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:

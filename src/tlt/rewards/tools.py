@@ -160,7 +160,7 @@ def with_tools(config: Config) -> Config:
     if verdict.reply is None:
         raise RewardError(
             f"the tools of reward.environment = {config.reward.environment!r} cannot be read ({verdict.detail}): "
-            "correct the environment, or set reward.memory_mb or reward.timeout_seconds"
+            "correct the environment, or raise reward.memory_mb or reward.timeout_seconds"
         )
     schemas = json.loads(verdict.reply)
     arguments = config.data.chat_arguments | ({"tools": schemas} if schemas else {})

@@ -10,7 +10,7 @@ from tlt.types import Request, Response, Row
 
 
 class Turns(Protocol):
-    """Interface of objects that continue responses after a turn of the model. The driver of the rollout calls it."""
+    """Interface of objects that continue responses after a turn of the model. The driver of the rollout calls them."""
 
     step: int
     """index of the current step, which is the number of updates of the policy so far"""

@@ -67,7 +67,8 @@ def number(value: Any) -> tuple[float, Verdict | None]:
 
 
 def _text(form: Callable[[object], str], thing: object) -> str:
-    """Return `form(thing)`, where `form` is str or repr. If a user's class raises an exception, return other text."""
+    """Return `form(thing)`, where `form` is str or repr. If this raises an exception, which a class of the user may do,
+    return a text with the name of the class."""
     try:
         return form(thing)
     except Exception:

@@ -1,1 +1,1 @@
-"""Update of the policy: advantages, losses, packed micro-batches, and the policy that they train."""
+"""Training of the policy: advantages, losses, micro-batches, the update, and its division among workers."""

@@ -1,5 +1,5 @@
-"""Advantage estimators: pure functions that turn rewards into one advantage per response, keyed by
-`train.advantage`."""
+"""Advantage estimators: pure functions that turn rewards into one advantage per response. `train.advantage` selects
+one."""
 
 from __future__ import annotations
 

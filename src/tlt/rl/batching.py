@@ -57,7 +57,7 @@ def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
     """Return the number of tokens to compute for responses to one prompt. The arguments are numbers of tokens.
 
     The prompt is computed once for all responses if this is less work, else once per response. Work is tokens plus the
-    cost of attention calls. Pairs of attended tokens are not counted, because sharing never adds any."""
+    cost of attention calls. The quadratic cost of attention is not counted, because sharing never increases it."""
     apart, together = sum(prompt + own for own in responses), prompt + sum(responses)
     return together if together + _ATTENTION * (1 + len(responses)) < apart else apart
 
@@ -65,10 +65,11 @@ def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
 def plan_shared(
     groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], most: int
 ) -> list[Layout]:
-    """Return micro-batches of up to `most` tokens in which responses to one prompt share one copy of it.
+    """Return plans of micro-batches in which responses to one prompt share one copy of it.
 
-    A group that is split over several micro-batches has a copy of its prompt in each. A response that exceeds the
-    budget together with its prompt gets a micro-batch of its own."""
+    `groups` has the sequence indices of each prompt. `most` is the largest number of tokens in a micro-batch. A group
+    that is split over several micro-batches has a copy of its prompt in each. A response that together with its prompt
+    has more than `most` tokens gets a micro-batch of its own."""
     layouts: list[Layout] = []
     room = 0
     for group in groups:
@@ -94,9 +95,9 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
     least. Rows are as wide as the longest sequence of their micro-batch. Either each row has one sequence, or sequences
     share rows (first fit), whichever is less work. A sequence that exceeds `max_tokens` gets a micro-batch of its own.
 
-    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention increases
-    the work of a token by the factor 1 + L / (6 hidden_size). It adds half of that if each row is one sequence, because
-    plain causal attention skips the masked half.
+    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention
+    multiplies the work of a token by 1 + L / (6 hidden_size). If each row is one sequence, the factor is only
+    1 + L / (12 hidden_size), because plain causal attention skips the masked half.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in order]
@@ -119,7 +120,7 @@ def _first_micro_batches(
     lengths: Sequence[int], max_tokens: int, hidden_size: int
 ) -> Iterator[tuple[float, int, bool]]:
     """Yield each possible first micro-batch as (work, number of sequences, whether each sequence has its own row).
-    `lengths` of the sequences are in descending order."""
+    `lengths` has the numbers of tokens of the sequences, in descending order."""
 
     def work(rows: int, attended: float) -> float:
         return rows * width * (1 + attended * width / (6 * hidden_size))
@@ -158,7 +159,8 @@ def pack(
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Return the tensors of one micro-batch. `rows` has sequence indices. A sequence is a prompt and its response."""
+    """Return the tensors of one micro-batch. `rows` has the sequence indices of each row. A sequence is a prompt and
+    its response."""
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     position_ids = torch.arange(width).repeat(len(rows), 1)  # padding never has position 0, which begins a sequence

@@ -32,8 +32,8 @@ def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
     """Raise ConfigError, which names the field to change, if an update does not fit the memory.
 
     `longest_prompt` is in tokens. On a CUDA device the gradient of the largest micro-batch is computed and dropped. On
-    a CPU, two short forward passes measure the memory per token, because the system would kill a process that runs out
-    of memory. No weight and no random state changes."""
+    a CPU the needed memory is only estimated, from two short forward passes, because the system would kill a process
+    that runs out of memory. No weight and no random state changes."""
     asked = _Update.of(config, longest_prompt)
     need = _Need.measured(policy, config)
     free = _free(policy.device, config)
@@ -42,7 +42,7 @@ def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
         return
     most = min(free, _WRONG * need.of(asked)) if tries else free
     fitting = next((one for one in asked.smaller() if need.of(one) <= most), None)
-    remedy = f"set {fitting.changes(asked)}" if fitting else "train.lora.rank, a smaller model or more memory may help"
+    remedy = f"set {fitting.changes(asked)}" if fitting else "set train.lora.rank, use a smaller model, or add memory"
     workers = config.cluster.workers
     share = f" for each of {workers} workers" if workers > 1 else ""
     raise ConfigError(
@@ -147,7 +147,7 @@ def _copies(policy: Policy, config: Config) -> int:
     """Return the memory for gradients, Adam's two moments and copies, in multiples of the size of the trained weights.
 
     With several workers on CPUs, each worker also keeps a copy of weights and moments from before the update, in case a
-    worker fails. It keeps one more gradient for each of its early shards."""
+    worker fails. It keeps one more gradient for each of its early shards (`rl/early.py`)."""
     keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
     return 6 + most_early_gradients(config) if keeps else 3
 
@@ -183,7 +183,8 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
 
 
 def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
-    """Return whether Adam's moments and the gradient of the largest micro-batch fit the memory, by allocating both."""
+    """Allocate Adam's moments, and compute the gradient of the largest micro-batch. Return whether both fit the
+    memory."""
     rows = -(-update.budget // update.longest)
     length = max(update.budget // rows, update.longest if rows == 1 else 0)
     new = min(update.new, length - 1)
@@ -209,7 +210,8 @@ def _layers(model: Any) -> list[Any]:
 
 @contextmanager
 def _without_checkpoints(model: Any) -> Iterator[None]:
-    """Turn gradient checkpointing off, because tensors that the backward pass recomputes cannot be measured."""
+    """Turn gradient checkpointing off in the `with` block, because tensors that the backward pass recomputes cannot be
+    measured."""
     before = [(layer, layer.training) for layer in _layers(model)]
     for layer, _ in before:
         layer.training = False

@@ -1,11 +1,12 @@
-"""Early update: idle workers compute gradients of finished groups while other groups are still decoded.
+"""Early update: idle workers compute gradients of finished groups while other groups are still being decoded.
 
 The groups of a step are ordered by the length of their longest response, then by prompt order. The last eighth in this
 order, the longest groups, is never computed early. The other groups, in this order, are cut into early shards with
-equally many groups. A rest that does not fill a shard is left for the update. A worker that has nothing to decode
-computes the gradients of an early shard. If a gradient depends on other groups, or if the KL term is in the reward, it
-computes the old and reference log-probs instead. The shards, the order of sums, and the packing depend only on the
-responses. So results have the same bits whether a shard was computed early or in the update.
+equally many groups. Groups that do not fill a last shard are left for the update. A worker that has nothing to decode
+computes the gradients of an early shard. It computes the old and reference log-probs instead if there are several
+optimizer steps, if an advantage depends on other groups, or if the KL term is in the reward. The shards, the order of
+sums, and the packing depend only on the responses. So results have the same bits whether a shard was computed early or
+in the update.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _LATE = 8  # one group in 8 is never early: the longest groups, because a step w
 
 
 def has_early_shards(train: TrainConfig, workers: int) -> bool:
-    """Return whether a step has early shards. It has none with a single worker, which is never idle before the rollout
-    ends, or with a sharded policy, whose members cannot compute alone."""
+    """Return whether a step has early shards. A single worker has none, because it is never idle before the rollout
+    ends. A sharded policy has none, because its members cannot compute alone."""
     return workers > 1 and not train.shard and (has_early_gradients(train) or bool(fixed_logprobs(train)))
 
 
@@ -51,7 +52,7 @@ def most_early_gradients(config: Config) -> int:
 
 
 def most_responses(config: Config) -> int:
-    """Return the largest number of responses in a shard whose gradient is computed."""
+    """Return an upper bound on the number of responses in a shard whose gradient is computed."""
     rollout, train, workers = config.rollout, config.train, config.cluster.workers
     prompts = rollout.prompts_per_step
     if not (has_early_shards(train, workers) and has_early_gradients(train)):
@@ -64,8 +65,9 @@ def most_responses(config: Config) -> int:
 
 
 def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
-    """Return which log-probs are computed before the first gradient and then stay fixed, as fields of `FixedLogprobs`.
-    A loss needs no old log-probs if there is one optimizer step, because the policy is still the old one."""
+    """Return the kinds of log-probs that are computed before the first gradient and then stay fixed: names of fields of
+    `FixedLogprobs`. If there is only one optimizer step, the old log-probs are not among them, because the policy is
+    then still the one that decoded the responses."""
     if has_early_gradients(train):
         return ()
     old = _has_several_steps(train) or _has_kl_in_reward(train)
@@ -81,8 +83,8 @@ def _has_kl_in_reward(train: TrainConfig) -> bool:
 
 
 def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
-    """Return whether the loss depends on response `i`: the response is not masked, and its advantage is not 0 or the
-    loss has a KL term."""
+    """Return whether the loss depends on response `i`: the response is not masked, and either its advantage is not 0 or
+    the loss has a KL term."""
     kl_in_loss = bool(train.kl_weight) and train.kl_in == "loss"
     return (bool(batch.advantages[i]) or kl_in_loss) and i not in batch.masked
 
@@ -121,9 +123,10 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
 
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
-    """Cut groups into early shards. `order` has all groups, or the first ones, in ascending order of their longest
-    response. `count` is the number of groups in the batch, or a lower bound of it. If a step has one or two prompts, no
-    group is early, because the batch may turn out to have a single group."""
+    """Return the early shards, which are slices of `order`. `order` has all groups, or the first ones, in ascending
+    order of their longest response. `count` is the number of groups in the batch, or a lower bound of it. If a step has
+    one or two prompts, no group is early, because the batch may turn out to have a single group, and the longest group
+    is never early."""
     if prompts <= 2:
         return []
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
@@ -138,9 +141,9 @@ def _num_early(groups: int) -> int:
 def owners_of(work: Sequence[float], held: Sequence[Mapping[int, float]]) -> list[list[int]]:
     """Return the indices of the shards that each member computes in an update, in ascending order.
 
-    `work` has the work of each shard. `held` has for each member the shards that it has begun, and the fraction of each
-    that is done. A shard stays with the member that has begun it. The other shards are assigned in descending order of
-    work, each to the member with the least work left (LPT: Graham, 1969)."""
+    `work` has the work of each shard in tokens. `held` has for each member the shards that it has begun, and the
+    fraction of each that is done. A shard stays with the member that has begun it. The other shards are assigned in
+    descending order of work, each to the member with the least work left (LPT: Graham, 1969)."""
     owners: list[list[int]] = [[] for _ in held]
     loads = [0.0] * len(held)
     left = dict(enumerate(work))
@@ -190,8 +193,9 @@ class EarlyGroups:
         is_last_wave: bool,
         settle: Callable[[Sequence[Response]], bool],
     ) -> None:
-        """Begin a wave of decoding with these requests. `before`: groups of earlier waves, which come first in the
-        batch. `settle`: function that sets the rewards of responses if all are known, and returns whether they are."""
+        """Begin a wave of decoding with these requests. `before`: groups of the previous step and of earlier waves,
+        which come first in the batch. `settle`: function that sets the rewards of responses if all are known, and
+        returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
         self._ended: dict[int, Response] = {}
         self._finished = {number: self._as_finished(group) for number, group in enumerate(before)}

@@ -22,8 +22,8 @@ class NotFinite(ValueError):
 def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:
     """Raise NotFinite if any member of the group has a weight that is NaN or infinite.
 
-    All members call this with their own parts of the same tensors, and raise together. The message has `when` and
-    `remedy`."""
+    All members call this with their own parts of the same tensors, and raise together. `when` is the time or place in
+    the message, such as `after step 3`. `remedy` is the end of the message."""
     names, tensors = zip(*named, strict=True)
     bad = _not_finite([tensor.detach() for tensor in tensors])
     group.sum_(bad)
@@ -44,8 +44,8 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def refuse_loss(loss: float, first_wrong: str, step: int) -> None:
-    """Raise NotFinite if the loss of the group is not finite. `first_wrong`: name of this member's first value that is
-    not finite."""
+    """Raise NotFinite if the loss, summed over all workers, is not finite. `first_wrong`: name of the first value on
+    this worker that is not finite; empty if there is none."""
     if not math.isfinite(loss):
         raise NotFinite(f"{first_wrong or 'the loss'} is not finite in step {step + 1}: {_REMEDY}")
 

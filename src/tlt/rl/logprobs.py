@@ -29,7 +29,8 @@ def token_logprobs(
     model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs [T] of a micro-batch's targets under softmax(logits / temperature), and the entropies [T] of
-    these distributions. Entropies have no gradient."""
+    these distributions. Entropies have no gradient. At most `logits_mb` MiB of logits are computed at once. If
+    `autocast`, the model computes in bfloat16."""
     cast = _autocast(micro.input_ids.device, autocast)
     inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
     shared = {"shared_row": micro.shared} if micro.shared else {}
@@ -49,8 +50,8 @@ def token_logprobs(
 class LogProbs(torch.autograd.Function):
     """Log-probs [n] of targets [n] under softmax(logits / temperature), and entropies [n] without gradient.
 
-    The logits [n, V] are overwritten by the probabilities, and these by the gradient of the logits. The reason is that
-    on a CPU a new tensor of this size takes a quarter of the time of the head's matrix product.
+    The logits [n, V] are overwritten by the probabilities, and these by the gradient of the logits, because on a CPU
+    the allocation of a tensor of this size takes a quarter of the time of the head's matrix product.
     """
 
     @staticmethod
@@ -139,8 +140,9 @@ class FixedLogprobs(NamedTuple):
 def exchange(
     own: Mapping[int, Tensor], lengths: Mapping[int, int], group: ProcessGroup, like: Tensor
 ) -> dict[int, Tensor]:
-    """Return the log-probs computed by all members of a group, with the same bits on each member. `own`: log-probs of
-    this member. `lengths`: number of sampled tokens of each response. `like`: a tensor of their dtype and device."""
+    """Return the log-probs that all members of a group have computed, by response index and with the same bits on each
+    member. `own`: response index -> log-probs that this member has computed. `lengths`: response index -> number of
+    sampled tokens. `like`: a tensor with the dtype and device of the log-probs."""
     parts = [own[i] if i in own else like.new_zeros(length) for i, length in lengths.items()]
     whole = torch.cat([like.new_zeros(0), *parts])
     group.sum_(whole)  # one member has the log-prob, the other members have 0
@@ -150,8 +152,9 @@ def exchange(
 def penalized(
     batch: TrainBatch, fixed: FixedLogprobs, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
 ) -> tuple[TrainBatch, float]:
-    """Return the batch with a KL penalty, and the mean KL divergence per token. kl_weight times the KL divergence of a
-    response, summed over its tokens, is subtracted from its reward. Advantages are computed from these rewards."""
+    """Return the batch with a KL penalty, and the mean KL divergence per token. `kl` estimates the KL divergence at
+    each token. The sum over a response, times train.kl_weight, is subtracted from the reward of the response.
+    Advantages are computed from these rewards."""
     everyone = range(len(batch.response_ids))
     sums = [float(kl(fixed.old[i].double(), fixed.reference[i].double()).sum()) for i in everyone]
     left = iter(sums)

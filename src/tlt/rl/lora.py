@@ -31,7 +31,7 @@ class AdaptedPolicy(Policy):
     `state_dict` returns the merged model, which equals the adapted one up to rounding."""
 
     def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
-        """Return the model in `self.base` with the adapters in `folder`, or with new ones if there are none."""
+        """Return the model in `self.base` with the adapters in `folder`, or with new adapters if `folder` has none."""
         model = load_model(self.base, dtype, self.home or self.device)
         _adapt(model, self.config.lora)
         file = Path(folder) / FILE
@@ -40,14 +40,17 @@ class AdaptedPolicy(Policy):
             try:
                 found = model.load_state_dict(inner, strict=False)
             except RuntimeError:
-                raise ModelError(f"{file} has adapters of another rank: set train.lora.rank to theirs") from None
+                raise ModelError(
+                    f"the adapters in {file} do not fit the model: set train.lora.rank and model.path to the values "
+                    "that they were trained with"
+                ) from None
             if unknown := found.unexpected_keys:
                 raise ModelError(
                     f"{file} has adapters of layers that train.lora.targets does not name, such as {unknown[0]}: add "
                     "these layers to train.lora.targets"
                 )
             if missing := [name for name in found.missing_keys if ".lora_" in name]:
-                raise ModelError(f"{file} lacks the adapter {missing[0]}: restore it, or set train.lora.targets")
+                raise ModelError(f"{file} lacks the adapter {missing[0]}: restore the file, or set train.lora.targets")
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -82,6 +85,8 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     tied again if head and embedding are equal after the merge."""
     peft = _peft()
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
+    if not base:
+        raise ModelError(f"adapter_config.json in {adapters} does not name the base model: set base_model_name_or_path")
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is missing: restore it")
     state = adapters.parent / "state.json"  # holds a digest of the base model's files

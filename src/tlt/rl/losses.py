@@ -25,7 +25,7 @@ class Clip(NamedTuple):
     """Clipping range. The ratio r = policy / old is clipped to [1 - low, 1 + high] if that makes the surrogate smaller.
 
     r is a ratio of probabilities. If the advantage is negative, r is at most `dual` (dual clip, arXiv 1912.09729),
-    which keeps the loss finite."""
+    which bounds the loss."""
 
     low: float
     high: float
@@ -107,12 +107,13 @@ def _tokens(lengths: Sequence[int]) -> int:
 
 
 by_response = LossShare(lambda length, longest: 1 / max(1, length), _count)
-"""Share in which every response counts the same. Responses of [2, 4] tokens: each token has the share [1/4, 1/8]."""
+"""Share in which every response counts the same. With responses of 2 and 4 tokens, their tokens have shares of 1/4 and
+1/8."""
 by_token = LossShare(lambda length, longest: 1.0, _tokens)
-"""Share in which every token counts the same. Responses of [2, 4] tokens: each token has the share [1/6, 1/6]."""
+"""Share in which every token counts the same. With responses of 2 and 4 tokens, every token has a share of 1/6."""
 by_longest = LossShare(lambda length, longest: 1 / longest, _count)
-"""Share in which every token counts the same, divided by `rollout.max_new_tokens` instead of actual lengths. Responses
-of [2, 4] tokens with a maximum of 8: each token has the share [1/16, 1/16]."""
+"""Share in which every token counts the same, divided by `rollout.max_new_tokens` instead of actual lengths. With two
+responses and a maximum of 8 tokens, every token has a share of 1/16."""
 
 
 class Loss(NamedTuple):

@@ -97,7 +97,8 @@ def acceptance_by_depth(verified_to: dict[str, int], accepted_to: dict[str, int]
 
 
 def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:
-    """Return the mean turns and reply tokens of an episode, and counts of finish reasons; {} without episodes."""
+    """Return the mean numbers of turns and reply tokens of an episode, and the number of rewarded episodes by finish
+    reason. Return {} if no response has a reply of an environment."""
     if not any(response.replies for response in responses):
         return {}
     return {
@@ -147,8 +148,8 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 class TokenMetrics:
-    """Accumulator of metrics over tokens. Tokens have a weight, so that a sample of responses can represent all of
-    them."""
+    """Accumulator of metrics over tokens. Tokens have a weight, so that a sample of responses can represent all
+    responses."""
 
     def __init__(self, device: torch.device) -> None:
         self._entropy = torch.zeros(2, dtype=torch.float64, device=device)  # weighted sum, sum of weights

@@ -61,9 +61,10 @@ class ProcessGroup(Protocol):
         ...
 
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        """Return the sum [n] of the shards of all members, added in the order of shards. `own`: [own shards, n].
+        """Return the sum [n] of the shards of all members, added in the order of shards. The bits are the same on all
+        members, and for any number of members.
 
-        The bits are the same on all members, and for any number of members. `owners` has the shard index of each row.
+        `own` [m, n] has the m shards of this member, in the order in which `owners` lists them.
         """
         ...
 
@@ -163,7 +164,8 @@ def sum_gradients(
 
 
 def in_order(shards: Tensor, owners: Owners) -> Tensor:
-    """Return the sum [n] of the rows of `shards` [shards, n], in the order of shards. Rows are grouped by member."""
+    """Return the sum [n] of the rows of `shards` [shards, n], added in the order of shard indices. The rows are in the
+    order of `owners`, member by member."""
     numbers = [number for own in owners for number in own]
     first, *rest = (shards[row] for row in sorted(range(len(numbers)), key=numbers.__getitem__))
     if not rest:
@@ -199,11 +201,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
 class Rendezvous:
     """Meeting point through which the members of a process group connect. It belongs to the process of one member.
 
-    Its name is random, so that other processes cannot find it."""
+    Its name is random, so that only processes that know its address can connect."""
 
     def __init__(self, place: str | Path) -> None:
-        """Create the meeting point: in a folder of this machine without an open port if `place` is a Path, or at a TCP
-        port of this machine's address if `place` is a string."""
+        """Create the meeting point. If `place` is a Path, the meeting point is a file in this folder, and no port is
+        opened. If `place` is a string, it is this machine's address, and a TCP port is opened there."""
         name = secrets.token_hex(16)
         if isinstance(place, Path):
             self.address = str(place / f"rendezvous_{name}")
@@ -316,8 +318,9 @@ recipe, device) -> process group"""
 
 
 class Membership:
-    """Process group that this worker is a member of. `workers`: number of workers in the recipe. `meets`: where workers
-    meet to form a group. It is a folder that they share on one machine, or this machine's address in the cluster."""
+    """Process group that this worker is a member of. `workers`: number of workers in the recipe. `meets`: place where
+    workers meet to form a group. It is a folder that they share on one machine, or this machine's address in the
+    cluster. `join`: function that joins a group."""
 
     def __init__(self, meets: str | Path, workers: int, device: torch.device, join: Join) -> None:
         self.meets, self.workers, self.device, self._join = meets, workers, device, join

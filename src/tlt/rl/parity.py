@@ -40,7 +40,8 @@ _DRAFT = 4  # number of text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
-    """Load the policy's weights into the target. Raises ModelError if both then differ (`check_parity`)."""
+    """Load the policy's weights into the target. `version` is the number of policy updates so far. Raises ModelError if
+    the distributions of policy and target then differ (`check_parity`)."""
     return_freed_memory()  # memory that the update freed
     is_new = target.version < 0
     target.load(policy.state_dict(), version)
@@ -50,8 +51,9 @@ def take_weights(target: Target, policy: Weighed, version: int) -> None:
 def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> None:
     """Compare the next-token distributions of target and policy on a short text.
 
-    They are compared at each token, or with vLLM at the last token only. Raises ModelError if they differ by more than
-    rounding explains. If the policy is sharded, all its members make this call."""
+    They are compared at each token, or with vLLM at the last token only. If `with_drafts`, the target also verifies a
+    part of the text as draft tokens. Raises ModelError if the distributions differ by more than rounding explains. If
+    the policy is sharded, all its members make this call."""
     count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
     decoded = _logits(target, tokens, with_drafts)
@@ -63,7 +65,7 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
     if worst > allowed:
         remedy = "check that config.json fits the model's weights, or save the model again with transformers"
         if target.version > 0:
-            remedy += "; or, if updates made its weights too large, lower train.learning_rate and train.weight_decay"
+            remedy += "; or, if updates made the weights too large, lower train.learning_rate and train.weight_decay"
         dtype = str(target.dtype).removeprefix("torch.")
         raise ModelError(
             f"the engine and the policy are not one model at version {target.version}: after "

@@ -82,11 +82,12 @@ class Planner:
     packer: Packer
 
     def of_gradients(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup, held: Held) -> Plan:
-        """Return shards of those responses of an optimizer step (indices `members`) that have a gradient."""
+        """Return the plan for the gradients of an optimizer step. `members`: indices of its responses. Only
+        responses that have a gradient are computed."""
         return self._plan(batch, members, has_gradient, group, held)
 
     def of_logprobs(self, batch: TrainBatch, group: ProcessGroup, held: Held) -> Plan:
-        """Return shards of the responses whose log-probs are computed before the first gradient."""
+        """Return the plan for the log-probs that are computed before the first gradient."""
         return self._plan(batch, range(len(batch.response_ids)), needs_logprobs, group, held)
 
     def early_shard(self, number: int, batch: TrainBatch) -> Shard:

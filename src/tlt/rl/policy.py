@@ -49,8 +49,8 @@ class Policy(TrainedModel):
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
     ) -> dict[str, float]:
-        """Take the optimizer steps of one rollout. Return the metrics in docs/metrics.md. A batch without responses
-        changes nothing. Raises NotFinite, GroupBroken.
+        """Take the optimizer steps of one rollout. Return the metrics of the update (docs/metrics.md). A batch without
+        responses changes nothing. Raises NotFinite, GroupBroken.
 
         Every member of a process `group` passes the same whole batch, and has bitwise the same weights afterwards.
         `held`: early shards that each member has begun, with the fraction that is done."""

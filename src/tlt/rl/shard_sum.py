@@ -46,12 +46,12 @@ class Plan(NamedTuple):
 
 @dataclass
 class ShardSum:
-    """Gradients or log-probs of one shard, and sums of its metrics. The gradients are in the parameters until they are
+    """Gradients or log-probs of one shard, and sums of its metrics. The parameters hold the gradients until these are
     copied to `gradients`."""
 
     shard: Shard
     fixed: FixedLogprobs
-    """fixed log-probs that the gradient needs, or those that this object collects"""
+    """fixed log-probs: those that the gradient needs, or those that are computed for this shard"""
     micro_batches: Iterator[MicroBatch]
     """micro-batches of the shard that are not computed yet"""
     tokens: TokenMetrics
@@ -77,8 +77,8 @@ class ShardSums:
     """`ShardSum` objects of one worker. The parameters hold the gradient of one shard at a time. During a rollout, that
     is the unfinished early shard, if there is one.
 
-    `trained` returns the parameters, or [] if no gradients are computed. `begin` returns an empty sum. `add` adds a
-    micro-batch to a sum, and its gradient to the parameters."""
+    `trained` returns the parameters, or [] if no gradients are computed. `begin` returns an empty sum. `add` computes a
+    micro-batch, and adds its results to a sum and its gradient to the parameters."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class ShardSums:
         return known.share_done
 
     def over(self, plan: Plan, begin: Callable[[Shard], ShardSum]) -> list[ShardSum]:
-        """Return the sums of all shards of this worker. Shards that were computed early are reused once, then all early
-        results are dropped. At the end the parameters hold the gradient of at most one shard."""
+        """Compute all shards of this worker in `plan`, and return their sums. Results of early shards are reused, and
+        then dropped. At the end the parameters hold the gradient of at most one shard."""
         found: dict[int, ShardSum] = {}
         for shard in plan.own:
             known = self._known(shard) if shard.number < len(plan.early) else None

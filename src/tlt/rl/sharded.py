@@ -83,7 +83,8 @@ class ShardedPolicy(Policy):
     def update(
         self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
     ) -> dict[str, float]:
-        """Update the policy. The result is that of an unsharded policy up to the rounding of sums. Raises NotFinite,
+        """Update the policy. The result is that of an unsharded policy up to the rounding of sums. `group` and `held`
+        are not used, because the group is that of `shard_over` and there are no early shards. Raises NotFinite,
         GroupBroken."""
         try:
             return super().update(batch, step, self.group)
@@ -103,7 +104,8 @@ class ShardedPolicy(Policy):
     def _clip(self, group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners, total: int) -> Tensor:
         """Divide and clip the gradients, and return their norm before clipping.
 
-        FSDP has summed the layers' gradients over the members. The squared norms of their shards are summed here."""
+        FSDP has already summed the gradients of the layers over the members. This method sums the gradients of the
+        unsharded parameters, and the squared norms of the gradient shards of the layers."""
         assert len(shards) == 1, "a sharded policy has one shard per member"
         parameters = trained_parameters(self.model)
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
@@ -149,7 +151,7 @@ class ShardedPolicy(Policy):
     def _in_host_memory(self, state: Mapping[str, Tensor], first_alone: bool = False) -> dict[str, Tensor]:
         """Return whole tensors, gathered in host memory. With `first_alone`, members except rank 0 return {}.
 
-        Tensors that are on every member are not copied, because some share memory."""
+        Tensors that are on every member are not copied, so that tied tensors still share memory."""
         found = {}
         for name, tensor in state.items():
             whole = _whole(tensor, self.group).cpu() if isinstance(tensor, DTensor) else tensor

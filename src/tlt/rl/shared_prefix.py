@@ -34,7 +34,8 @@ class CannotShare(RuntimeError):
 
 @dataclass
 class SharedRow:
-    """Layout of a row of groups. Each group is (number of prompt tokens, number of tokens of each response)."""
+    """Layout of a row that concatenates groups: prompts, each followed by its responses. A group is given as (number of
+    prompt tokens, number of tokens of each response)."""
 
     groups: Sequence[tuple[int, Sequence[int]]]
     device: torch.device
@@ -169,9 +170,9 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def share_prefixes(model: Any) -> bool:
-    """Give `model` the attention for shared prompts, so that its forward accepts the argument `shared_row`. Then test
-    it. If the test fails, or if hidden states differ from those without shared prompts, restore the old attention.
-    Return whether the new attention is used."""
+    """Give `model` the attention for shared prompts, so that its forward accepts the argument `shared_row`. Then run it
+    on a short text. If it fails, or if hidden states differ from those without shared prompts, restore the old
+    attention. Return whether the new attention is used."""
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME
     try:
@@ -203,7 +204,8 @@ def _compare(model: Any) -> None:
     together = model.base_model(**inputs, use_cache=False, shared_row=row).last_hidden_state[0]
     if len(row.windows) != model.config.num_hidden_layers:
         raise CannotShare(
-            f"{len(row.windows)} of its {model.config.num_hidden_layers} layers use transformers' attention registry"
+            f"its {model.config.num_hidden_layers} layers must each call transformers' attention registry once, and "
+            f"the number of calls was {len(row.windows)}"
         )
     if sum(window is not None for window in row.windows) < types.count("sliding_attention"):
         raise CannotShare("its sliding-window layers do not pass their window size")

@@ -1,4 +1,4 @@
-"""Policy as the learned drafter's teacher, for engines that do not return hidden states (vLLM)."""
+"""Policy as the teacher in drafter training, for engines that do not return hidden states (vLLM)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tlt.spot.trainer import Interrupted
 
 
 def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Config, worker: int = 0) -> SpotTrainer:
-    """Return the drafter's trainer. Its teacher is the target if that is tlt's own decoder, else the policy."""
+    """Return the drafter's trainer. Its teacher is the target if that is tlt's own decoder, else the policy. `worker`
+    is the index of the worker. It is added to the seed."""
     training, seed = config.speculation.training, config.run.seed + worker
     if isinstance(target, Decoder):
         return SpotTrainer(layer, target, training, seed)

@@ -37,7 +37,7 @@ def about_model(config: Config) -> str:
         many += " (for a large model one worker with all cores may be faster: compare them with tlt estimate)"
     backend = backend_of(config.engine)
     start = f"; {backend.start_note}" if backend.start_note else ""
-    untested = f" ({family.model_type} is not tested with tlt yet: it is checked at each sync)"
+    untested = f" ({family.model_type} is not tested with tlt yet: each sync compares engine and policy)"
     new = "" if family.model_type in TRIED else untested
     return f"model: {model}{new}, on {device}{many}; speculation: {backend.about_speculation(config)}{start}"
 

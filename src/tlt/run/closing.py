@@ -46,7 +46,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     trained = sum(worker["idle_seconds_trained"] for worker in summary["workers"])
     if trained >= 0.05:  # less is shown as 0.0
         last = summary["by_step"]["drafter_version"][-1]
-        better = f"version {last:.0f} is the last that was better" if last else "no version was better"
+        better = f"version {last:.0f} is in use" if last else "the first drafter is still in use"
         lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
     if missing:
         share = sum(missing.values()) / summary["responses"]

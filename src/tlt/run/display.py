@@ -270,7 +270,7 @@ def _seen_ahead(m: StepMetrics) -> float:
 def _alarms(m: StepMetrics) -> list[str]:
     alarms: dict[str, float] = m.rollout["alarms"]
     return [
-        f"the acceptance rate of the {name} drafter fell to {now:.0%}, less than half of before: tokens stay right, "
-        "but speculation is slow; train the drafter again"
+        f"the acceptance rate of the {name} drafter fell to {now:.0%}, less than half of its first rate: tokens stay "
+        "correct, but speculation is slow; train the drafter again"
         for name, now in alarms.items()
     ]

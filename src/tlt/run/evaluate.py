@@ -26,8 +26,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Run an evaluation on held-out prompts and return its metrics by name.
 
-    All evaluations of a run use the same seeds, so that differences come from the weights only. `coming` has the
-    requests of the next training steps, one list per step. Idle workers decode them in advance as look-ahead drafts."""
+    All evaluations of a run use the same seeds, so that differences come from the weights only. `step` is the index of
+    the training step that follows, or of the last step. `coming` has the requests of the next training steps, one list
+    per step. Idle workers decode them in advance as look-ahead drafts."""
     samples = config.eval.samples
     requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
@@ -42,8 +43,8 @@ def evaluate(
 
 def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
     """Return the metrics of an evaluation by name. Each group has `samples` responses to one prompt. A response counts
-    as right if its reward is at least `solved`. Responses without a reward are counted, but not part of mean@k and
-    pass@k. Metrics without data are left out."""
+    as right if its reward is at least `solved`. Responses without a reward do not count in mean@k and pass@k. Their
+    number is the metric `without_reward`. A metric without data is missing."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
     lengths = [len(r.token_ids) for group in groups for r in group]

@@ -42,8 +42,9 @@ _LOCK, _BEFORE, _LATEST = ".lock", "previous", "latest"
 
 class RunFolder:
     """Folder of a run, locked from the start to the end of the run. The constructor raises ConfigError if the folder
-    cannot be created, or if another run uses it. For a new run it also raises ConfigError if the folder contains a
-    previous run and run.overwrite is false, or files that have the names of a run's files but are not from a run."""
+    cannot be created, or if another run uses it. If `resume` is false, it also raises ConfigError if the folder
+    contains a previous run and run.overwrite is false, or a file with the name of a run's file that no run has
+    written."""
 
     def __init__(self, run: RunConfig, resume: bool) -> None:
         self.path = Path(run.folder)
@@ -52,7 +53,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / _LOCK)
         except OSError as error:
-            problem = f"{self.path} cannot be made ({error.strerror}): set another --run.folder"
+            problem = f"{self.path} cannot be created or written to ({error.strerror}): set another --run.folder"
             raise ConfigError(problem) from None
         try:
             if not resume:
@@ -116,7 +117,8 @@ class RunFolder:
             fresh.replace(link)
 
     def forget_before(self) -> None:
-        """Delete previous runs, except files that no run writes. Call this when the new run has saved a checkpoint."""
+        """Delete previous runs, except files that no run writes. A subfolder is kept as a whole if a file in it has the
+        name of a run's file but other content. Call this when the new run has saved a checkpoint."""
         for place in self.before():
             if _strangers(place):
                 continue
@@ -184,7 +186,7 @@ def _strangers(folder: Path) -> list[Path]:
 
 
 def _begins(path: Path, start: bytes) -> bool:
-    """Return whether a file is missing, begins with `start`, or is a shorter beginning of `start`."""
+    """Return whether a file is missing, begins with `start`, or is shorter and has a beginning of `start`."""
     if not path.is_file():
         return not path.exists()
     with path.open("rb") as file:

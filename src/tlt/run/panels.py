@@ -39,8 +39,9 @@ class _Cell(NamedTuple):
 
 
 class WorkersView:
-    """Bar for each worker that shows its number of active rows over time, coloured by state. If a phase takes longer
-    than all cells cover, each cell covers twice the time from then on."""
+    """Bar for each worker that shows its number of active rows over time, coloured by state. A bar has up to 40 cells,
+    and a cell covers 0.25 s at first. If a phase takes longer than all cells cover, each cell covers twice the time
+    from then on."""
 
     def __init__(self) -> None:
         self.seconds = _SECONDS

@@ -31,7 +31,8 @@ class Lasting(Trainable, Protocol):
     """Interface of a policy that can be saved to a checkpoint and restored."""
 
     version: int | None
-    """number of steps that updated the policy, including those before a resume; None during an update"""
+    """number of steps that updated the policy, including those before a resume; None during an update once a weight has
+    changed"""
 
     @property
     def updated(self) -> float:

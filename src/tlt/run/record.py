@@ -22,7 +22,7 @@ _LAST = 10  # number of recent steps from which the remaining time is estimated
 
 class Record:
     """Writer of a run's results, step by step. `first_step` is the first step that it writes: 0, or the next step of a
-    resumed run. `last` is the metrics line of the step before, as saved in the checkpoint."""
+    resumed run. `last` is the metrics line of the step before `first_step`, as saved in the checkpoint."""
 
     def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         names = names_of(config.run.trackers)

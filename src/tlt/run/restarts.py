@@ -23,7 +23,8 @@ def keep_running(
     arguments: Sequence[str], restarts: int, checkpoints: Path, sleep: Callable[[float], None] = time.sleep
 ) -> int:
     """Run `tlt` with these arguments in a child process, and restart it if it fails. Give up after `restarts` restarts
-    in a row without a new checkpoint in the folder `checkpoints`. Return the exit code of the last process."""
+    in a row without a new checkpoint in the folder `checkpoints`. Return the exit code of the last process, or 128 + n
+    if signal n killed it."""
     at_start, failures, own = _there(checkpoints), 0, False
     while True:
         before = _there(checkpoints)

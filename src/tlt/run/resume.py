@@ -54,8 +54,8 @@ def allowed_changes(
     state: Mapping[str, Any], config: Config, contents: Contents, force: Collection[str]
 ) -> list[dict[str, Any]]:
     """Compare the recipe in a checkpoint (`state`) with the recipe of the resumed run (`config`). Return the changes
-    that may affect the result, as dictionaries for JSON. Raises ConfigError for a change that affects more than
-    rounding, unless its field is in `force`."""
+    that may affect the result, as dictionaries for JSON. Raises ConfigError for a change that may affect the result by
+    more than rounding, unless its field is in `force`."""
     _refuse_unknown(force, config)
     done, found = state["step"], []
     if config.train.steps < done:
@@ -64,7 +64,7 @@ def allowed_changes(
         if key == "train.lora.rank":
             raise ConfigError(
                 f"{key} = {now}, but the run to be resumed has {before}, and its weights do not fit: set it to that "
-                "value, or export this run with `tlt export` and start a new run from the exported model"
+                "value, or export that run with `tlt export` and start a new run from the exported model"
             )
         change = {"step": done, "key": key, "before": before, "now": now}
         if key in force:
@@ -84,8 +84,8 @@ def changes_environment(changes: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> Config:
-    """Return the configuration with `data.now`, the time for chat templates. If the recipe does not set it, it is the
-    time in the checkpoint (`state`), or the present time for a new run."""
+    """Set `data.now`, the time that chat templates use, if data.chat is true and the recipe does not set it. It becomes
+    the time in the checkpoint (`state`), or for a new run the present time. Return the configuration."""
     if config.data.now or not config.data.chat:
         return config
     now = state["config"]["data"].get("now") if state else datetime.now().isoformat(timespec="seconds")
@@ -148,7 +148,7 @@ def _refusal(key: str, before: Any, now: Any, done: int, contents: Contents) -> 
         return f"the file of the function in {key} has changed since the run to be resumed: restore it, {remedy}"
     if key == "train.steps":
         problem = f"train.steps = {now}, but the run to be resumed has {before}, of which {done} are done"
-        return f"{problem}: it may only be raised, if train.schedule is constant; set it to {before}, {remedy}"
+        return f"{problem}: it can only be raised, and only if train.schedule is constant; set it to {before}, {remedy}"
     values = f"{key} = {json.dumps(now)}, but the run to be resumed has {json.dumps(before)}"
     return f"{values}: set it to that value, {remedy}"
 

@@ -43,7 +43,7 @@ class TableTracker(Tracker, Protocol):
 
 
 class TrackedRun(NamedTuple):
-    """Description of the run that a tracker receives."""
+    """Facts about the run whose metrics a tracker receives."""
 
     folder: Path
     first_step: int
@@ -205,7 +205,10 @@ class Trackers:
         except Exception as error:  # such as a network, service or disk error
             reason = " ".join(str(error).split())[:300]
             _log.warning(
-                "%s failed (%s: %s) and gets no further metrics; the run continues", name, type(error).__name__, reason
+                "the tracker %s failed (%s: %s) and gets no further metrics; the run continues",
+                name,
+                type(error).__name__,
+                reason,
             )
             self._open.pop(name, None)
             return None

@@ -46,7 +46,7 @@ from tlt.wording import counted
 
 @dataclass
 class Standing:
-    """State of a run at the end of its last step. Together with the policy it is the content of a checkpoint."""
+    """State of a run at the end of its last finished step. With the policy it is the content of a checkpoint."""
 
     done: int
     """number of steps that the run has finished"""
@@ -117,7 +117,7 @@ def train(
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
             name = signal.Signals(stop.number).name
-            raise Stopped(f"stopped by {name} before its first step: nothing was changed", stop.number) from None
+            raise Stopped(f"stopped by {name} before the first step: nothing was changed", stop.number) from None
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
@@ -224,7 +224,8 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
     """Raise DataError because the prompts differ from those of the checkpoint (`state`). If --force names their source,
-    record the change instead. If `same`, only data columns that the model does not see have changed."""
+    record the change instead. If `same`, the prompts are equal, and only data columns that the model does not see have
+    changed."""
     key, source = run.config.data.source
     if key not in force:
         what = f"the prompts of {source} are not those of the run to be resumed"
@@ -280,7 +281,7 @@ def _stopped(run: Run, record: Record, stop: StopRequest) -> Stopped:
     record.close()
     if not done:
         name = signal.Signals(stop.number).name
-        return Stopped(f"stopped by {name} before its first step: nothing is saved", stop.number)
+        return Stopped(f"stopped by {name} before the first step: nothing is saved", stop.number)
     if run.standing.saved < done:
         _save(run)
     return Stopped(resume_hint(done, run.config.train.steps, run.config.run.folder, stop.number), stop.number)
@@ -350,7 +351,8 @@ def _write_policy(run: Run, steps: int, folder: Path) -> None:
 
 
 def _save(run: Run) -> None:
-    """Save a checkpoint after the last step. A run resumed from it ends like a run that was never stopped."""
+    """Save the state after the last finished step as a checkpoint. A run that is resumed from it has the same result as
+    a run that was never stopped."""
     parts, standing = run.parts, run.standing
     state = {
         "step": standing.done,
@@ -394,5 +396,5 @@ def _saved_before(run: Run) -> str:
 
 
 def _stopped_during_a_step(run: Run, number: int) -> str:
-    took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was abandoned"
+    took = f"the current step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was abandoned"
     return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"

@@ -27,11 +27,13 @@ class Baton(Generic[State]):
         return self.holder in (None, worker)
 
     def holder_is_busy(self, idle: Collection[int]) -> bool:
-        """Return whether a worker has trained beyond `state` and is not `idle`. Then no idle worker can train."""
+        """Return whether a worker has trained beyond `state` and is not among the `idle` workers. If so, no idle worker
+        can train."""
         return self.holder is not None and self.holder not in idle
 
     def pass_to(self, worker: int) -> State | None:
-        """Let this worker train next. Return the trainer state that it must load first; None if it has that state."""
+        """Let this worker train next. Return the trainer state that it must load first; None if it need not load
+        one."""
         assert self.is_free(worker), f"worker {self.holder} has trained further"
         if worker == self.holder or worker in self._current:
             return None

@@ -62,7 +62,8 @@ class Transcript(NamedTuple):
 
 
 class HarvestBuffer:
-    """Buffer of up to `max_tokens` entries: the current rollout, the last finished one, and the `steps` before it.
+    """Buffer of up to `max_tokens` entries of training data. They are from the current rollout, the last finished one,
+    and the `steps` rollouts before that one.
 
     If there is no room for all items, the current rollout keeps its newest items. A finished rollout keeps the items
     that end latest in their sequences. Newer finished rollouts get room first."""
@@ -105,8 +106,8 @@ class HarvestBuffer:
 
     def add_late(self, harvest: Harvest, past: bool) -> None:
         """Add an item whose hidden states were computed after the end of its rollout. Its rollout is the last finished
-        one, or the one before it if `past`. If there is no room, drop the items of the oldest rollout that end earliest
-        in their sequences."""
+        one, or the one before it if `past`. If there is no room, drop items of the oldest rollout, first those that end
+        earliest in their sequences."""
         place = -2 if past else -1
         if harvest.drafted == 0 or len(self.whole) < -place:
             return

@@ -22,7 +22,8 @@ def logits(x: Tensor, head: Tensor) -> Tensor:
 
 
 def draft_overlap(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
-    """Yield 1 - TV (total variation of p and q) of each draft token, by chunks. See `draft_loss` for arguments."""
+    """Yield 1 - TV of the draft tokens, chunk by chunk. TV is the total variation distance between p and q. See
+    `draft_loss` for arguments."""
     rows = max(1, LOGITS // len(head))
     for out, entries in zip(outs.split(rows), at.split(rows), strict=True):
         p, q = (torch.softmax(logits(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
@@ -38,13 +39,13 @@ def draft_loss(
     known: Tensor,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the losses of M draft tokens, and for each [M] 1 - TV, where TV is the total variation
-    of p and q.
+    """Return the weighted sum of the losses of M draft tokens, and 1 - TV of each draft token [M]. TV is the total
+    variation distance between p and q.
 
-    outs: [M, D] outputs of the drafter, which the target's current `head` [V, D] maps to logits. weights: [M] weight of
-    each loss. teacher: [T, D] last hidden states of the target, which `known` [V, D], the head of their version, maps
-    to logits. at: [M] index of the entry in `teacher` whose distribution p each draft token should have. `check_stop`
-    is called for each chunk, and may raise.
+    outs: [M, D] outputs of the drafter. head: [V, D] current output head of the target, which maps `outs` to logits.
+    weights: [M] weight of each loss. teacher: [T, D] last hidden states of the target. known: [V, D] output head of the
+    target version that computed `teacher`. at: [M] index in `teacher` of the entry whose distribution p each draft
+    token should have. `check_stop` is called for each chunk, and may raise.
 
     The gradient with respect to `outs` is computed together with the loss, and draft tokens of the same entry share p.
     Therefore most logits are computed only once, and no logit is kept after its chunk.

@@ -25,9 +25,9 @@ class FeatureTeacher(Teacher, Protocol):
 
 
 class Recompute:
-    """Queue of responses whose hidden states are not computed yet: those of the last finished rollout, and of the one
-    before it (`past`), up to `most_tokens` / 2 tokens of each. The longest response is computed first, because drafters
-    fail at late positions first."""
+    """Queue of responses whose hidden states are not computed yet. They are from the last finished rollout and from the
+    one before it (`past`), up to `most_tokens` / 2 tokens from each rollout. The longest response is computed first,
+    because drafters fail at late positions first."""
 
     def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
         self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
@@ -57,7 +57,8 @@ class Recompute:
 
     def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
         """Compute the hidden states of the longest waiting response. Return them as items of training data, or [] if no
-        response waits. If `stop` returns True, raise Interrupted; the response then still waits."""
+        response waits or the hidden states are not finite. `past`: see `tokens`. If `stop` returns True, raise
+        Interrupted; the response then still waits."""
         waiting = self._waiting(past)
         if not waiting:
             return []

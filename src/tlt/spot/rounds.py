@@ -1,8 +1,8 @@
 """Expected number of decoding rounds that a drafter needs for known tokens. Drafters are compared by this number.
 
-The mean accept length of chains that begin at all entries is no substitute, because it is higher than that of real
-rounds. A round begins after a rejected draft token, where drafting is harder. A part that is easy to draft has many
-entries and few rounds.
+The mean accept length of chains that begin at all entries (token positions) is no substitute, because it is higher than
+the mean accept length of real rounds. A round begins after a rejected draft token, where drafting is harder. A part
+that is easy to draft has many entries and few rounds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def expected_rounds(right: Tensor, segments: Tensor) -> tuple[float, float]:
-    """Return the expected number of rounds that decode these n entries, and the expected number of these rounds whose
-    first draft token is accepted.
+    """Return the expected number of rounds that decode n entries (token positions), and the expected number of these
+    rounds whose first draft token is accepted.
 
-    right: [n, K] probability that draft token k of the chain that begins at an entry is accepted if the draft tokens
-    before it are. segments: [n] id of the sequence of each entry; entries of a sequence are consecutive. A round begins
-    at the first entry of each sequence. The last round of a sequence counts by the fraction of its tokens that are
-    among these entries.
+    right: [n, K] for the chain that begins at each entry, the probability that draft token k is accepted if all draft
+    tokens before it are. segments: [n] id of the sequence of each entry; entries of a sequence are consecutive. A round
+    begins at the first entry of each sequence. The last round of a sequence counts by the fraction of its tokens that
+    are among these entries.
     """
     ids = segments.tolist()
     edges = [0, *(i for i, (a, b) in enumerate(pairwise(ids), start=1) if a != b), len(ids)]

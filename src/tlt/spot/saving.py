@@ -119,7 +119,7 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
         tensors = {MEAN + name: tensor.detach() for name, tensor in layer.state_dict().items()}
         return Saved(int(path.name.removeprefix("drafter_")), layer, tensors | rest)
     if found:
-        log.warning("no drafter in %s is complete: using the one that the run started with", folder)
+        log.warning("all drafters that the run saved in %s are damaged: continuing without them", folder)
     return None
 
 

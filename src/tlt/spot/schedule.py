@@ -5,8 +5,8 @@ After each stretch it is compared with the drafter in use on held-out data, whic
 rollout. Training uses only older rollouts. The candidate is published (replaces the drafter in use) if it decodes the
 held-out data in 2 % fewer rounds.
 
-    burst   training may use all idle time (a single idle worker trains and looks ahead in turns), until the last 8
-            candidates saved less than 4 % of the rounds on average
+    burst   training may use all idle time (a single idle worker trains and looks ahead in turns), until the last 16
+            candidates saved less than these 2 % on average
     rest    training may use 2 % of the rollouts' time
 
 Other idle time is left for look-ahead. A burst begins when training starts from random weights and when the task
@@ -38,16 +38,13 @@ class Rule:
     judged: int = 4
     """number of micro-batches of held-out data on which a candidate is evaluated"""
     better: float = 1.02
-    """minimum of (rounds of the drafter in use) / (rounds of a candidate) for its publication"""
-    burst: int = 8
-    """number of last candidates whose mean gain decides whether the burst continues; a single evaluation errs by some
-    percent"""
-    worth: float = 0.04
-    """Minimum mean gain of a burst's last candidates. The gain is (rounds of the drafter in use) / (rounds of the
-    candidate) - 1. Training with smaller gains saves less time than look-ahead in the same idle time."""
+    """minimum of (rounds of the drafter in use) / (rounds of a candidate) for its publication, and on average for the
+    burst to continue"""
+    burst: int = 16
+    """number of last candidates that decide whether the burst continues; a single evaluation errs by some percent"""
     rest_share: float = 0.02
-    """Worker seconds of training at rest, of all workers together, per second of rollout. Training slows another worker
-    on the same CPU by 8 to 17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    """Seconds of training at rest, summed over all workers, per second of rollout. Training slows another worker on the
+    same CPU by 8 to 17 %, so a rollout loses less than 1 %. If each worker has its own device, it loses nothing."""
     averaged: int = 8
     """number of rollouts in the running mean of the drafter's acceptance rate"""
     fallen: float = 0.8
@@ -117,7 +114,7 @@ class Schedule:
         self.gains = deque[float](maxlen=self.rule.burst)
         """gains of the burst's last candidates"""
         self.credit = 0.0
-        """worker seconds that training may use at rest in this rollout; negative if calls took longer"""
+        """seconds that training may still use at rest, summed over all workers; negative if calls took longer"""
         self.acceptance: float | None = None
         """running mean of the acceptance rate over rollouts; None before the first rollout that used the drafter"""
         self.low = 0
@@ -135,7 +132,7 @@ class Schedule:
 
     def evaluated(self, part: Evaluation) -> Evaluation | None:
         """Add a part of the candidate's evaluation. If the evaluation is complete, begin the next stretch and return
-        the whole evaluation."""
+        the whole evaluation. Otherwise return None."""
         self._spend(part.seconds)
         whole = sum_evaluations([self.evaluation._replace(interrupted=False), part])
         if part.interrupted and whole.entries < self.wanted:
@@ -144,7 +141,7 @@ class Schedule:
         self.begin_stretch()
         if not self.rests:
             self.gains.append(whole.gain)
-            self.rests = len(self.gains) == self.rule.burst and fmean(self.gains) < self.rule.worth
+            self.rests = len(self.gains) == self.rule.burst and fmean(self.gains) < self.rule.better - 1.0
         return whole
 
     def _spend(self, seconds: float) -> None:
@@ -177,14 +174,14 @@ class Schedule:
         self.begin_stretch()
 
     def begin_stretch(self) -> None:
-        """Begin a new stretch, because the candidate was evaluated, the task changed, or training was lost."""
+        """Begin a new stretch, because the candidate was evaluated, the task changed, or the candidate was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule's state as plain data for a checkpoint. It lacks the current stretch, because a resumed
-        run continues from the published drafter."""
+        """Return the schedule's state as plain data for a checkpoint. The current stretch is not included, because a
+        resumed run continues from the published drafter."""
         names = ("rests", "credit", "acceptance", "low")
         return {name: getattr(self, name) for name in names} | {"gains": list(self.gains)}
 

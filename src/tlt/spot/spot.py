@@ -143,7 +143,8 @@ class SpotTrainer:
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
     def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
-        """Compute the hidden states of one waiting response. Return whether data were added. Raises Interrupted."""
+        """Compute the hidden states of one waiting response. It is from the rollout before the last finished one if
+        `past`, else from the last finished one. Return whether data were added. Raises Interrupted."""
         found = self.recompute.take(past, stop) if self.recompute else []
         for item in found:
             self.buffer.add_late(item, past)
@@ -172,7 +173,7 @@ class SpotTrainer:
 
     def _restart(self) -> None:
         """Restart training from the drafter in use."""
-        log.warning("the weights in training are not finite; training restarts from the drafter in use")
+        log.warning("the weights of the drafter in training are not finite; training restarts from the drafter in use")
         trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
         weights = {MEAN + name: tensor for name, tensor in self.in_use.state_dict().items()}
         self.load_state(weights | trainer.state())

@@ -118,5 +118,6 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def take_drafter(self, state: TrainerState, acceptance: float | None) -> None:
-        """Draft with the published drafter of this trainer state from the next round on."""
+        """Replace the engine's drafter by the published drafter, whose weights are in this trainer state. `acceptance`:
+        measured acceptance rate of its first draft token; None if not known."""
         self._draft_with(self._sound.publish(state, acceptance))

@@ -39,8 +39,8 @@ _LATELY = 10  # number of steps that the running mean `reach` covers
 
 
 class Interrupted(Exception):
-    """Signal that `stop` ended a step, an evaluation or a computation of training data early. Nothing has
-    changed."""
+    """Signal that `stop` ended a step, an evaluation or a computation of training data early. The interrupted work has
+    changed nothing."""
 
 
 class DrafterTrainer:
@@ -99,7 +99,8 @@ class DrafterTrainer:
         return mass.topk(count).indices.sort().values
 
     def _rows(self, head: Tensor) -> Tensor:
-        """Return the rows of an output head [V, D] for the tokens over which p and q are compared."""
+        """Return the rows of an output head [V, D] for the draft vocabulary, over which the distributions of target and
+        drafter are compared. Without a draft vocabulary, return all rows."""
         rows = self.layer.head(head).to(self.dtype)
         return rows.to(product_dtype(rows))
 
@@ -112,7 +113,7 @@ class DrafterTrainer:
     @property
     def depth(self) -> int:
         """Number of draft tokens of a chain that are trained: `reach` rounded up, plus one, and at most `unroll`. Later
-        tokens are left out, because they cost as much but follow a token that is often rejected."""
+        tokens are not trained, because they cost as much but follow a token that is often rejected."""
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
@@ -178,9 +179,10 @@ class DrafterTrainer:
         number of rounds in which chains of `unroll` draft tokens decode these entries (`expected_rounds`). The second
         is the expected number of these rounds in which the first draft token is accepted.
 
-        Entries are left out if their chain would exceed their sequence, or if their next token belongs to a prompt. If
-        `stop` returns True, raise Interrupted at the next depth. The probability that a draft token is accepted is
-        taken as 1 - TV (total variation). In a test, 1 - TV was 0.90, and the measured acceptance rate was 0.88.
+        An entry is not compared if its chain would exceed its sequence, or if its first draft token belongs to a
+        prompt. If `stop` returns True, raise Interrupted at the next depth. The probability that a draft token is
+        accepted is taken as 1 - TV (total variation). In a test, 1 - TV was 0.90, and the measured acceptance rate was
+        0.88.
         """
         deepest, head = self.config.unroll, self._rows(self.target.head)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
@@ -237,9 +239,9 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """Take the optimizer's step. For fc, Adam optimizes W = fc whitening^-1, because the inputs of W, which are
-        `whitening` times those of fc, are white. The step is added to fc at once, so fc can be published at any
-        time."""
+        """Take the optimizer's step. For fc, Adam optimizes W = fc @ inverse(whitening), because the inputs of W are
+        white: they are `whitening` times the inputs of fc. The step is added to fc at once, so fc can be published at
+        any time."""
         fc = self.layer.fc.weight
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening

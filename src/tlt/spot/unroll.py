@@ -67,7 +67,8 @@ def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: rand
 
 
 def bundles(items: Iterable[Harvest], tokens: int) -> Iterator[list[Harvest]]:
-    """Group consecutive items of one target version, up to `tokens` entries a group; a longer item is a group alone."""
+    """Yield groups of consecutive items of one target version, each with up to `tokens` entries. A longer item is a
+    group by itself."""
     held: list[Harvest] = []
     for item in items:
         full = sum(len(other.tokens) for other in held) + len(item.tokens) > tokens
@@ -127,8 +128,9 @@ def unroll(
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for matrix products of tensors like x: bfloat16 for float32 if x's device has units for it, else
-    the dtype of x. Lower precision is safe, because no token depends on how a drafter rounds."""
+    """Return the dtype for matrix products of tensors like x: bfloat16 if x is float32 and its device has hardware for
+    bfloat16 products, else the dtype of x. Lower precision is safe, because no token depends on how a drafter
+    rounds."""
     if x.device.type == "cpu":
         is_fast = torch.cpu.get_capabilities().get("amx_bf16", False)
     else:

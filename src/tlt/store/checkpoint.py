@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """Error if no checkpoint can be loaded or saved. The message names the folder and the remedy."""
+    """Error of a checkpoint that cannot be loaded or saved. The message names the folder and the remedy."""
 
 
 class Checkpoint(NamedTuple):
@@ -63,7 +63,7 @@ def refuse_full_disk(root: Path, num_weights: int, bytes_each: int) -> None:
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs at least {needed / 2**30:.2f} GiB, and the disk of {root} has {free / 2**30:.2f} GiB "
-            "free: free disk space, or use another disk"
+            "free: free disk space, or set run.folder to a folder on another disk"
         )
 
 

@@ -70,7 +70,7 @@ class ParquetCompletions:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert a response's record to the types of the schema. A right answer that is not text becomes JSON text."""
+    """Convert a response's record to the types of the schema. A reference answer that is not text becomes JSON."""
     answer = row["answer"]
     if answer is not None and not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False, default=str)

@@ -68,8 +68,8 @@ def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None
     folder = _download(name, _MODEL_FILES, _commit_of(path, recorded))
     if not any(folder.glob("*.safetensors")):
         raise HubError(
-            f"{name.repository} on the Hugging Face hub has no model.safetensors, and tlt reads no other weights: give "
-            "another model, or convert this one with transformers' save_pretrained"
+            f"{name.repository} on the Hugging Face hub has no *.safetensors file, and tlt reads no other weights: "
+            "give another model, or convert this one with transformers' save_pretrained"
         )
     return str(folder), _with_commit(path, folder.name)
 
@@ -155,12 +155,14 @@ def _chosen(name: _Name, folder: Path) -> list[str]:
         metadata = (metadata_load(card) if card.is_file() else None) or {}
         splits = _by_card(files, metadata.get("configs") or []) or _by_names(files)
     if not splits:
-        raise HubError(f"{name.repository} on the Hugging Face hub contains no {', '.join(KINDS)} file")
+        raise HubError(
+            f"{name.repository} on the Hugging Face hub contains no {', '.join(KINDS)} file: give another data set"
+        )
     if files := _spellings(splits).get(name.choice):
         return files
     known = [f"{subset}/{split}" for subset, split in splits]
     raise HubError(
-        f"{name.repository} on the Hugging Face hub has {', '.join(known)}: give one of these, such as "
+        f"{name.repository} on the Hugging Face hub has the splits {', '.join(known)}: give one of these, such as "
         f"{name.repository}:{known[0]}"
     )
 
@@ -197,8 +199,8 @@ def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _spellings(splits: Mapping[tuple[str, str], list[str]]) -> dict[str, list[str]]:
-    """Return text that a user may type after `NAME:` -> files. The subset may be left out if it is the only one or is
-    named `default`. The split may be left out if it is the only one or is `train`."""
+    """Return a dictionary: text that a user may type after `NAME:` -> files. The user may omit the subset if it is the
+    only one or is named `default`, and the split if it is the only one or is `train`."""
     found = {f"{subset}/{split}": files for (subset, split), files in splits.items()}
     for (subset, split), files in splits.items():
         subset_is_clear = subset == "default" or len({other for other, _ in splits}) == 1

@@ -131,7 +131,10 @@ class Mirror:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     self._files.get_file(place, str(path))
             except Exception as error:
-                raise CheckpointError(f"{name} cannot be fetched from {self.url} ({first_line(error)})") from None
+                raise CheckpointError(
+                    f"{name} cannot be fetched from {self.url} ({first_line(error)}): check the network and the "
+                    "credentials"
+                ) from None
             if wrong := fault(draft):
                 log.warning("%s in %s is damaged and skipped: %s", name, self.url, wrong)
                 shutil.rmtree(draft)

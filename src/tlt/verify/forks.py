@@ -41,8 +41,8 @@ def float64_target(config: Config, weights: Mapping[str, Tensor]) -> Decoder:
 
 def fork_of(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
     """Return the fork of two responses: the first position with different tokens, and a gap recomputed in float64. The
-    gap is the distance between the noisy scores of the two tokens, or the distance of either token to the top-k or
-    top-p cut if that is smaller.
+    gap is the distance between the noisy scores (log-prob + Gumbel noise) of the two tokens, or the distance of either
+    token to the top-k or top-p cut if that is smaller.
 
     The gap is infinite if one response is a prefix of the other."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))

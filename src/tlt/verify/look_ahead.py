@@ -41,7 +41,8 @@ class OlderTarget:
         self._version = self._decoded = -1  # versions of the policy: now, and when the store was filled
 
     def sync(self, policy: Trainable, version: int) -> None:
-        """Save a copy of the policy's weights of this version. Every mode of a step syncs the same two versions."""
+        """Save a copy of the policy's weights of this version, unless it is saved already. Every mode of a step syncs
+        the same two versions: before and after the update."""
         self._version = version
         if version not in self._weights:
             self._weights[version] = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}

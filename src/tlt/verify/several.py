@@ -2,8 +2,8 @@
 
 Responses to one prompt start at different times on different workers. Rows move to another worker and continue or start
 again there. Caches are small, so that rows are preempted, and are released when a worker is idle. Drafters are swapped.
-Workers decode look-ahead tokens for requests of other workers. A single worker meets none of these events, and each of
-them might let a row attend to the keys and values of another row.
+Workers decode look-ahead tokens for requests of other workers. A single worker meets few of these events. A bug in the
+handling of any of them could let a row attend to the keys and values of another row.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class _Silent:
 
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
     """Run `steps` training steps in every mode and compare them. Print the verdict, write it to `json_file`, and return
-    whether all checks hold."""
+    whether all checks hold. If `full` is false, a step has at most 8 prompts."""
     console = Console(highlight=False)
     config = with_tools(_verify_config(from_hub(config), dtype, full))
     tokenizer = load_tokenizer(config.model.path)
@@ -87,7 +87,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     if config.train.importance_cap:
         console.print(
             "the policies' sha256 cannot be compared, because with train.importance_cap the loss depends on rollout "
-            "log-probs; tokens and rewards are compared instead"
+            "log-probs, which differ by rounding between modes; tokens and rewards are compared instead"
         )
     _print(console, runs, forks, oracle, look_ahead, checks, tokens, dtype)
     if json_file:
@@ -142,7 +142,8 @@ def _verify_step(
     forks: list[Fork],
     work: Work,
 ) -> int:
-    """Run all modes from the same state, the plain run last. Return the number of tokens of the plain run."""
+    """Run one step of all modes from the same state, the plain run last. Add the results to `runs` and `forks`. Return
+    the number of tokens of the plain run."""
     before = _Snapshot.take(policy)
     start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}

@@ -1,5 +1,5 @@
-"""`engine.backend = "vllm"`: vLLM sampling with tlt's noise. Modules of vLLM are imported when a target starts
-vLLM."""
+"""Backend for `engine.backend = "vllm"`: vLLM decodes and samples with tlt's noise. Modules of vLLM are imported only
+when a target starts vLLM."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class VllmBackend:
         return config.speculation if config.looks_ahead_in_vllm else _without_look_ahead(config.speculation)
 
     def trains_drafter(self, config: Config) -> bool:
-        """Return whether the recipe names a learned drafter and the policy can compute its training data.
+        """Return whether the recipe's drafter is the learned one and the policy can compute its training data.
 
-        vLLM returns no hidden states, so the policy computes them. A sharded policy cannot do that."""
+        vLLM returns no hidden states, so the policy computes them. A sharded policy cannot do that, because each of its
+        passes needs all of its members."""
         return config.speculation.drafter == "eagle" and not config.train.shard
 
     def open_target(self, config: Config, folder: str | Path | None) -> VllmTarget:
-        """Start vLLM with the weights in `folder`. If `folder` is None, keep the weights of model.path, and let vLLM
-        free its KV cache during the update. Raises ModelError or VllmError."""
+        """Start vLLM with the weights in `folder`. If `folder` is None, as for training, start it with the weights of
+        model.path, and let it free its KV cache during the update. Raises ModelError or VllmError."""
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
@@ -84,8 +85,9 @@ class VllmBackend:
 def _make_target(
     model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int | None, sleeps: bool = False
 ) -> VllmTarget:
-    """Return a vLLM target. `longest` is the largest number of tokens of a prompt and its response together
-    (default: the model's limit). Raises ModelError or VllmError."""
+    """Start vLLM and return it as a target. `longest` is the maximum length of a prompt with its response, in tokens
+    (default: the model's limit). If `sleeps` is True, vLLM can free its KV cache on a GPU. Raises ModelError or
+    VllmError."""
     options = decoder_options(read_config(model.path))
     model = model.model_copy(update={"dtype": str(torch_dtype(model)).removeprefix("torch.")})
     longest = longest or options.max_positions
@@ -93,20 +95,20 @@ def _make_target(
 
 
 def _refuse_other_heads(config: Config) -> None:
-    """Raise ModelError for an adapter on a tied head or embedding. vLLM keeps one tensor for both, and the adapter
-    would make them different."""
+    """Raise ModelError for a LoRA adapter on the head or the embedding if these two are tied. vLLM keeps one tensor for
+    both, but the adapter changes only one of them."""
     lora, options = config.train.lora, decoder_options(read_config(config.model.path))
     if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
         raise ModelError(
-            f"train.lora.targets has {min(ends)}, and the model's head is tied to its embedding, which vLLM cannot "
-            "separate: remove that target, or set engine.backend = 'tlt'"
+            f"train.lora.targets has {min(ends)}, but the model's head and embedding are tied, and vLLM keeps one "
+            "tensor for both: remove that target, or set engine.backend = 'tlt'"
         )
 
 
 def _without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Return the section for a vLLM without look-ahead. The drafter `adaptive` is replaced by the learned drafter of
-    `speculation.path`, or by plain decoding if there is no path. vLLM's n-gram drafter is not used, because it drafts
-    even if that is slower than plain decoding."""
+    """Return the speculation settings for vLLM without look-ahead. The drafter `adaptive` is replaced by the learned
+    drafter of `speculation.path`, or by plain decoding if there is no path. vLLM's n-gram drafter is not used, because
+    it drafts even if that is slower than plain decoding."""
     if speculation.drafter != "adaptive":
         return speculation
     return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})

@@ -2,7 +2,8 @@
 
 The noise (`noise.py`) determines each sampled token, so responses equal those of tlt's own engine up to rounding.
 vLLM schedules, pages the KV cache and verifies drafts. This module handles requests, responses and look-ahead. A later
-turn of an episode is a new request to vLLM. Its prompt is the episode so far, which vLLM's prefix cache still has.
+turn of an episode is a new request to vLLM. Its prompt is the episode so far, whose full blocks are in vLLM's prefix
+cache.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tlt.vllm.versions import VllmError
 class VllmEngine(Generates):
     """Engine that decodes with vLLM.
 
-    `detokenize` is needed for stop strings. Look-ahead tokens are saved in `store`. If vLLM was started with tlt's
-    proposer, saved tokens serve as drafts for their request. `on_harvest` receives the tokens of each finished response
-    without hidden states, because vLLM does not keep them.
+    `detokenize` is needed for stop strings. Tokens of look-ahead requests are saved in `store`. If vLLM was started
+    with tlt's look-ahead proposer, they serve as drafts in a later rollout. `on_harvest` receives the tokens of each
+    finished response without hidden states, because vLLM does not return them.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class VllmEngine(Generates):
         self._forget()
 
     def plain_engine(self) -> VllmEngine:
-        """Return an engine that never drafts from look-ahead. Both engines share one vLLM: only one may have rows."""
+        """Return an engine that never drafts from look-ahead. It shares vLLM with this engine, so only one of the two
+        may have unfinished requests."""
         return VllmEngine(self.target, self.config, self.detokenize)
 
     def _forget(self) -> None:
@@ -73,15 +75,15 @@ class VllmEngine(Generates):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def start(self, requests: Iterable[Request]) -> None:
-        """Start a new rollout and drop all requests of the last one. Raises ValueError for a request that is too
-        long."""
+        """Start a new rollout and drop all requests of the last one. Raises ValueError for a request that cannot be
+        decoded."""
         self.keep_ahead()
         self._forget()
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """Add requests to the current rollout. `resumed` rows were released by another engine. Raises ValueError for
-        a request that is too long."""
+        """Add requests to the current rollout. `resumed` are unfinished rows that another engine released. Raises
+        ValueError for a request that cannot be decoded."""
         rows = [*resumed, *(Row(request) for request in requests)]
         for row in rows:
             self._check(row.request)
@@ -101,8 +103,8 @@ class VllmEngine(Generates):
         return left + self._abort(names)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the look-ahead requests, which are decoded when rows are free. Requests that are already live
-        continue. Raises ValueError for a request that is too long."""
+        """Replace the look-ahead requests. They are decoded when the current rollout leaves slots free. If one of the
+        new requests is already being decoded, it continues. Raises ValueError for a request that cannot be decoded."""
         wanted = {request.seed: request for request in requests}
         for request in wanted.values():
             self._check(request)
@@ -125,7 +127,8 @@ class VllmEngine(Generates):
         self.target.load_drafter(layer)
 
     def release(self) -> None:
-        """Free the KV cache until the next request, unless rows are live."""
+        """End the look-ahead requests and save their tokens. If no other rows are live, free the KV cache until the
+        next request."""
         self.look_ahead(())
         if not self._live:
             self.target.release()
@@ -149,7 +152,7 @@ class VllmEngine(Generates):
 
     def round(self) -> list[Response]:
         """Run one vLLM step and return the finished responses. Raises VllmError if vLLM ends a request by itself."""
-        assert self.target.version == self.version, "another target needs a new rollout: call start"
+        assert self.target.version == self.version, "the target has other weights than this rollout: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         began, start = time.time(), time.perf_counter()
         self._admit()
@@ -166,7 +169,7 @@ class VllmEngine(Generates):
             if output.finished:
                 self._ended.add(name)
         for name in self._ended & self._live.keys() - finished.keys():
-            raise VllmError(f"vLLM ended request {name} unexpectedly: see its output above")
+            raise VllmError(f"vLLM ended request {name} unexpectedly: see vLLM's messages above")
         if self.tracer:
             self.tracer.add("vllm", began, time.time(), rounds=1, tokens=tokens)
         self.stats.rounds += own

@@ -1,7 +1,8 @@
 """Look-ahead in vLLM: a `custom_class` proposer whose drafts are responses of an older target to the same request.
 
-The old responses are sent with the request. vLLM gives a proposer rows of tokens but no requests, so tlt's V1 wrapper
-gives it the runner. Model runner V2 does not support such proposers, so vLLM uses V1 when one is configured.
+The old responses are sent with the request. vLLM gives a proposer the rows of tokens, but not their requests. So
+`runner_v1.py` gives it the model runner, which has the requests. Model runner V2 does not support such proposers, so
+vLLM uses V1 if one is configured.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class LookAheadProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return the next tokens of each row's look-ahead draft, or nothing for a row without one. `token_ids_cpu`
-        [rows, longest] holds prompt and response, and `num_tokens_no_spec` [rows] their number of tokens."""
+        """Return the next tokens of each row's look-ahead draft. A row gets none if it has no draft, or if its list in
+        `sampled_token_ids` is empty. `token_ids_cpu` [rows, longest] holds prompt and response, and
+        `num_tokens_no_spec` [rows] their number of tokens."""
         requests, drafts = self.runner.requests, []
         for place, name in enumerate(self.runner.input_batch.req_ids[: len(sampled_token_ids)]):
             row = self._rows.get(name)

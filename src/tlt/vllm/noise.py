@@ -30,12 +30,13 @@ class Draw:
     """Sampling parameters and seed that are sent with a request."""
 
     key: int | None
-    """Key under which the log-probs are fetched, a new one each time a request is added. If None, they are not kept."""
+    """Key under which the log-probs are fetched. A request gets a new key each time it is added to vLLM. If None, the
+    log-probs are not kept."""
     seed: int
-    """seed of 64 bits"""
+    """64-bit seed of the noise"""
     prompt_tokens: int
     """Number of prompt tokens before the response. If another engine began the response, vLLM's prompt is longer,
-    because it includes the tokens so far."""
+    because it includes the response tokens so far."""
     temperature: float
     top_k: int
     top_p: float
@@ -44,19 +45,21 @@ class Draw:
     models"""
 
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
-        """Return the value for `SamplingParams.extra_args`. `chains` are saved responses, see `vllm.look_ahead`."""
+        """Return the value for `SamplingParams.extra_args`. `chains` are look-ahead drafts, see `chains_for` in
+        `vllm.look_ahead`."""
         return {KEY: asdict(self) | {CHAINS: list(chains)}}
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> Draw | None:
-        """Return tlt's entry of `extra_args`; None if there is none. Raises ValueError for an invalid entry."""
+        """Return the `Draw` in a request's `extra_args`; None if they have none. Raises ValueError for invalid
+        fields."""
         given = {name: value for name, value in ((extra or {}).get(KEY) or {}).items() if name != CHAINS}
         if not given:
             return None
         try:
             draw = cls(**given)
         except TypeError as error:
-            raise ValueError(f"extra_args['{KEY}'] does not have the fields that tlt writes: {error}") from None
+            raise ValueError(f"extra_args['{KEY}'] has wrong fields ({error}): make it with Draw.as_extra()") from None
         if not 0 <= draw.seed < 2**64 or draw.prompt_tokens < 1 or draw.temperature < 0 or not 0 < draw.top_p <= 1:
             raise ValueError(
                 f"extra_args['{KEY}'] needs 0 <= seed < 2**64, prompt_tokens >= 1, temperature >= 0 and "
@@ -66,13 +69,13 @@ class Draw:
 
     @classmethod
     def of_params(cls, params: Any) -> Draw | None:
-        """Return tlt's entry of a request's `SamplingParams`; None if there is none. Raises ValueError for an invalid
-        entry or a temperature other than 0."""
+        """Return the `Draw` in a request's `SamplingParams`; None if they have none. Raises ValueError for an invalid
+        `Draw`, or for a `Draw` with a `SamplingParams.temperature` other than 0."""
         draw = cls.of(params.extra_args)
         if draw and params.temperature != 0:
             raise ValueError(
-                f"SamplingParams.temperature must be 0: extra_args['{KEY}'] has the temperature ({draw.temperature}), "
-                "and the sample is the argmax of logits with noise"
+                f"SamplingParams.temperature must be 0, not {params.temperature}: tlt's sample is the argmax of scores "
+                f"with noise, and the temperature of the distribution is in extra_args['{KEY}'] ({draw.temperature})"
             )
         return draw
 
@@ -81,7 +84,7 @@ class Drawn(NamedTuple):
     """Log-probs and draft counts of a request."""
 
     logprobs: list[list[float]]
-    """[tokens, 2] log-probs, under the sampling distribution and under the softmax of the logits"""
+    """[tokens, 2] log-probs, under the distribution that was sampled from and under softmax(logits / temperature)"""
     drafted: int
     """number of draft tokens; 0 if the runner does not count them"""
     drafts: int
@@ -89,7 +92,8 @@ class Drawn(NamedTuple):
 
 
 class NoiseTable:
-    """Sampling parameters of the requests in an engine's slots, and two log-probs (`Drawn`) of each sampled token."""
+    """Table of the requests in an engine's slots: their sampling parameters, and two log-probs (`Drawn`) of each
+    sampled token."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.draws: dict[int, Draw] = {}
@@ -109,10 +113,10 @@ class NoiseTable:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, slot: int, draw: Draw | None, most_tokens: int) -> bool:
-        """Put a request into a slot, and remove the slot's previous request. `draw` is tlt's entry in the request's
-        `extra_args`, or None. Return whether `draw` is given. Without it, the request's logits stay unchanged.
+        """Put a request into a slot, and remove the slot's previous request. If `draw` is None, the request's logits
+        stay unchanged. Return whether `draw` is given.
 
-        `most_tokens` is the maximum length of its response, in tokens.
+        `most_tokens` is the maximum length of the response, in tokens.
         """
         self.leave(slot)
         self._ours[slot] = draw is not None
@@ -133,10 +137,10 @@ class NoiseTable:
         return True
 
     def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:
-        """Return the log-probs [T, 2] and draft counts kept for a preempted request.
+        """Return the log-probs [T, 2] and draft counts of this key from before a preemption; empty if there are none.
 
-        The request's old slot keeps the noise but not the key. The noise is kept, because the slot may hold a live
-        request that was submitted with the same key.
+        A slot that still has the key loses the key but keeps the noise. The noise is kept, because the slot may hold a
+        live request that was submitted with the same key.
         """
         nothing = self._logprobs.new_zeros(0, 2), [0, 0]
         if key is None:
@@ -147,7 +151,7 @@ class NoiseTable:
         return self._left.pop(key, nothing)
 
     def leave(self, slot: int) -> None:
-        """Free a slot. The log-probs of its request can still be taken."""
+        """Free a slot. `take` can still return the log-probs of its request."""
         if draw := self.draws.pop(slot, None):
             drafts = self._drafts.pop(slot)
             if draw.key is not None:
@@ -177,7 +181,8 @@ class NoiseTable:
         self._left.clear()
 
     def take_distribution(self) -> Tensor:
-        """Return [V] float32 log-probs in host memory, from the request with `show_distribution`."""
+        """Return the log-probs that `apply` kept for the request with `show_distribution`: [V], float32, in host
+        memory. They can be taken once."""
         assert self._distribution is not None, "no request had show_distribution set"
         distribution, self._distribution = self._distribution, None
         return distribution.cpu()
@@ -188,7 +193,7 @@ class NoiseTable:
         """Replace logits [R, V] by scores with noise, in place, and store the log-probs of each row's argmax.
 
         `slots` [R] are the slots of the rows' requests. `positions` [R] are the positions of the input tokens in the
-        whole sequence. Rows of requests without a tlt entry are not changed.
+        sequence of prompt and response. Rows of requests without a `Draw` are not changed.
         """
         if not self.draws:
             return logits
@@ -214,9 +219,10 @@ class NoiseTable:
         return logits
 
     def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace the logits of tlt's requests by log p + noise, in place. Rows with temperature 0 get log p without
-        noise. Rows of other requests do not change. Return log p and the log-softmax of logits / temperature, both
-        [R, V], and a mask [R] of the rows with a temperature above 0."""
+        """Replace the logits of requests with a `Draw` by log p + noise, in place. `times` [R] are the positions in the
+        response. Rows with temperature 0 get log p without noise. Rows of other requests do not change. Return log p
+        and the log-softmax of logits / temperature, both [R, V], and a mask [R] of the rows with a temperature above
+        0."""
         draws = self.draws.values()
         sampling = SamplingTensors(
             self._temperature[slots],
@@ -247,7 +253,8 @@ def score_writer(device: torch.device) -> WriteScores:
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
     """Write log p + g(seed, time) into `logits` [R, V], for the rows in the mask `ours` [R].
 
-    Rows outside the mask `noisy` [R] get log p alone. `log_p` is [R, V], `seeds` and `times` are [R].
+    Rows outside the mask `noisy` [R] get log p alone. `log_p` is [R, V]. `seeds` and `times`, the positions in the
+    response, are [R].
     """
     noise = gumbel_noise(seeds, times, logits.shape[-1]).masked_fill(~noisy[:, None], 0.0)
     logits.copy_(torch.where(ours[:, None], (log_p + noise).to(logits.dtype), logits))

@@ -10,10 +10,10 @@ from tlt.vllm.versions import is_tested, vllm_version
 
 
 def register() -> None:
-    """Wrap model runner V1 to sample with tlt's noise, only for requests with a tlt entry in `extra_args`.
+    """Wrap model runner V1, so that it samples with tlt's noise if a request has a `Draw` in its `extra_args`.
 
-    Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. If a runner does not have the
-    noise, requests that ask for it are refused. An untested vLLM is not changed.
+    Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. If this vLLM does not sample
+    with tlt's noise, requests with a `Draw` are refused. A vLLM of an untested version is not changed.
     """
     if not is_tested(vllm_version() or ""):
         return
@@ -27,7 +27,8 @@ def register() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Any) -> None:
-    """Wrap a method once, because vLLM may load its plugins several times in a process."""
+    """Replace a method by `wrapper(method)`, but only once, because vLLM may load its plugins several times in a
+    process."""
     original = getattr(owner, name)
     if not hasattr(original, "original"):
         wrapped = wrapper(original)
@@ -36,7 +37,7 @@ def _wrap(owner: Any, name: str, wrapper: Any) -> None:
 
 
 def _refusing(original: Any) -> Any:
-    """Return `_validate_params` with a check of tlt's entry in the `extra_args` of each new request.
+    """Return `_validate_params` with a check of the `Draw` in the `extra_args` of each new request.
 
     A ValueError here is returned to the client. Raised later, in the model runner, it would end the vLLM server.
     """
@@ -48,7 +49,7 @@ def _refusing(original: Any) -> Any:
             Draw.of_params(params)
             if not _draws(processor.vllm_config):
                 raise ValueError(
-                    f"extra_args['{KEY}'] asks for tlt's noise, which this vLLM was started without: start it with "
+                    f"extra_args['{KEY}'] asks for tlt's noise, but this vLLM does not sample with it: start vLLM with "
                     f"--logits-processors {PROCESSOR}, or with VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
                 )
         return original(processor, params, *others)

@@ -1,7 +1,7 @@
-"""Logits processor that adds the noise. vLLM's model runner V2 calls it for all rows, including rows of drafts.
+"""Logits processor for vLLM's model runner V2, which calls it for all rows of logits, including those of draft tokens.
 
-With `--logits-processors tlt.vllm.processor:SharedNoise`, vLLM samples each request that has a tlt entry in
-`extra_args` with tlt's noise.
+If vLLM is started with `--logits-processors tlt.vllm.processor:SharedNoise`, it samples each request that has a `Draw`
+in its `extra_args` with tlt's noise.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class SharedNoise(LogitsProcessor):
-    """Logits processor for vLLM that makes it sample with tlt's shared noise. For each request with a tlt entry in
-    `extra_args`, the logits are replaced by log p + Gumbel noise, of which vLLM takes the argmax."""
+    """Logits processor that makes vLLM sample with tlt's noise. For each request with a `Draw` in its `extra_args`, the
+    logits are replaced by log p + Gumbel noise, of which vLLM takes the argmax."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         from tlt.vllm.noise import NoiseTable
@@ -28,7 +28,7 @@ class SharedNoise(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise ValueError for an invalid tlt entry in `extra_args`."""
+        """Raise ValueError for an invalid `Draw` in `extra_args`, or for a `Draw` with a temperature other than 0."""
         Draw.of_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:

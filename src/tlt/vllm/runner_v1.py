@@ -1,4 +1,4 @@
-"""The noise in vLLM's model runner V1, which is used on CPUs and on GPUs when V2 lacks a feature.
+"""Sampling with tlt's noise in vLLM's model runner V1. vLLM uses V1 on CPUs, and on GPUs if V2 lacks a feature.
 
 V1 refuses logits processors together with speculative decoding (vllm#43672). So this module wraps the runner's
 `_sample`, which receives the logits of all rows. A learned drafter samples with the noise too. For this, its methods
@@ -24,7 +24,8 @@ class NoisySampling:
     """Wrapper of a runner's `_sample` that adds the noise to the logits before sampling."""
 
     def __init__(self, runner: Any) -> None:
-        """Replace the runner's `_sample` and connect its drafter. Raises VllmError if vLLM is not installed."""
+        """Replace the runner's `_sample`. Give a look-ahead proposer the runner, or make a learned drafter draft with
+        the noise. Raises VllmError if vLLM is not installed."""
         require_vllm()
         before = getattr(type(runner)._sample, "original", None)  # set if tlt's plugin wrapped it
         self.runner, self._sample = runner, MethodType(before, runner) if before else runner._sample
@@ -46,8 +47,9 @@ class NoisySampling:
         return self._sample(logits, spec_decode_metadata)
 
     def _rows(self, drafts: Any) -> tuple[Tensor, Tensor]:
-        """Return the slot and the input position of each row of logits, both [R]. Each request has a row for its last
-        token and one for each draft token."""
+        """Return the slot and the input position of each row of logits, both [R], and count the draft tokens. Each
+        request has a row for its last token and one for each draft token. `drafts` is vLLM's `spec_decode_metadata`;
+        None in a pass without draft tokens."""
         runner, device = self.runner, self.runner.device
         held = self._held()
         slots = torch.tensor(held, device=device)
@@ -59,7 +61,7 @@ class NoisySampling:
         return slots.repeat_interleave(counts), runner.positions[drafts.logits_indices.long()]
 
     def slots(self) -> Tensor:
-        """Return the slot of each request of a pass [requests], in the order of the pass."""
+        """Return the slots [requests] of the current pass, in the order of its requests."""
         return torch.tensor(self._held(), device=self.runner.device)
 
     def _held(self) -> list[int]:
@@ -117,7 +119,7 @@ class NoisyDrafts:
         return found
 
     def sample_draft(self, hidden_states: Tensor) -> Tensor:
-        """Return the draft tokens of one step [requests]."""
+        """Return the draft tokens [requests] of one draft step."""
         logits, positions = self.drafter.model.compute_logits(hidden_states), self._positions
         if positions is None or len(positions) != len(logits):  # vLLM's dummy run at startup
             return logits.argmax(dim=-1)

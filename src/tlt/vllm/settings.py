@@ -16,7 +16,8 @@ PROCESSOR = "tlt.vllm.processor:SharedNoise"
 EXTENSION = "tlt.vllm.worker.WorkerExtension"
 PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
 WIDEST = 16
-"""Maximum number of look-ahead tokens verified in one pass. vLLM reserves this number of tokens for each request."""
+"""Maximum number of look-ahead tokens of a request that one pass verifies. vLLM reserves this number of tokens for each
+request."""
 _CACHE_MB = 1024  # size of the KV cache in MiB if engine.kv_memory_mb = "auto": vLLM reserves it from the start
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run vLLM in this process, so that weights are loaded without a copy
@@ -39,8 +40,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return keyword arguments for vLLM's `EngineArgs`.
 
-    `longest` is the maximum length of a prompt with its response, in tokens. Raises VllmError if `engine.vllm` sets an
-    argument that tlt sets.
+    `speculative` is vLLM's `speculative_config`. `longest` is the maximum length of a prompt with its response, in
+    tokens. `sleeps` turns on vLLM's sleep mode. Raises VllmError if `engine.vllm` sets an argument that tlt sets.
     """
     drafted = speculative["num_speculative_tokens"] if speculative else 0
     ours = {
@@ -60,17 +61,17 @@ def engine_arguments(
     }
     taken = ours.keys() & engine.vllm.keys()
     if taken:
-        raise VllmError(f"remove engine.vllm.{min(taken)}: tlt sets it from other keys of the recipe")
+        raise VllmError(f"remove engine.vllm.{min(taken)}: tlt sets it from the recipe, or to a fixed value")
     return ours | engine.vllm
 
 
 def speculative_arguments(
     speculation: SpeculationConfig, export: Callable[[], tuple[str, str]]
 ) -> dict[str, Any] | None:
-    """Return vLLM's `speculative_config` for the recipe's drafter, or None without one.
+    """Return vLLM's `speculative_config` for the recipe's drafter; None for the drafter `off`.
 
-    `export` writes the learned drafter for vLLM and returns its method and folder. Raises VllmError if vLLM does not
-    support the drafter.
+    `export` writes the learned drafter for vLLM. It returns vLLM's method for this drafter, and the folder. Raises
+    VllmError if vLLM does not support the drafter.
     """
     if speculation.drafter == "off":
         return None

@@ -41,8 +41,9 @@ class VllmTarget:
     ) -> None:
         """Start vLLM.
 
-        `longest` is the maximum length of a prompt with its response, in tokens. With `sleeps`, memory can be released
-        on a GPU. Only one vLLM per process may be started with `sleeps`. Raises VllmError if vLLM cannot start.
+        `longest` is the maximum length of a prompt with its response, in tokens. If `sleeps` is True, `release` frees
+        the KV cache on a GPU. Only one vLLM per process may be started with `sleeps`. Raises VllmError if vLLM cannot
+        start.
         """
         require_vllm()
         set_environment()
@@ -79,8 +80,8 @@ class VllmTarget:
         self.version = version
 
     def load_drafter(self, layer: EagleLayer) -> None:
-        """Load weights into the learned drafter. This is allowed during a rollout, because no token depends on them.
-        The drafter's cache entries of live rows are not recomputed."""
+        """Load weights into vLLM's learned drafter. This is allowed during a rollout, because no token depends on the
+        drafter. The entries of live rows in the drafter's cache are not recomputed."""
         self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
 
     def text_logits(self, tokens: Tensor) -> Tensor:
@@ -99,8 +100,8 @@ class VllmTarget:
         noisy = logits.to("cpu", torch.float32).log_softmax(-1) + noise
         if len(drawn) != 1 or noisy.max() - noisy[0, drawn[0]] > _NEAR_TIE:
             raise VllmError(
-                f"vLLM {vllm_version()} does not draw tokens with tlt's noise ({drawn} instead of "
-                f"{noisy.argmax().item()}): install vLLM {' or '.join(TESTED)}, or set engine.backend = 'tlt'"
+                f"vLLM {vllm_version()} does not draw tokens with tlt's noise (token ids {drawn} instead of "
+                f"[{noisy.argmax().item()}]): install vLLM {' or '.join(TESTED)}, or set engine.backend = 'tlt'"
             )
         return logits
 
@@ -117,8 +118,9 @@ class VllmTarget:
         stops: tuple[int, ...] = (),
         chains: Sequence[bytes] = (),
     ) -> str:
-        """Add a request that continues these tokens, and return its vLLM request id. `chains` are saved responses for
-        tlt's proposer."""
+        """Add a request that continues these tokens, and return its vLLM request id. The request ends after
+        `most_tokens` new tokens, or at a token id in `stops`. `chains` are look-ahead drafts, see `chains_for` in
+        `vllm.look_ahead`."""
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
@@ -188,7 +190,8 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """Restore torch.set_num_threads and its value, because vLLM replaces the function by one that does nothing."""
+    """Restore torch.set_num_threads and the number of threads after the `with` block, because vLLM replaces the
+    function by one that does nothing."""
     before, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         yield
