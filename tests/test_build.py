@@ -87,5 +87,7 @@ def test_a_sharded_policy_trains_no_drafter_of_vllm(shard: bool, tmp_path: Path)
 def test_vllm_refuses_an_untied_head_of_a_tied_config(tmp_path: Path, target: str) -> None:
     """The error comes before vLLM starts. Its weights would differ from the policy's after the first update."""
     config = by_vllm(tmp_path, 1, {"lora": {"rank": 2, "targets": ["q_proj", target]}}, drafter="off")
-    with pytest.raises(ModelError, match=f"targets has {target}, and the model's head is tied.*backend = 'tlt'"):
+    with pytest.raises(
+        ModelError, match=f"targets has {target}, but the model's head and embedding are tied.*backend = 'tlt'"
+    ):
         open_target(config, None)

@@ -68,7 +68,7 @@ def test_cpu_time_is_that_of_this_process_and_its_descendants(tmp_path: Path) ->
 
     me = os.getpid()
     process("self", 0)
-    process(me, 1, 100, 20, 3, 0)
+    process(me, 0, 100, 20, 3, 0)  # as in a container
     process(me + 1, me, 1000, 0, 0, 0)
     process(me + 2, me + 1, 0, 10_000, 0, 0)
     process(me + 3, 1, 7, 7, 7, 7)  # of somebody else

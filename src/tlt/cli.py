@@ -241,12 +241,13 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     model = {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device}
     fields = ("max_new_tokens", "temperature", "top_k", "top_p")
     rollout = {name: getattr(arguments, name) for name in fields}
+    speculation = {"drafter": arguments.drafter, "path": arguments.drafter_path}
+    if arguments.drafter == "eagle" and not arguments.drafter_path:
+        raise ConfigError("--drafter eagle needs --drafter-path, the folder of a learned drafter")
     sections = (
         parse_section(ModelConfig, model, "tlt generate"),
         parse_section(RolloutConfig, rollout, "tlt generate"),
-        parse_section(
-            SpeculationConfig, {"drafter": arguments.drafter, "path": arguments.drafter_path}, "tlt generate"
-        ),
+        parse_section(SpeculationConfig, speculation, "tlt generate"),
     )
     if not arguments.prompt and not arguments.data:
         raise ConfigError("no prompt given: use --prompt TEXT or --data FILE")

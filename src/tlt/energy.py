@@ -91,7 +91,7 @@ class CpuTime:
 
     def find_descendants(self) -> None:
         names = os.listdir(self.root) if self._has_proc else ()
-        parents = {int(name): parent for name in names if name.isdecimal() and (parent := self._stat(name)[0])}
+        parents = {int(name): self._stat(name)[0] for name in names if name.isdecimal()}
         self._processes = [pid for pid in parents if _descends(pid, os.getpid(), parents)]
 
     def read(self) -> float:

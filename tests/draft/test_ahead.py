@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 
 
 def request(seed: int, prompt: int = 0) -> Request:
-    return Request(Prompt(prompt, "", (prompt,)), 0, 0, seed, SamplingParams())
+    return Request(Prompt(prompt, "", (prompt,)), 0, 0, seed, SamplingParams(max_new_tokens=1024))
 
 
 def ahead(seed: int, tokens: list[int], prompt: int = 0) -> Ahead:
@@ -116,9 +117,10 @@ def test_a_row_without_an_own_response_is_not_drafted_by_a_sibling() -> None:
         (7, [1, 2, 3], True, []),
         (7, [1, 2, 1000], False, []),
         (7, [1, -1], False, []),
-        (7, [1] * SamplingParams().max_new_tokens, False, []),
+        (7, [1] * 512, False, [1] * 512),
+        (7, [1] * 513, False, []),
     ],
-    ids=["unfinished", "a sibling's", "ended", "above the vocabulary", "negative", "no room"],
+    ids=["unfinished", "a sibling's", "ended", "above the vocabulary", "negative", "longest", "too long to prefill"],
 )
 def test_a_look_ahead_row_continues_an_unfinished_draft(
     seed: int, tokens: list[int], ended: bool, continued: list[int]
@@ -129,6 +131,28 @@ def test_a_look_ahead_row_continues_an_unfinished_draft(
     assert (row.request, row.tokens, row.ahead) == (request(7), continued, True)
     row.tokens.append(9)
     assert store.row(request(7), vocab_size=1000).tokens == continued, "a copy"
+
+
+def test_a_row_that_could_not_go_on_does_not_continue_a_draft() -> None:
+    store, short = AheadStore(100), replace(request(7), sampling=SamplingParams(max_new_tokens=3))
+    for length, continued in ((2, 2), (3, 0)):
+        store.put([ahead(7, [1] * length)._replace(ended=False)])
+        assert len(store.row(short, vocab_size=1000).tokens) == continued
+
+
+@pytest.mark.parametrize(
+    ("known", "tokens", "kept"),
+    [((), [5, 6], [5, 6]), ((1, 2, 3, 4), [5, 6], [5, 6, 3, 4]), ((1, 2), [5, 6, 7], [5, 6, 7])],
+)
+def test_the_rest_of_a_draft_is_kept_behind_the_tokens_of_a_newer_target(
+    known: tuple[int, ...], tokens: list[int], kept: list[int]
+) -> None:
+    store = AheadStore(100)
+    store.put([ahead(7, list(known))])
+    store.keep(Row(request(7), tokens), version=1)
+    found = store.get(request(7))
+    assert found
+    assert (found.tokens.tolist(), found.version, found.ended) == (kept, 1, False)
 
 
 def test_nothing_is_proposed_at_the_end_of_the_old_response() -> None:

@@ -56,7 +56,7 @@ def test_a_draft_vocabulary_beyond_the_targets_is_refused(
     layer = make_layer(model.decoder, "eagle1", 8)
     layer.vocabulary[2] = token  # type: ignore[index]
     save_drafter(layer, tmp_path)
-    with pytest.raises(DrafterError, match="token ids outside the 11"):
+    with pytest.raises(DrafterError, match="token ids outside the model's vocabulary of 11"):
         load_drafter(tmp_path, model.decoder.options)
 
 

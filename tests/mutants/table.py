@@ -315,7 +315,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("AheadStore.put", "drop", 10, "The look-ahead store is bounded."),
         ("AheadStore.group", "unwrap", 2, "A row's own entry comes first in its group."),
         ("LookAhead.remove", "drop", 0, "A row that moves keeps its place in its old response."),
-        ("LookAhead._is_valid", "compare", 1, "Drafts hold tokens of the vocabulary only."),
+        ("Ahead.is_valid", "compare", 1, "Drafts hold tokens of the vocabulary only."),
         ("Pointer.advance", "drop", 8, "A draft ends at the first token that differs."),
     ],
     ("draft.features", "draft/test_features.py"): [

@@ -80,9 +80,9 @@ REFUSED = {
     "written in C": (max, r"has no readable signature: wrap it"),
     "positional": (eval("lambda prompt, answer, /: 0.0"), r"needs the argument 'prompt': a parameter before `/`"),
     "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that can be filled"),
-    "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): the first two must be \(prompt, ans"),
-    "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): the first two must be"),
-    "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): the first two must be"),
+    "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): begin with \(prompt, ans"),
+    "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): begin with"),
+    "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): begin with"),
 }
 
 

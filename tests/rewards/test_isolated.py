@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,34 @@ def test_a_reward_process_imports_neither_torch_nor_transformers() -> None:
     """Each process would take 230 MB and four seconds more."""
     code = "import sys, tlt.rewards.isolated; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+MASK = """
+import signal, sys
+from multiprocessing import util
+from tlt.config import parse_config
+from tlt.rewards.isolated import IsolatedScore
+spawn = util.spawnv_passfds
+
+def watched(path, arguments, handles):
+    if "spawn_main" in str(arguments):
+        print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+    return spawn(path, arguments, handles)
+
+if __name__ == "__main__":
+    util.spawnv_passfds = watched
+    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}}
+    IsolatedScore(parse_config(tree)).close()
+"""
+
+
+def test_a_signal_cannot_interrupt_the_start_of_the_first_process(tmp_path: Path) -> None:
+    """The first process also starts Python's resource tracker, which unblocks signals."""
+    (tmp_path / "mask.py").write_text(MASK, encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "mask.py"], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ran.stdout.split() == ["True"]
 
 
 def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> None:

@@ -330,7 +330,7 @@ def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_
     assert (saved["use_cache"], saved["dtype"]) == (use_cache, "float32")  # the masters
     card = (policy / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\n")
-    said = ("# model, after 2 steps", "tiny_rewards:share_of_low_bytes", "float32, trained under bfloat16 autocast")
+    said = ("# model, after 2 steps", "tiny_rewards:share_of_low_bytes", "bfloat16 autocast over float32 weights")
     assert all(words in card for words in said)
 
 

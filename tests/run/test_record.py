@@ -413,6 +413,33 @@ def test_a_slow_tracker_delays_no_step(tmp_path: Path, service: Service, monkeyp
     assert threading.get_ident() not in threads
 
 
+def test_a_tracker_that_hangs_ends_no_run(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(trackers_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(service, "log", lambda *_, **__: may_end.wait(60))
+    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+    trackers.log(0, {"reward": 1.0})
+    trackers.close()
+    assert "a tracker did not answer within 0.05 s" in caplog.text
+    assert trackers._thread.is_alive()
+    assert trackers._thread.daemon, "the process does not wait for it"
+    may_end.set()
+    trackers._thread.join(60)
+
+
+def test_a_tracker_that_exits_is_turned_off(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "log", lambda *_, **__: sys.exit(3))
+    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+    for step in range(2):
+        trackers.log(step, {"reward": 1.0})
+    trackers.close()
+    assert caplog.text.count("failed (SystemExit: 3)") == 1
+
+
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:
     if find_spec("mlflow"):
         pytest.skip("mlflow is installed")

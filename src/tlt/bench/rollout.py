@@ -23,7 +23,7 @@ from rich.table import Table
 from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
 from tlt.build import load_detokenizer, open_workplace, settled
-from tlt.config import Config
+from tlt.config import Config, ConfigError
 from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.calibration import Calibration
@@ -193,6 +193,9 @@ class _Bench:
             for looks_ahead in (False, True) if self.older else (False,):
                 name = "adaptive, look-ahead" if looks_ahead else "adaptive"
                 found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
+        if not any(c.name.startswith(self.only) for c in found):
+            names = ", ".join(c.name for c in found)
+            raise ConfigError(f"--only {','.join(self.only)}: no strategy begins with this; there are {names}")
         return [c for c in found if c.name == PLAIN.name or c.name.startswith(self.only)]
 
     def rows(self, batch: int, label: str, count: int, repeats: int) -> list[dict[str, Any]]:

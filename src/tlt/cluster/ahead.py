@@ -68,11 +68,8 @@ class LookingAhead:
 
     def keep_reported(self, row: Row, tokens: Sequence[int], version: int) -> None:
         """Store the tokens that a lost worker reported for this row as a draft. Another worker decodes the row again
-        and verifies the draft. `tokens`: all tokens of the row so far. If the row's stored draft is longer, the rest of
-        that draft is added. `version`: target version that decoded the tokens."""
-        known = self.store.get(row.request)
-        rest = known.tokens[len(tokens) :].tolist() if known else ()
-        self.store.put([Ahead.of(replace(row, tokens=[*tokens, *rest]), version)])
+        and verifies the draft. `tokens`: all tokens of the row so far. `version`: target version that decoded them."""
+        self.store.keep(replace(row, tokens=list(tokens)), version)
 
     # -- assignment ----------------------------------------------------------------------------------------------------
 

@@ -211,7 +211,8 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {where}{_hint(str(fault['loc'][-1]), _fields_at(section, fault['loc'][:-1]))}"
+        *table, name = map(str, fault["loc"])
+        return f"unknown key {where}{_hint(name, table, _fields_at(section, fault['loc'][:-1]))}"
     if fault["type"] == "missing":
         return f"{where} is missing: set it in the recipe or give --{where} VALUE"
     message = fault["msg"].removeprefix("Value error, ")
@@ -222,14 +223,15 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
     )
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    """Return the end of the error for an unknown key: the field that it may mean, or the `known` keys of its table."""
+def _hint(name: str, table: Sequence[str], known: Sequence[str]) -> str:
+    """Return the end of the error for the unknown key `name`: the field that it may mean, or the `known` keys of its
+    table. `table`: keys that lead to the table."""
     if name in _OF_TRL:
         return f": the field is {_OF_TRL[name]} (docs/from_trl.md)"
     if elsewhere := [key for last, key in _fields_by_name(Config) if last == name]:
         return f": the field is {' or '.join(elsewhere)}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else f"; known here: {', '.join(known)}"
+    return f": did you mean {'.'.join([*table, near[0]])}?" if near else f"; known here: {', '.join(known)}"
 
 
 def _fields_like(name: str) -> list[str]:

@@ -37,8 +37,8 @@ class RewardTerm(Section):
     def _possible(self) -> RewardTerm:
         if self.name not in REWARDS and ":" not in self.name:
             near = difflib.get_close_matches(self.name, REWARDS, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(REWARDS)}"
-            raise ValueError(f"unknown reward.name {self.name!r}: {meant}; write your own as 'module:function'")
+            meant = f"did you mean {near[0]!r}" if near else f"give one of {', '.join(REWARDS)}"
+            raise ValueError(f"unknown reward.name {self.name!r}: {meant}, or your own as 'module:function'")
         if (self.name == "format") != bool(self.pattern):
             raise ValueError("reward.name = 'format' needs reward.pattern, a regular expression: set both or neither")
         try:

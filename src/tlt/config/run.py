@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -52,6 +52,11 @@ class RunConfig(Section):
     overwrite: bool = False
     """Start a new run in `folder` even if an older run is there. The older run is moved into a subfolder, and removed
     when the new run saves its first checkpoint."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _listed(cls, trackers: Any) -> Any:
+        return trackers.split(",") if isinstance(trackers, str) else trackers
 
     @field_validator("trackers")
     @classmethod

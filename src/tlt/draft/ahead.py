@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from tlt.types import MAX_DRAFT_TOKENS, Request, Response, Row
 
+MOST_CONTINUED = 512  # tokens of look-ahead rows that are prefilled in a round, because prefill cannot be interrupted
 _LEAST = 4  # smallest limit of a chain's length in tokens; also the first limit after a divergence
 _CONTEXT = 4  # number of a row's last tokens that are searched for in old responses after a divergence
 
@@ -87,13 +89,20 @@ class AheadStore:
         return self._kept.get(request.seed)
 
     def row(self, request: Request, vocab_size: int) -> Row:
-        """Return a look-ahead row for this request. If the request has a draft that has not ended, the row continues
-        the draft. This holds for a draft of an older target version too, because decoding its tokens again would take
-        more time than their later rejections cost."""
+        """Return a look-ahead row for this request. If the request has a draft of at most 512 tokens that has not
+        ended, the row continues the draft. This holds for a draft of an older target version too, because decoding its
+        tokens again would take more time than their later rejections cost."""
         known = self.get(request)
-        continues = known and not known.ended and len(known.tokens) < request.sampling.max_new_tokens
-        tokens = known.tokens.tolist() if known and continues and known.is_valid(vocab_size) else []
-        return Row(request, tokens, ahead=True)
+        most = min(MOST_CONTINUED, request.sampling.max_new_tokens - 1)
+        continues = known and not known.ended and len(known.tokens) <= most and known.is_valid(vocab_size)
+        return Row(request, known.tokens.tolist() if known and continues else [], ahead=True)
+
+    def keep(self, row: Row, version: int) -> None:
+        """Add the tokens of an unfinished row as a draft, followed by the rest of the stored draft of its request.
+        `version`: target version that decoded the row."""
+        known = self.get(row.request)
+        rest = known.tokens[len(row.tokens) :].tolist() if known else ()
+        self.put([Ahead.of(replace(row, tokens=[*row.tokens, *rest]), version)])
 
     def has_ended(self, request: Request) -> bool:
         known = self.get(request)

@@ -228,8 +228,8 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     vocabulary = tensors.get(_VOCABULARY, torch.zeros(1))
     if vocabulary.min() < 0 or vocabulary.max() >= options.vocab_size:
         raise DrafterError(
-            f"the vocabulary in {path / 'model.safetensors'} has token ids outside the {options.vocab_size} of the "
-            "model: train one with tlt draft train"
+            f"the draft vocabulary in {path / 'model.safetensors'} has token ids outside the model's vocabulary of "
+            f"{options.vocab_size} tokens: train a drafter with tlt draft train"
         )
     layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:

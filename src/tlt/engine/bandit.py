@@ -226,9 +226,10 @@ class Bandit:
             self.seen_ahead.add(_LOOK_AHEAD, levels, right)
 
     def _learn_seconds(self, arm: Strategy, seconds: float, width: int) -> None:
-        """Learn the seconds of a round, whose longest look-ahead draft had `width` tokens (0: none). If that draft is
-        shorter than the arm's limit, the round is faster than usual and does not count. In the first round after a
-        change of drafters, only the extra seconds of the new drafter (`catch_up`) are learned."""
+        """Update the expected seconds of rounds of `arm` by a measured round. `width`: length in tokens of its longest
+        look-ahead draft (0: none). A round with a draft shorter than `arm.ahead` is faster than usual and does not
+        count. In the first round after a switch from another drafter, only `catch_up` is updated, by the seconds above
+        the expected ones."""
         if self._switched and arm.drafter != PLAIN.drafter:
             excess = seconds - self.times.seconds(arm, self._now)
             known = self.catch_up.get(arm.drafter, excess)

@@ -141,11 +141,9 @@ class Engine(Generates):
 
     def keep_ahead(self) -> None:
         """Store the tokens so far of all look-ahead rows as drafts."""
-        version = self.rollout.version
-        self.store.put(Ahead.of(row, version) for row in self.rows if row.ahead)
-        for row in self.rollout.scheduler.ahead:  # preempted rows have tokens too
-            if len(row.tokens) > self.store.length(row.request.seed):
-                self.store.put([Ahead.of(row, version)])
+        preempted = (r for r in self.rollout.scheduler.ahead if len(r.tokens) > self.store.length(r.request.seed))
+        for row in (*(row for row in self.rows if row.ahead), *preempted):
+            self.store.keep(row, self.rollout.version)
 
     def swap(self, drafter: Drafter) -> None:
         """Replace the drafter of the same name by `drafter`. Call this between two rounds, or before a round's

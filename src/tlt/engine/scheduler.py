@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
+from tlt.draft.ahead import MOST_CONTINUED
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
@@ -78,9 +80,9 @@ class Scheduler:
         rows, with room for `headroom` more tokens of each.
 
         An admission costs one prefill and one call for noise, for any number of rows. So a full batch waits until an
-        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 of them are
-        admitted per round, and only up to `most_ahead` active rows in total, because the worker may soon be needed for
-        other work.
+        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 of them, with at
+        most 512 tokens if they are several, are admitted per round, and only up to `most_ahead` active rows in total,
+        because the worker may soon be needed for other work.
         """
         live = len(self.rows)
         admitted: list[Row] = []
@@ -92,8 +94,9 @@ class Scheduler:
                 return admitted
         elif (slots := self.max_rows) - live < min(len(line), slots // 8):
             return admitted
-        longest = self._longest()
-        while line and live + len(admitted) < slots:
+        longest, room = self._longest(), MOST_CONTINUED if line is self.ahead else math.inf
+        while line and live + len(admitted) < slots and (room >= line[0].kv_length or not admitted):
+            room -= line[0].kv_length
             with_next = max(longest, line[0].kv_length)
             if not self.cache.fits(live + len(admitted) + 1, with_next + self.headroom):
                 break

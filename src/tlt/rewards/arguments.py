@@ -115,6 +115,6 @@ def _refuse_another_order(label: str, names: Collection[str]) -> None:
     single = [name.removesuffix("s") for name in names]
     if {"prompt", "answer"} & set(single) and single[:2] != ["prompt", "answer"]:
         raise RewardError(
-            f"{label} has the parameters ({', '.join(names)}): the first two must be (prompt, answer), the data row "
-            "and the model's answer; response, ground_truth and other names may follow"
+            f"{label} has the parameters ({', '.join(names)}): begin with (prompt, answer). prompt.data is the row of "
+            "your data, and answer is the model's answer; the right answer is ground_truth, which may follow"
         )

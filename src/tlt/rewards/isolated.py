@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -153,6 +154,7 @@ class IsolatedScore:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self.config, self.log, self.columns, self.opens))
+        resource_tracker.ensure_running()  # here, because its start unblocks SIGINT and SIGTERM
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until the process ignores them itself
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

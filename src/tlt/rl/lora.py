@@ -50,7 +50,10 @@ class AdaptedPolicy(Policy):
                     "these layers to train.lora.targets"
                 )
             if missing := [name for name in found.missing_keys if ".lora_" in name]:
-                raise ModelError(f"{file} lacks the adapter {missing[0]}: restore the file, or set train.lora.targets")
+                raise ModelError(
+                    f"{file} lacks the adapter {missing[0]}: restore the file, or set train.lora.targets to the layers "
+                    "that it was trained with"
+                )
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:

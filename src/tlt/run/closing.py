@@ -10,10 +10,10 @@ from tlt.wording import counted
 
 GAIN = 1.05  # speed-up over plain decoding below which `NO_GAIN` is shown
 NO_GAIN = (
-    "speculation gained little, because few draft tokens were accepted for the time they took. A drafter trained for "
-    "this model and these prompts helps most: `tlt draft train RECIPE --out FOLDER` trains one in some minutes, and "
-    "--speculation.path FOLDER loads it. More --tokens make a drafter better. Short responses and a high temperature "
-    "gain least"
+    "speculation gained little or nothing, because few draft tokens were accepted for the time they took. A drafter "
+    "for this model and these prompts helps most: `tlt draft train RECIPE --out FOLDER` trains one in some minutes, "
+    "and --speculation.path FOLDER loads it. More --tokens make a drafter better. Short responses and a high "
+    "temperature gain least"
 )
 ROUNDING = (
     "rounding depends on the shape of a batch and decides near-ties: about one token in a hundred differs in bfloat16, "

@@ -8,7 +8,7 @@ from tlt import __version__
 from tlt.config import Config
 from tlt.wording import counted
 
-_DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32, trained under bfloat16 autocast"}
+_PRECISION = {"float64": "float64", "float32": "float32", "bfloat16": "bfloat16 autocast over float32 weights"}
 
 
 def model_card(config: Config, steps: int) -> str:
@@ -23,7 +23,7 @@ def model_card(config: Config, steps: int) -> str:
         "a step": f"{prompts}, {responses} each",
         "responses": f"up to {counted(rollout.max_new_tokens, 'token')} at temperature {rollout.temperature:g}",
         "algorithm": f"advantage {train.advantage}, loss {train.loss}, learning rate {train.learning_rate:g}",
-        "weights": _DTYPES[config.model.dtype],
+        "training precision": _PRECISION[config.model.dtype],
     }
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
     return f"""---

@@ -5,15 +5,18 @@ A new tracker is a class with `log` and `close`, and an entry in `tlt.config.reg
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tlt.config import ConfigError
@@ -23,6 +26,7 @@ from tlt_rl import install_hint
 
 _log = logging.getLogger(__name__)
 _IDS = "trackers.json"
+_PATIENCE = 60.0  # longest time in seconds that a call of a tracker may take at the end of the run
 
 
 class Tracker(Protocol):
@@ -168,9 +172,16 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self._open: dict[str, Tracker] = {}
-        self._thread = ThreadPoolExecutor(1, "trackers")  # one thread, because the active run of MLflow is per thread
+        self._calls = SimpleQueue[Callable[[], Any] | None]()  # None ends the thread
+        # one thread, because the active run of MLflow is per thread; a daemon, so that a hanging tracker ends no run
+        self._thread = Thread(target=self._make_calls, name="trackers", daemon=True)
+        self._thread.start()
         for name in names:
-            self._thread.submit(self._start, name, run).result()
+            self._calls.put(partial(self._start, name, run))
+        started = Event()
+        self._calls.put(started.set)
+        started.wait()
+        atexit.register(self.close)  # for a run that ends by an error
 
     def _start(self, name: str, run: TrackedRun) -> None:
         if found := self._guarded(name, lambda: maker(TRACKERS[name])(run)):
@@ -178,7 +189,7 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = dict(scalars(metrics))
-        self._thread.submit(self._for_each, lambda tracker: tracker.log(step, values))
+        self._for_each(lambda tracker: tracker.log(step, values))
 
     def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table of responses to the trackers that accept tables."""
@@ -188,21 +199,36 @@ class Trackers:
                 tracker.log_table(step, rows)
 
         if rows:
-            self._thread.submit(self._for_each, log)
+            self._for_each(log)
 
     def close(self) -> None:
-        """Close the trackers after they have logged everything."""
-        self._thread.submit(self._for_each, lambda tracker: tracker.close())
-        self._thread.shutdown()
+        """Close the trackers after they have logged everything. Give up if a call takes more than 60 s."""
+        atexit.unregister(self.close)
+        self._for_each(lambda tracker: tracker.close())
+        self._calls.put(None)
+        left = -1
+        while self._thread.is_alive() and left != (left := self._calls.qsize()):
+            self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            _log.warning("a tracker did not answer within %g s: it lacks the last metrics", _PATIENCE)
+
+    def _make_calls(self) -> None:
+        for call in iter(self._calls.get, None):
+            call()
 
     def _for_each(self, act: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, lambda tracker=tracker: act(tracker))
+        """Let the thread call `act` with each tracker."""
+
+        def call() -> None:
+            for name, tracker in list(self._open.items()):
+                self._guarded(name, lambda tracker=tracker: act(tracker))
+
+        self._calls.put(call)
 
     def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except Exception as error:  # such as a network, service or disk error
+        except BaseException as error:  # such as a network, service or disk error; some services call sys.exit
             reason = " ".join(str(error).split())[:300]
             _log.warning(
                 "the tracker %s failed (%s: %s) and gets no further metrics; the run continues",

@@ -273,7 +273,7 @@ def _explained(name: _Name, revision: str | None) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{what} has no revision {revision}: give a branch, a tag or a commit that it has") from error
     except errors.LocalEntryNotFoundError as error:
-        missing = f"there is no {repository} on this machine, and {what} is not complete in the hub's cache"
+        missing = f"there is no folder {repository}, and {what} is not complete in the hub's cache"
         if is_offline_mode():
             raise HubError(
                 f"{missing}, and HF_HUB_OFFLINE is set: unset it, or run hf download {repository}{options} on a "

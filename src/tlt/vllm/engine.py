@@ -116,7 +116,9 @@ class VllmEngine(Generates):
 
     def keep_ahead(self) -> None:
         """Save the tokens of look-ahead rows in the store."""
-        self.store.put(Ahead.of(row, self.version) for row in self.rows if row.ahead)
+        for row in self.rows:
+            if row.ahead and row.tokens:
+                self.store.keep(row, self.version)
 
     def _preempt_ahead(self) -> None:
         self.keep_ahead()
