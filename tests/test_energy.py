@@ -153,3 +153,25 @@ def test_totals_by_hand() -> None:
     assert found["compared"] == {"steps": 2, "plain": {"gpu_joules": 6}, "ours": {"gpu_joules": 4}}
     assert total_energy(lines(0.3, 0.1))["per_reward_point"] == {}  # nothing was gained
     assert total_energy([{"step": 0, "energy": {}}]) == {}
+
+
+def test_processes_that_start_in_a_step_count_from_its_end_on(tmp_path: Path) -> None:
+    """Such as a replacement of a lost worker."""
+
+    def process(pid: int | str, parent: int, ticks: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        fields = ["S", parent, *[0] * 9, ticks, 0, 0, 0]
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) {' '.join(map(str, fields))}", encoding="utf-8")
+
+    me, second = os.getpid(), os.sysconf("SC_CLK_TCK")
+    process("self", 0, 0)
+    process(me, 1, 0)
+    tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path))
+    process(me + 1, me, second)
+    assert tracer.step_energy(RunConfig())["cpu_seconds"] == pytest.approx(1.0)
+    process(me + 1, me, 3 * second)
+    with tracer.span("update"):
+        process(me + 1, me, 5 * second)
+    step = tracer.step_energy(RunConfig())
+    assert step["cpu_seconds"] == pytest.approx(4.0)
+    assert step["phases"]["update"]["cpu_seconds"] == pytest.approx(2.0)

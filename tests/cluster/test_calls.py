@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pools import StandIn
 
-from tlt.cluster.calls import Deadlines
+from tlt.cluster.calls import BREAKABLE, Deadlines
 from tlt.cluster.crew import Crew, Done
 
 PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
@@ -88,3 +88,25 @@ def test_the_time_of_a_new_worker_begins_when_its_process_has_started(monkeypatc
     assert crew.call_all("sync") == {0: "done", 1: "done"}
     assert pool.replaced == [1]
     assert 600 < pool.now - 1000 < 620
+
+
+def test_a_new_call_does_not_postpone_the_timeout_of_a_running_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as `take_drafter`, which is sent to workers that decode."""
+    pool = Clocked(monkeypatch, decode=3600.0)
+    crew, began = Crew(pool, patience=PATIENCE), pool.now
+    crew.call(1, "decode")
+    while not pool.replaced and pool.now < began + 60.0:
+        crew.call(1, "take_drafter")
+        crew.done(0.0)
+    assert pool.replaced == [1]
+    assert pool.now < began + 2 * PATIENCE
+
+
+def test_idle_calls_of_a_slice_have_the_short_timeout() -> None:
+    deadlines = Deadlines(patience=5.0)
+    assert {method: deadlines.seconds(method) for method in BREAKABLE} == {
+        "train_drafter": 5.0,
+        "evaluate_drafter": 5.0,
+        "look_ahead": 5.0,
+        "early_update": 60.0,
+    }

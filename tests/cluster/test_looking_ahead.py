@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tiny import tiny_config
 
 from tlt.cluster.ahead import LookingAhead, in_order
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.crew import Crew
+from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.draft.ahead import Ahead
@@ -248,3 +249,65 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     assert methods.index("interrupt") < methods.index("look_ahead") < methods.index("update"), "it is wanted at once"
     assert [method for method, _ in pool.under_way] == ["rendezvous", "update", "update"]
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
+
+
+def test_tokens_of_a_lost_worker_are_followed_by_the_rest_of_a_longer_draft() -> None:
+    ahead, row = looking(Ahead(0, (0,), np.array([1, 2, 3, 4, 5], dtype=np.int32), 0, True)), Row(request(0), [1])
+    for lost, tokens, kept in ((row, [1, 9, 3], [1, 9, 3, 4, 5]), (Row(request(1)), [7, 8], [7, 8])):
+        ahead.keep_reported(lost, tokens, version=7)
+        found = ahead.store.get(lost.request)
+        assert found
+        assert (found.tokens.tolist(), found.version, found.ended) == (kept, 7, False)
+    assert row.tokens == [1], "the row is decoded again from where it stood"
+
+
+def test_look_ahead_requests_of_a_lost_worker_are_assigned_again(tmp_path: Path) -> None:
+    idle = crewed(tmp_path)[0].idle
+    idle.ahead.begin((), iter([requests(10, 11)]))
+    assert seeds(idle.ahead.work(0, 1, 1)) == [10, 11]
+    idle.handle(Done(0, "look_ahead", None, lost=True))
+    assert seeds(idle.ahead.work(1, 1, 1)) == [10, 11]
+
+
+def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Path) -> None:
+    """Other work would slow the workers whose time is compared."""
+    idle, asked = crewed(tmp_path)[0].idle, list[str]()
+    for part, name in ((idle.early, "next_call"), (idle.training, "next_call"), (idle.ahead, "work")):
+        setattr(part, name, lambda *arguments, part=part: asked.append(type(part).__name__))
+    idle.is_on = False
+    idle.start(0)
+    assert asked == []
+    idle.is_on = True
+    idle.start(0)
+    assert asked == ["EarlyUpdate", "DrafterTraining", "LookingAhead"]
+
+
+def test_results_of_interrupted_work_are_known_before_the_update(tmp_path: Path) -> None:
+    coordinator, _, _ = crewed(tmp_path)
+    rolled_out(coordinator, requests(0, 1), requests(20, 21))
+    assert not coordinator.idle.ahead.store.has_ended(request(21))
+    coordinator.idle.end_all()
+    assert coordinator.crew.pending(0) == coordinator.crew.pending(1) == []
+    assert all(coordinator.idle.ahead.store.has_ended(r) for r in requests(20, 21))
+
+
+def test_only_the_wait_for_an_early_update_has_no_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch may take minutes, and a replacement would lose its gradient."""
+    idle, waits = crewed(tmp_path)[0].idle, list[tuple[bool, bool]]()
+
+    def wait(methods: Sequence[str], patience: float) -> None:
+        waits.append(("early_update" in methods, math.isinf(patience)))
+
+    monkeypatch.setattr(idle.crew, "wait_until_ended", wait)
+    idle.end_all()
+    assert waits[0] == (True, True)
+    assert not any(endless for _, endless in waits[1:])
+
+
+def test_extra_training_takes_its_share_of_the_rollout(tmp_path: Path) -> None:
+    idle, left = crewed(tmp_path)[0].idle, list[float]()
+    idle.training.train_for = lambda remaining, *rest: left.append(remaining())
+    for extra in (0.0, 0.25):
+        idle.training.extra = extra
+        idle.train_longer(40.0)
+    assert left == [pytest.approx(10.0, abs=1.0)]

@@ -181,3 +181,11 @@ def test_rows_that_leave_are_tracked() -> None:
 def test_invalid_tokens_are_not_proposed(tokens: list[int]) -> None:
     for known in ([ahead(7, tokens)], [ahead(7, [1, 2, 3, 4, 5]), ahead(8, tokens)]):
         assert looking(*known).offers() == [0]
+
+
+def test_a_draft_of_a_newer_target_replaces_a_longer_one() -> None:
+    store = AheadStore(100)
+    store.put([ahead(7, [1, 2, 3]), ahead(7, [1, 4])._replace(version=1, ended=False)])
+    kept = store.get(request(7))
+    assert kept
+    assert kept.tokens.tolist() == [1, 4]

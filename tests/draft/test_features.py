@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -239,3 +240,18 @@ def test_training_data_that_a_drafter_overwrote_is_dropped(wrote: str, given: in
     found: list[Harvest] = []
     Harvester(window, 0, found.append).collect([row], finished=[0])
     assert len(found) == given
+
+
+def test_windows_are_counted_by_the_row_that_grew_most(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise entries of a fast row would be overwritten before they are collected."""
+    grown, write = list[tuple[int, int]](), Harvester.write
+
+    def watched(self: Harvester, features: Any, entries: Any, most: int) -> None:
+        places = [place for place, *_ in entries]
+        grown.append((most, max(map(places.count, places))))
+        write(self, features, entries, most)
+
+    monkeypatch.setattr(Harvester, "write", watched)
+    run(model, requests(), 8, RandomDrafter(11))
+    assert all(most == largest for most, largest in grown)
+    assert {most for most, _ in grown} > {1}

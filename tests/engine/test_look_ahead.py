@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.eagle import eagle_options
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
-from tlt.engine import noise
+from tlt.engine import drafting, noise
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.spot.buffer import Harvest
@@ -369,3 +370,46 @@ def test_look_ahead_tokens_become_training_data_when_their_step_comes() -> None:
     engine.start(coming)
     finish(engine)
     assert {item.prompt_id for item in found} == set(range(6))
+
+
+def test_rows_of_this_step_are_no_drafts() -> None:
+    """They would push out drafts of coming steps."""
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN)
+    looking.start(requests()[:3])
+    looking.look_ahead(requests()[3:])
+    looking.round()
+    looking.keep_ahead()
+    assert [store.get(request) for request in requests()[:3]] == [None] * 3
+
+
+def test_tokens_of_the_last_target_are_kept_as_its_own() -> None:
+    model = small.Target(seed=3)
+    store = AheadStore(10**6)
+    looking = Engine(model.decoder, EngineConfig(), store=store)
+    looking.look_ahead(requests()[8:9])
+    looking.round()
+    model.decoder.load(model.model.state_dict(), version=5)
+    looking.start(())
+    known = store.get(requests()[8])
+    assert known
+    assert known.version == 0
+
+
+def test_the_drafter_computes_only_rows_without_look_ahead_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms, grow = list[list[int]](), drafting.grow
+
+    def watched(drafter: Any, roots: Any, *rest: Any) -> list[DraftTree]:
+        rooms.append(roots.room.tolist())
+        return grow(drafter, roots, *rest)
+
+    monkeypatch.setattr(drafting, "grow", watched)
+    store = filled()
+    looking = engine(store, CHAIN)
+    looking.start(requests()[6:9])
+    looking.round()
+    assert rooms == [], "all rows have look-ahead drafts"
+    store.forget([requests()[7].seed])
+    looking.start(requests()[6:9])
+    looking.round()
+    assert rooms == [[0, 40, 0]]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import tlt.engine.committing
 from tlt.config import EngineConfig
+from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.features import FeatureLayout
-from tlt.draft.strategy import Strategy
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.placing import place_new_rows
@@ -227,3 +228,22 @@ def test_a_draft_with_values_that_are_not_finite_changes_no_token(strategy: Stra
     for one, want in zip(good, reference(TARGET, good), strict=True):
         assert found[one.seed].token_ids == want.token_ids
         assert found[one.seed].logprobs == pytest.approx(want.logprobs, abs=1e-9)
+
+
+def test_a_row_that_is_not_finite_costs_the_others_no_draft() -> None:
+    bad, good = request((1, 4, 3), 9000, 30), some((1, 2, 3), 0, 30)
+    drafter = small.ContextDrafter(TARGET, 1.0, 0.0)
+    engine = Engine(poisoned(4), EngineConfig(max_rows=2), [drafter], Fixed(Strategy("context", 3, 1, 4)))
+    found = by_seed(engine.generate([bad, good]))
+    assert found[good.seed] == right(good)
+    assert engine.stats.accepted > 15
+
+
+def test_a_row_that_is_not_finite_gets_no_look_ahead_draft() -> None:
+    bad, store = request((1, 4, 3), 9000, 30), AheadStore(100)
+    (known,) = Engine(poisoned(4), EngineConfig()).generate([bad])
+    store.put([Ahead.of(known, -1, ended=True)])
+    engine = Engine(poisoned(4), EngineConfig(), (), Fixed(PLAIN._replace(ahead=16)), store=store)
+    (found,) = engine.generate([bad])
+    assert found.token_ids == known.token_ids
+    assert engine.stats.drafted == 0

@@ -170,3 +170,25 @@ def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> 
     assert sorted(row.request.seed for row in left) == [2, 4]
     assert [(row.request.seed, row.ahead) for row in scheduler.rows] == [(1, True), (3, False)]
     assert not scheduler.waiting
+
+
+def test_rows_of_the_rollout_leave_less_room_for_look_ahead_rows() -> None:
+    scheduler = scheduler_of(4096, max_rows=8, verify_tokens=1)
+    ahead = {number: Row(request(number, 2, 8), ahead=True) for number in range(3)}
+    scheduler.look_ahead(ahead, most=4)
+    admit(scheduler, 4)
+    scheduler.submit([request(9, 2, 8)])
+    admit(scheduler)
+    assert len(scheduler.rows) == 4
+    scheduler.look_ahead(ahead, most=3)
+    assert sorted(row.request.seed for row in scheduler.rows) == [0, 1, 9]
+    assert [row.request.seed for row in scheduler.ahead] == [2]
+
+
+def test_a_look_ahead_request_that_can_never_run_is_refused_before_any_row_leaves() -> None:
+    scheduler = scheduler_of(100, max_rows=2, verify_tokens=1)
+    scheduler.look_ahead({1: Row(request(1, 3, 3), ahead=True)}, most=2)
+    admit(scheduler, 2)
+    with pytest.raises(ValueError, match=r"engine\.kv_memory_mb"):
+        scheduler.look_ahead({2: Row(request(2, 20, 50), ahead=True)}, most=2)
+    assert [row.request.seed for row in scheduler.rows] == [1]

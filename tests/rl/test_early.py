@@ -182,3 +182,9 @@ def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
     assert found(advantage="reinforce_pp") == [0, 1, 4], "their advantages depend on other groups"
     assert found(kl_weight=0.1) == [0, 1, 2, 3, 4]
     assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_work_of_a_shard_is_its_number_of_tokens() -> None:
+    batch = make_batch([group_of(0, (1, 1), (0, 1)), group_of(1, (9, 8), (0, 1))], config_of(2, 2))
+    packer = Packer(99, 8, torch.device("cpu"), shares=True)
+    assert packer.work(batch, of(1)) - packer.work(batch, of(0)) == 15

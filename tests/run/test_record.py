@@ -452,3 +452,41 @@ def test_a_run_does_not_need_tensorboard(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names_of(None) == ["tensorboard"]
     monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
     assert names_of(None) == []
+
+
+def test_a_failing_tracker_costs_the_others_no_step(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.fails, told = True, list[int]()
+    monkeypatch.setattr(trackers_module.TensorBoard, "log", lambda self, step, values: told.append(step))
+    trackers = Trackers([service.__name__, "tensorboard"], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+    for step in range(3):
+        trackers.log(step, {"reward": 1.0})
+    trackers.close()
+    assert told == [0, 1, 2]
+
+
+def test_a_step_without_a_table_turns_no_tracker_off(tmp_path: Path, service: Service) -> None:
+    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+    trackers.log_table(0, [])
+    trackers.log(1, {"reward": 1.0})
+    trackers.close()
+    assert service.tables == []
+    assert [step for step, _ in service.told] == [1]
+
+
+def test_a_tracker_starts_in_the_thread_in_which_it_logs(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The active run of MLflow is per thread: elsewhere, `log_metrics` would begin another run."""
+    threads = list[int]()
+    for name in ("init", "start_run", "log"):
+        real = getattr(service, name)
+        monkeypatch.setattr(
+            service, name, lambda *a, real=real, **k: threads.append(threading.get_ident()) or real(*a, **k)
+        )
+    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+    trackers.log(0, {"reward": 1.0})
+    trackers.close()
+    assert len(threads) == 2
+    assert len(set(threads)) == 1

@@ -117,3 +117,36 @@ def ahead_of(home: Path) -> tuple[VllmEngine, list[Request]]:
     engine.start(())
     engine.look_ahead(asked)
     return engine, asked
+
+
+def test_preempted_look_ahead_rows_keep_their_tokens_and_continue(tmp_path: Path) -> None:
+    engine, _, asked = engines(tmp_path, 6, "adaptive")
+    engine.start(())
+    engine.look_ahead(asked[:3])
+    for _ in range(2):
+        engine.round()
+    had = {row.request.seed: list(row.tokens) for row in engine.rows}
+    assert had.keys() == {request.seed for request in asked[:3]}
+    engine.submit(asked[3:])
+    engine.round()
+    assert {request.seed: stored(engine, request) for request in asked[:3]} == had
+    while engine.busy:
+        engine.round()
+    engine.round()
+    assert {row.request.seed: row.tokens[:2] for row in engine.rows} == had
+    assert engine.stats.ahead_tokens == sum(len(row.tokens) for row in engine.rows), "nothing is decoded again"
+
+
+def stored(engine: VllmEngine, request: Request) -> list[int]:
+    known = engine.store.get(request)
+    return known.tokens.tolist() if known else []
+
+
+def test_repeated_look_ahead_requests_continue_and_others_leave_with_their_tokens(tmp_path: Path) -> None:
+    engine, asked = ahead_of(tmp_path)
+    engine.round()
+    engine.look_ahead(asked[1:])
+    assert [row.request for row in engine.rows] == asked[1:]
+    assert len(stored(engine, asked[0])) == 1
+    engine.round()
+    assert [row.request for row in engine.rows] == asked[1:], "each is decoded once"
