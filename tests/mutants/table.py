@@ -96,7 +96,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.engine", "engine/test_look_ahead.py"): [
         ("Engine._admit", "drop", 0, "A request of this step takes precedence over look-ahead."),
         ("Engine._commit", "always", 1, "A look-ahead row is no response of this step."),
-        ("Engine.keep_ahead", "argument", 4, "An old draft is kept until new tokens replace it."),
     ],
     ("engine.committing", "engine/test_look_ahead.py"): [
         ("commit_tokens", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
@@ -316,6 +315,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("AheadStore.group", "unwrap", 2, "A row's own entry comes first in its group."),
         ("LookAhead.remove", "drop", 0, "A row that moves keeps its place in its old response."),
         ("Ahead.is_valid", "compare", 1, "Drafts hold tokens of the vocabulary only."),
+        ("AheadStore.keep", "argument", 0, "An old draft is kept until new tokens replace it."),
+        ("AheadStore.row", "compare", 0, "Only drafts that are short to prefill are continued."),
         ("Pointer.advance", "drop", 8, "A draft ends at the first token that differs."),
     ],
     ("draft.features", "draft/test_features.py"): [
