@@ -127,17 +127,17 @@ def test_a_look_ahead_row_continues_an_unfinished_draft(
 ) -> None:
     store = AheadStore(10**6)
     store.put([ahead(seed, tokens)._replace(ended=ended)])
-    row = store.row(request(7), vocab_size=1000)
+    row = store.row(request(7), vocab_size=1000, most=512)
     assert (row.request, row.tokens, row.ahead) == (request(7), continued, True)
     row.tokens.append(9)
-    assert store.row(request(7), vocab_size=1000).tokens == continued, "a copy"
+    assert store.row(request(7), vocab_size=1000, most=512).tokens == continued, "a copy"
 
 
 def test_a_row_that_could_not_go_on_does_not_continue_a_draft() -> None:
     store, short = AheadStore(100), replace(request(7), sampling=SamplingParams(max_new_tokens=3))
     for length, continued in ((2, 2), (3, 0)):
         store.put([ahead(7, [1] * length)._replace(ended=False)])
-        assert len(store.row(short, vocab_size=1000).tokens) == continued
+        assert len(store.row(short, vocab_size=1000, most=512).tokens) == continued
 
 
 @pytest.mark.parametrize(

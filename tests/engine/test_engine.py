@@ -231,13 +231,3 @@ def test_invalid_output_of_a_batched_drafter_changes_no_token(result: Candidates
     broken = engine(Failing("predict", 2, result), TREE)
     assert tokens(decode(broken, requests)) == want
     assert broken.stats.drafter_failures == 1
-
-
-def test_no_token_after_a_stop_counts_as_accepted() -> None:
-    (whole,) = decode(engine(), [request(max_new_tokens=20)])
-    stop = whole.token_ids[2]
-    assert stop not in whole.token_ids[:2]
-    one = engine(Replay([whole]), CHAIN)
-    (ended,) = decode(one, [request(max_new_tokens=20, stop_token_ids=(VOCAB - 1, stop))])
-    assert len(ended.token_ids) == 3
-    assert one.stats.accepted == ended.decoded.accepted == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -413,3 +414,17 @@ def test_the_drafter_computes_only_rows_without_look_ahead_drafts(monkeypatch: p
     looking.start(requests()[6:9])
     looking.round()
     assert rooms == [[0, 40, 0]]
+
+
+def test_no_token_after_a_stop_counts_as_accepted() -> None:
+    """The old response goes on beyond the stop, and the target agrees with it."""
+    place = max(range(12), key=lambda i: len(expected()[i].token_ids))
+    tokens = list(expected()[place].token_ids)
+    stop = max(set(tokens), key=tokens.index)
+    asked = replace(requests()[place], sampling=replace(requests()[place].sampling, stop_token_ids=(stop,)))
+    store = AheadStore(10**6)
+    store.put([ahead(asked, tokens)])
+    looking = engine(store, AHEAD)
+    (found,) = decode(looking, [asked])
+    assert len(found.token_ids) == tokens.index(stop) + 1
+    assert looking.stats.accepted == looking.stats.tokens - looking.stats.row_passes + 1, "the stop was drafted"

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tlt.attention.backend import HeadShape
 from tlt.attention.slots import SlotAttention
+from tlt.config import EngineConfig
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.rows import RowTable
 from tlt.engine.scheduler import Scheduler
@@ -20,7 +21,8 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 def scheduler_of(bound_tokens: int, max_rows: int, verify_tokens: int, max_positions: int = 4096) -> Scheduler:
     store = SlotAttention(HeadShape(1, 1, 1, 2, torch.float64, torch.device("cpu")))
     cache = KVCache(store, bound_tokens)
-    return Scheduler(RowTable([cache]), cache, max_rows, verify_tokens, max_positions)
+    config = EngineConfig(max_rows=max_rows, prefill_tokens=512)
+    return Scheduler(RowTable([cache]), cache, config, verify_tokens, max_positions)
 
 
 def admit(scheduler: Scheduler, most_ahead: int = 0) -> list[Row]:

@@ -193,8 +193,7 @@ def _gpus_of_worker(config: Config, resources: Mapping[str, float]) -> int:
     cluster = config.cluster
     gpus = resources.get("GPU", 0) if config.model.device != "cpu" else 0
     needed = {"CPUs in the Ray cluster": resources.get("CPU", 0)} | ({"CUDA devices": gpus} if gpus else {})
-    all_needed = cluster.address is None or config.train.shard or not cluster.min_workers
-    key = "workers" if all_needed else "min_workers"
+    key = "min_workers" if cluster.address and cluster.min_workers else "workers"
     for what, count in needed.items():
         if count < getattr(cluster, key):
             least = f"cluster.{key} = {getattr(cluster, key)}"

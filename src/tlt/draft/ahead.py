@@ -16,7 +16,6 @@ import numpy as np
 
 from tlt.types import MAX_DRAFT_TOKENS, Request, Response, Row
 
-MOST_CONTINUED = 512  # tokens of look-ahead rows that are prefilled in a round, because prefill cannot be interrupted
 _LEAST = 4  # smallest limit of a chain's length in tokens; also the first limit after a divergence
 _CONTEXT = 4  # number of a row's last tokens that are searched for in old responses after a divergence
 
@@ -88,12 +87,12 @@ class AheadStore:
     def get(self, request: Request) -> Ahead | None:
         return self._kept.get(request.seed)
 
-    def row(self, request: Request, vocab_size: int) -> Row:
-        """Return a look-ahead row for this request. If the request has a draft of at most 512 tokens that has not
+    def row(self, request: Request, vocab_size: int, most: int) -> Row:
+        """Return a look-ahead row for this request. If the request has a draft of at most `most` tokens that has not
         ended, the row continues the draft. This holds for a draft of an older target version too, because decoding its
         tokens again would take more time than their later rejections cost."""
         known = self.get(request)
-        most = min(MOST_CONTINUED, request.sampling.max_new_tokens - 1)
+        most = min(most, request.sampling.max_new_tokens - 1)
         continues = known and not known.ended and len(known.tokens) <= most and known.is_valid(vocab_size)
         return Row(request, known.tokens.tolist() if known and continues else [], ahead=True)
 

@@ -97,7 +97,7 @@ class Engine(Generates):
         self.drafters.begin(view)
         return RolloutState(
             rows=rows,
-            scheduler=Scheduler(rows, self.cache, config.max_rows, widest, target.options.max_positions),
+            scheduler=Scheduler(rows, self.cache, config, widest, target.options.max_positions),
             sampling=sampling,
             noise=noise,
             window=window,
@@ -136,7 +136,8 @@ class Engine(Generates):
         """Replace the look-ahead requests. They are decoded in free slots while no other request waits, in the given
         order. Their tokens are saved in `store`. Raises ValueError for a request that cannot be decoded."""
         self.keep_ahead()
-        rows = {request.seed: self.store.row(request, self.target.options.vocab_size) for request in requests}
+        vocab_size, most = self.target.options.vocab_size, self.config.prefill_tokens
+        rows = {request.seed: self.store.row(request, vocab_size, most) for request in requests}
         self.rollout.scheduler.look_ahead(rows, self._most_with_ahead())
 
     def keep_ahead(self) -> None:

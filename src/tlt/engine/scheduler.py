@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
-from tlt.draft.ahead import MOST_CONTINUED
+from tlt.config import EngineConfig
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
@@ -25,12 +25,12 @@ class Scheduler:
         self,
         rows: RowTable,
         cache: KVCache,
-        max_rows: int,
+        config: EngineConfig,
         verify_tokens: int,
         max_positions: int,
     ) -> None:
         self.rows, self.cache = rows, cache
-        self.max_rows, self.max_positions = max_rows, max_positions
+        self.max_rows, self.prefill_tokens, self.max_positions = config.max_rows, config.prefill_tokens, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
         self.ahead: deque[Row] = deque()  # look-ahead rows, admitted if no row waits
@@ -80,9 +80,9 @@ class Scheduler:
         rows, with room for `headroom` more tokens of each.
 
         An admission costs one prefill and one call for noise, for any number of rows. So a full batch waits until an
-        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 of them, with at
-        most 512 tokens if they are several, are admitted per round, and only up to `most_ahead` active rows in total,
-        because the worker may soon be needed for other work.
+        eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 of them are
+        admitted per round (several only if one prefill pass computes them), and only up to `most_ahead` active rows in
+        total, because the worker may soon be needed for other work, and a prefill cannot be interrupted.
         """
         live = len(self.rows)
         admitted: list[Row] = []
@@ -94,7 +94,7 @@ class Scheduler:
                 return admitted
         elif (slots := self.max_rows) - live < min(len(line), slots // 8):
             return admitted
-        longest, room = self._longest(), MOST_CONTINUED if line is self.ahead else math.inf
+        longest, room = self._longest(), self.prefill_tokens if line is self.ahead else math.inf
         while line and live + len(admitted) < slots and (room >= line[0].kv_length or not admitted):
             room -= line[0].kv_length
             with_next = max(longest, line[0].kv_length)

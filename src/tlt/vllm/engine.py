@@ -111,8 +111,8 @@ class VllmEngine(Generates):
         self.keep_ahead()
         live = {row.request.seed: name for name, row in self._live.items() if row.ahead}
         self._abort([name for seed, name in live.items() if seed not in wanted])
-        vocab_size = self.target.options.vocab_size
-        self._ahead = deque(self.store.row(r, vocab_size) for seed, r in wanted.items() if seed not in live)
+        vocab_size, most = self.target.options.vocab_size, self.config.prefill_tokens
+        self._ahead = deque(self.store.row(r, vocab_size, most) for seed, r in wanted.items() if seed not in live)
 
     def keep_ahead(self) -> None:
         """Save the tokens of look-ahead rows in the store."""
@@ -122,7 +122,7 @@ class VllmEngine(Generates):
 
     def _preempt_ahead(self) -> None:
         self.keep_ahead()
-        self._ahead.extendleft(self._abort([name for name, row in self._live.items() if row.ahead]))
+        self._ahead.extendleft(reversed(self._abort([name for name, row in self._live.items() if row.ahead])))
 
     def draft_with(self, layer: EagleLayer) -> None:
         """Load the weights of `layer` into the learned drafter."""
