@@ -206,11 +206,12 @@ class Trackers:
         atexit.unregister(self.close)
         self._for_each(lambda tracker: tracker.close())
         self._calls.put(None)
-        left = -1
-        while self._thread.is_alive() and left != (left := self._calls.qsize()):
+        while self._thread.is_alive():
+            left = self._calls.qsize()
             self._thread.join(_PATIENCE)
-        if self._thread.is_alive():
-            _log.warning("a tracker did not answer within %g s: it lacks the last metrics", _PATIENCE)
+            if self._thread.is_alive() and self._calls.qsize() == left:
+                _log.warning("a tracker did not answer within %g s: it lacks the last metrics", _PATIENCE)
+                return
 
     def _make_calls(self) -> None:
         for call in iter(self._calls.get, None):
