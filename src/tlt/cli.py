@@ -24,7 +24,7 @@ from tlt.config import (
     load_config,
     parse_section,
 )
-from tlt.config.registry import DRAFTERS
+from tlt.config.registry import DRAFTERS, learned
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.progress import loading, shown
 from tlt.report import add_report
@@ -242,8 +242,8 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     fields = ("max_new_tokens", "temperature", "top_k", "top_p")
     rollout = {name: getattr(arguments, name) for name in fields}
     speculation = {"drafter": arguments.drafter, "path": arguments.drafter_path}
-    if arguments.drafter == "eagle" and not arguments.drafter_path:
-        raise ConfigError("--drafter eagle needs --drafter-path, the folder of a learned drafter")
+    if learned(arguments.drafter) and not arguments.drafter_path:
+        raise ConfigError(f"--drafter {arguments.drafter} needs --drafter-path, the folder of a learned drafter")
     sections = (
         parse_section(ModelConfig, model, "tlt generate"),
         parse_section(RolloutConfig, rollout, "tlt generate"),
