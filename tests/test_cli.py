@@ -259,6 +259,16 @@ def test_the_exit_code_of_verify_is_its_verdict(
     assert exit_code("verify", recipe) == code
 
 
+def test_a_learned_drafter_needs_its_folder(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "2 + 2", "--drafter", "eagle")
+    assert "--drafter eagle needs --drafter-path" in said
+
+
+def test_bench_refuses_a_prefix_of_no_strategy(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    options = ["--batches", "1", "--repeats", "1", "--look-ahead", "0", "--peers", "none", "--only", "sufix"]
+    assert "--only sufix: no strategy begins with this" in refusal(capsys, "bench", "rollout", recipe, *options)
+
+
 def test_bench_rollout_writes_its_file(recipe: str, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "bench.json"
     options = ["--batches", "1,2", "--repeats", "1", "--look-ahead", "0", "--peers", "none", "--only", "suffix,ahead"]
