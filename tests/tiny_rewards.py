@@ -62,6 +62,19 @@ async def asks_a_server(prompt: Any, answer: str, length: int) -> float:
     return float(length)
 
 
+one_at_a_time = asyncio.Semaphore(1)
+
+
+async def waits_in_line(prompt: Any, answer: str) -> float:
+    async with one_at_a_time:
+        await asyncio.sleep(0)
+    return 1.0
+
+
+async def wait_in_line(prompts: list[Any], answers: list[str]) -> list[float]:
+    return await asyncio.gather(*map(waits_in_line, prompts, answers))
+
+
 def of_lists(prompts: list[Any], answers: list[str], task: list[str]) -> list[float | None]:
     """Return the number of responses in the call, and None for an empty answer."""
     match answers:

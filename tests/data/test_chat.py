@@ -17,9 +17,11 @@ from tiny import save_tokenizer, save_weights, tiny_config, tiny_model, train
 
 from tlt.build import load_tokenizer
 from tlt.commands.generate import Asked, _data_of_the_run, _prompts
-from tlt.config import Config, ConfigError, DataConfig
+from tlt.config import Config, ConfigError, DataConfig, parse_config
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
+from tlt.rewards import make_turns
+from tlt.rewards.turns import SingleTurn
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
@@ -352,8 +354,17 @@ def test_a_reply_is_a_tools_message_if_prompts_show_tools(tokenizer: Any) -> Non
     assert tokenizer.decode(encode("5", tokenizer.eos_token_id)) == "<tool>5<eos><bot>"
 
 
+NO_REPLY = "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END
+
+
 def test_a_template_that_shows_no_tools_or_writes_no_reply_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="does not show tools to the model"):
         replies(tokenizer, END, chat_arguments={"tools": [{"name": "add"}]})
     with pytest.raises(DataError, match="writes no user message after a response"):
-        replies(tokenizer, "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END)
+        replies(tokenizer, NO_REPLY)
+
+
+def test_a_run_without_an_environment_needs_no_replies(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = NO_REPLY
+    config = parse_config({"model": {"path": "-"}, "data": {"path": "-", "chat": True}, "reward": {"name": "exact"}})
+    assert isinstance(make_turns(config, tokenizer, tmp_path / "reward.log"), SingleTurn)

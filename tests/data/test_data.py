@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.config import DataConfig, EvalConfig
+from tlt.data import verifiers
 from tlt.data.prompts import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
 from tlt.types import Prompt
 
@@ -137,13 +139,23 @@ def test_stages_share_the_prompts_by_weight_and_keep_their_own_parameters() -> N
 
 def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> None:
     config = tasks(*HARDER, size=40)
-    cursor = make_cursor(config, 40, seed=1)
+    cursor = make_cursor(config, load_prompts(config, encode), seed=1)
     rows = [row for row, _ in cursor.take(40)]
     assert sorted(rows) == list(range(40)) != rows
     assert [set(rows[:10]), set(rows[10:30])] == [set(range(10)), set(range(10, 30))]
     later = [row for row, _ in cursor.take(40)]
     assert sorted(later) == list(range(40))
     assert set(later[:10]) != set(range(10))
+
+
+def test_dropped_prompts_do_not_mix_the_stages_of_the_first_epoch() -> None:
+    hard, easy = HARDER[1] | {"stage": 0}, HARDER[0] | {"stage": 1}
+    sizes = sorted(len(prompt.token_ids) for prompt in load_prompts(tasks(hard, easy), encode))
+    config = tasks(hard, easy, max_prompt_tokens=sizes[20], long_prompts="drop")
+    prompts = load_prompts(config, encode)
+    stages = [prompts[row].data["stage"] for row, _ in make_cursor(config, prompts, seed=1).take(len(prompts))]
+    assert stages == sorted(stages)
+    assert (0 < stages.count(0) < 15, stages.count(1)) == (True, 15)
 
 
 def test_held_out_prompts_of_tasks_are_not_training_prompts() -> None:
@@ -168,6 +180,19 @@ def test_held_out_prompts_are_evenly_spaced_in_a_file(tmp_path: Path, caplog: py
     assert f"1 of 7 prompts of {held_out.path} are left out of evaluations" in caplog.text
     with pytest.raises(DataError, match="there are no held-out prompts"):
         load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
+
+
+def test_an_error_in_held_out_prompts_names_them(tmp_path: Path) -> None:
+    held_out = EvalConfig(every=1, path=write(tmp_path, '{"question": "too long"}'))
+    with pytest.raises(DataError, match=r"^held-out prompts: prompt 0 has 8 tokens"):
+        load_held_out(DataConfig(path="-", max_prompt_tokens=4), held_out, encode, [])
+
+
+def test_a_task_of_verifiers_has_its_position_whatever_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(data=SimpleNamespace(idx=7), key=key) for key in "ab"]
+    monkeypatch.setattr(verifiers, "loaded", lambda config: SimpleNamespace(tasks=lambda count: found[:count]))
+    monkeypatch.setattr(verifiers, "opening", lambda task: [])
+    assert [data["index"] for _, data in verifiers.rows(DataConfig(environment="own"))] == [0, 1]
 
 
 def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -404,10 +429,11 @@ def test_a_second_bos_token_is_dropped_with_a_warning(caplog: pytest.LogCaptureF
 
 
 STAGED = tasks(*HARDER, size=40)
+STAGES = make_cursor(STAGED, load_prompts(STAGED, encode), seed=1)
 CURSORS = st.builds(Cursor, st.integers(1, 20), st.integers(0, 3), st.booleans())
 
 
-@given(CURSORS | st.just(make_cursor(STAGED, 40, seed=1)), st.lists(st.integers(1, 30), min_size=1, max_size=8))
+@given(CURSORS | st.just(STAGES), st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_rows_come_once_per_epoch_with_any_batches_and_after_any_restore(begun: Cursor, batches: list[int]) -> None:
     taken, cursor = list[tuple[int, int]](), begun
     for count in batches:

@@ -181,7 +181,7 @@ def test_generations_of_a_step_differ_and_evaluations_are_equal_whenever_they_co
     seeds = []
     for texts in (["a"], ["b"]):
         mine._process.counter.evaluated()
-        seeds += [request.seed for request in mine._process._requests(texts, trainer)]
+        seeds += [request.seed for request in mine._process._requests(texts)]
     assert len(set(seeds)) == 2, "the same place in another data set"
 
 

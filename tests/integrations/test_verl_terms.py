@@ -29,12 +29,13 @@ def rollout(**changes: Any) -> SimpleNamespace:
         *[("ignore_eos", True), ("repetition_penalty", 1.1), ("quantization", "fp8"), ("dtype", "float16")],
         *[("enable_rollout_routing_replay", True), ("mtp", SimpleNamespace(enable_rollout=True))],
         *[("disaggregation", SimpleNamespace(enabled=True)), ("custom", {"specualtion": {}})],
+        ("custom", {"engine": {"backend": "vllm"}}),
     ],
 )
 def test_unsupported_options_are_refused_by_name(name: str, value: Any) -> None:
     refuse(rollout())
     refuse(rollout(custom={"speculation": {}, "engine": {}, "folder": "x"}))
-    with pytest.raises(UnsupportedError, match="specualtion" if name == "custom" else name):
+    with pytest.raises(UnsupportedError, match=r"specualtion|custom\.engine\.backend" if name == "custom" else name):
         refuse(rollout(**{name: value}))
 
 

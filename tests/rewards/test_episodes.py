@@ -331,12 +331,13 @@ def test_a_failed_environment_leaves_no_reward_and_is_logged_once(caplog: pytest
     assert "KeyError: 'bonus'" in caplog.text
 
 
-def test_an_environment_that_failed_to_begin_is_not_called_again() -> None:
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_environment_that_failed_to_begin_is_not_called_again(reason: str) -> None:
     """It might succeed then, and the episode would continue without its first text."""
     pool = saying(Verdict(None, "timeout", "slow"), Verdict(1.0))
     found = episodes(pool)
     (row,) = found.begin(REQUESTS[:1])
-    ((response,), _) = found.take([said(row, 1)])
+    ((response,), _) = found.take([replace(said(row, 1), finish_reason=reason)])
     assert (response.outcome, response.reward, pool.asked) == ("timeout", None, 1)
 
 

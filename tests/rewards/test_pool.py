@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tlt.config import Config, parse_config
-from tlt.rewards import RewardError, Scored, make_reward
+from tlt.rewards import Reward, RewardError, Scored, make_reward
 from tlt.rewards.answers import Answer
 from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
 from tlt.rewards.pool import ScorePool
@@ -55,9 +56,13 @@ def judges(given: Config, log: Path | None = None) -> Iterator[Scored]:
 
 def outcome_of(name: str, *texts: str, **reward: Any) -> list[tuple[float | None, str]]:
     with judges(config(name, **reward)) as made:
-        given = responses(*texts)
-        made(given)
-        return [(response.reward, response.outcome) for response in given]
+        return scored(made, *texts)
+
+
+def scored(made: Reward, *texts: str) -> list[tuple[float | None, str]]:
+    given = responses(*texts)
+    made(given)
+    return [(response.reward, response.outcome) for response in given]
 
 
 def test_submitted_responses_are_scored_in_the_background() -> None:
@@ -250,9 +255,22 @@ def test_calls_lost_together_are_repeated_one_by_one() -> None:
 
 
 def test_async_functions_are_awaited_together() -> None:
-    began = time.monotonic()
-    assert outcome_of("asks_a_server", *["0.5"] * 16) == [(3.0, "")] * 16
-    assert time.monotonic() - began < 6  # 8 s one after the other
+    with judges(config("asks_a_server")) as made:
+        assert scored(made, "0") == [(1.0, "")]
+        began = time.monotonic()
+        assert scored(made, *["0.5"] * 16) == [(3.0, "")] * 16
+        assert time.monotonic() - began < 6  # 8 s one after the other
+
+
+@pytest.mark.parametrize(("name", "batched"), [("waits_in_line", False), ("wait_in_line", True)])
+def test_all_calls_of_an_async_function_share_an_event_loop(
+    name: str, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A semaphore of the user's module belongs to the loop of the first call that waited for it."""
+    monkeypatch.setattr("tiny_rewards.one_at_a_time", asyncio.Semaphore(1))
+    terms = make_terms(config(name, batched=batched))
+    for _ in range(2):
+        assert score_all(terms, [(PROMPT, Answer("", "", 1))] * 2) == [Verdict(1.0, scores={terms[0].name: 1.0})] * 2
 
 
 def test_one_async_call_that_hangs_is_lost_alone() -> None:

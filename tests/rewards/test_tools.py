@@ -52,6 +52,12 @@ def test_parameters_in_tags_are_texts() -> None:
     assert parsed(call) == ("add", {"first": "\n a\n\n"})
 
 
+@pytest.mark.parametrize(("table", "found"), [('{"é": "ä"}', "ä"), ("null", "e")])
+def test_a_parameter_in_tags_is_read_as_json_if_its_type_is_not_text(table: str, found: str) -> None:
+    call = f"<function=look_up><parameter=word>é</parameter><parameter=table>\n{table}\n</parameter></function>"
+    assert desk(f"<tool_call>{call}</tool_call>") == (f'{{"found": "{found}"}}', False, 0.0)
+
+
 @pytest.mark.parametrize("text", ["5", "", '{"answer": 5}', "<think><tool_call>{}</tool_call></think>5", "[5]"])
 def test_an_answer_is_not_a_call(text: str) -> None:
     assert calls_in(text) == []

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_letters
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,11 +119,21 @@ def test_verify_and_train_end_with_the_same_policy(home: Path, verdict: dict[str
 
 def test_verification_passes_for_episodes_whose_replies_differ_each_time(home: Path, tmp_path: Path) -> None:
     """The first mode calls the environment, and all others get its replies."""
-    tree = tiny_tree(home, rollout={"group_size": 2, "max_new_tokens": 40, "stop_strings": list("abcdefgh ")})
+    rows = [{"question": word, "calls": str(tmp_path / "calls")} for word in ("two and two", "a")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    rollout = {"group_size": 2, "max_new_tokens": 40, "stop_strings": list(ascii_letters)}
+    tree = tiny_tree(home, data={"path": str(tmp_path / "prompts.jsonl")}, rollout=rollout)
     reward = {"environment": "tiny_environments:Unsure", "folder": str(Path(__file__).parent.parent)}
     agree, result = check(parse_config(tree | {"reward": reward}), tmp_path)
     assert agree
+    assert len((tmp_path / "calls").read_text(encoding="utf-8").splitlines()) > 4, "episodes of several turns"
     assert len({run["policy_sha256"] for run in result["runs"]}) == 1
+
+
+def test_a_sharded_policy_is_verified_as_a_whole(home: Path) -> None:
+    config = small(home, train={"shard": True}, cluster={"workers": 2, "min_workers": 2})
+    found = runs._verify_config(config, "float64", False)
+    assert not Config.model_validate(found.model_dump()).train.shard
 
 
 @pytest.mark.slow

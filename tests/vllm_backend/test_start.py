@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 from tiny import tiny_config
+from transformers import GPT2Config
 
 from tlt.build import open_target
 from tlt.config import EngineConfig, ModelConfig
@@ -79,6 +80,18 @@ def test_a_value_that_vllm_refuses_is_an_error_with_its_name() -> None:
     with pytest.raises(ValidationError) as wrong:
         Parallel.model_validate({"tensor_parallel_size": "two"})
     assert re.match(r"tensor_parallel_size: .*valid integer", target._reason(wrong.value))
+
+
+def test_a_tied_embedding_may_have_another_name() -> None:
+    """GPT-2 calls it transformer.wte.weight."""
+    loaded: list[Any] = []
+    llm = SimpleNamespace(
+        collective_rpc=lambda name, args: loaded.append(args[0].keys()), reset_prefix_cache=lambda **_: None
+    )
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9)
+    stub: Any = SimpleNamespace(options=SimpleNamespace(tied=True), _config=config, parallel=False, llm=llm)
+    target.VllmTarget.load(stub, {"transformer.wte.weight": torch.zeros(9, 8)}, 3)
+    assert (loaded, stub.version) == ([{"transformer.wte.weight"}], 3)
 
 
 def test_numba_does_not_change_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

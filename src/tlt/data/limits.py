@@ -25,11 +25,13 @@ def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = F
     """Raise DataError if a prompt has a token outside the model's vocabulary. Raise ModelError if a prompt with the
     longest possible response exceeds the model's context length. `held_out`: whether the prompts are for
     evaluations."""
+    if not prompts:
+        return
     options = decoder_options(read_config(config.model.path))
     refuse_foreign_tokens(prompts, options.vocab_size)
     section = "eval" if held_out and config.eval.max_new_tokens else "rollout"
     new = int(getattr(config, section).max_new_tokens)
-    longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + new
+    longest = max(len(prompt.token_ids) for prompt in prompts) + new
     if longest > options.max_positions:
         whose = "a held-out prompt" if held_out else "a prompt"
         why = ", and the rollout decoder cannot exceed the window" if options.limited_by == "sliding_window" else ""

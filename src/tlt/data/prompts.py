@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -115,7 +116,10 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
     tasks = [] if held_out.path else config.tasks
     changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
     seen = {prompt.text for prompt in training}
-    found = load_prompts(config.model_copy(update=changes), encode)
+    try:
+        found = load_prompts(config.model_copy(update=changes), encode)
+    except DataError as error:
+        raise DataError(f"held-out prompts: {error}") from None
     new = [prompt for prompt in found if prompt.text not in seen]
     if held_out.path and len(new) < len(found):
         message = "%d of %d prompts of %s are left out of evaluations, because they are training prompts too"
@@ -261,7 +265,7 @@ def _stage_sizes(config: DataConfig) -> dict[int, int]:
     weights = dict.fromkeys(sorted(task.stage for task in config.tasks), 0.0)
     for task in config.tasks:
         weights[task.stage] += task.weight
-    total = sum(weights.values()) or 1.0  # prompts from a file have no stages
+    total = sum(weights.values())
     borders = [round(config.size * weight / total) for weight in accumulate(weights.values(), initial=0.0)]
     return {stage: end - start for stage, (start, end) in zip(weights, pairwise(borders), strict=True)}
 
@@ -300,10 +304,10 @@ def _file_rows(config: DataConfig) -> list[Row]:
 # -- the cursor --------------------------------------------------------------------------------------------------------
 
 
-def make_cursor(config: DataConfig, size: int, seed: int) -> Cursor:
-    """Return a cursor at the start of the first epoch. `size` is the number of prompts. `seed` sets their order if
-    data.shuffle is true."""
-    return Cursor(size, seed, config.shuffle, stages=list(_stage_sizes(config).values()))
+def make_cursor(config: DataConfig, prompts: Sequence[Prompt], seed: int) -> Cursor:
+    """Return a cursor at the start of the first epoch. `seed` sets the order of the prompts if data.shuffle is true."""
+    stages = Counter(prompt.data["stage"] for prompt in prompts) if config.tasks else {}
+    return Cursor(len(prompts), seed, config.shuffle, stages=list(stages.values()))
 
 
 @dataclass

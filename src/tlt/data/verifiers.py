@@ -87,8 +87,8 @@ def rows(config: DataConfig) -> Iterator[tuple[str | list[Message], dict[str, An
     """Yield (prompt, data for its environment) for the first data.size tasks of data.environment. The prompt is a list
     of messages if data.chat is true, else text. Raises DataError."""
     name, arguments = config.environment, json.dumps(config.environment_arguments, sort_keys=True)
-    for task in loaded(config).tasks(config.size):
-        data = {"environment": name, "arguments": arguments, "index": task.data.idx, "key": task.key}
+    for index, task in enumerate(loaded(config).tasks(config.size)):
+        data = {"environment": name, "arguments": arguments, "index": index, "key": task.key}
         messages = [message.model_dump(exclude_none=True) for message in opening(task)]
         yield messages if config.chat else "\n\n".join(message["content"] for message in messages), data
 

@@ -1,4 +1,4 @@
-"""Integration of tlt into other trainers through their documented extension points. Nothing is patched."""
+"""Integration of tlt into other trainers through their documented extension points."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tlt.build import steps_ahead
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
@@ -62,7 +61,7 @@ class Rollout:
                 self._process = _Process(trainer, self.speculation, self.engine)
             if trainer is not self._process.trained.trainer:
                 raise UnsupportedError("this Rollout decodes for another trainer: make a Rollout() for each trainer")
-            return self._process.complete(prompts, trainer)
+            return self._process.complete(prompts)
 
 
 def _copied_random_state(trainer: Any) -> AbstractContextManager[None]:
@@ -78,20 +77,20 @@ class _Process:
         self.trained = Trained(trainer)
         self.target = decoder_for(self.trained.model.config, self.trained.dtype, trainer.accelerator.device)
         self.counter, self.updates = _GenerationCounter(), 0
-        self._take_weights(trainer)
+        self._take_weights()
         trainer.add_callback(_AfterEvaluation(self.counter))
         resumed = trainer.state.global_step > 0
         made, self.training = adaptive_engine(config, self.target, trainer.processing_class, resumed)
         self.others = _Others(trainer.accelerator.num_processes)
-        self.rollout = LocalRollout(made, self.training, steps_ahead(speculation))
+        self.rollout = LocalRollout(made, self.training)
         self.tools = ToolTurns(trainer, self._next_turn) if has_tools(trainer) else None
 
-    def complete(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+    def complete(self, prompts: Sequence[Any]) -> dict[str, Any]:
         began = time.perf_counter()
-        self._sync(trainer)
+        self._sync()
         synced = time.perf_counter()
-        requests = self._requests(prompts, trainer)
-        responses, stats = self._decode(requests, trainer)
+        requests = self._requests(prompts)
+        responses, stats = self._decode(requests)
         if self.tools:
             self.tools.begin(requests, responses)
         decoded = time.perf_counter()
@@ -100,14 +99,14 @@ class _Process:
         self.rollout.release()
         seconds = {"sync": synced - began, "rollout": decoded - synced, "wait": waited - decoded}
         for name, value in _metrics(stats, seconds, self.training).items():
-            trainer._log_metric(f"tlt/{name}", value)  # what TRL gives to reward functions as `log_metric`
+            self.trained.trainer._log_metric(f"tlt/{name}", value)  # what TRL gives to reward functions as `log_metric`
         return _completions(requests, responses)
 
-    def _decode(self, requests: Sequence[Request], trainer: Any) -> tuple[list[Response], RolloutStats]:
+    def _decode(self, requests: Sequence[Request]) -> tuple[list[Response], RolloutStats]:
         """Decode the requests. Return the responses in the order of the requests, and the counters. In an evaluation,
         also save the responses as drafts for the next evaluation."""
         responses, stats = self.rollout.generate(requests, lambda response: None)
-        if not trainer.model.training:  # the next evaluation has the same prompts and seeds
+        if not self.trained.trainer.model.training:  # the next evaluation has the same prompts and seeds
             self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
         by_seed = {response.request.seed: response for response in responses}
         return [by_seed[request.seed] for request in requests], stats
@@ -116,23 +115,24 @@ class _Process:
         """Decode the turns that follow tool results. Other processes may have fewer turns, so this does not wait for
         them."""
         with _copied_random_state(self.trained.trainer):
-            responses, _ = self._decode(requests, self.trained.trainer)
+            responses, _ = self._decode(requests)
         self.rollout.release()
         return responses
 
-    def _sync(self, trainer: Any) -> None:
-        if self._take_weights(trainer):
+    def _sync(self) -> None:
+        if self._take_weights():
             self.training.worker.target_moved()
 
-    def _take_weights(self, trainer: Any) -> bool:
+    def _take_weights(self) -> bool:
         """Give the engine the policy's weights if they have changed. Return whether they have changed."""
-        changed = self.trained.has_changed(trainer)
+        changed = self.trained.has_changed()
         if changed:
             take_weights(self.target, self.trained, self.updates)
             self.updates += 1
         return changed
 
-    def _requests(self, prompts: Sequence[Any], trainer: Any) -> list[Request]:
+    def _requests(self, prompts: Sequence[Any]) -> list[Request]:
+        trainer = self.trained.trainer
         domain, step, time_ = self.counter.of(trainer)
         first, params = trainer.accelerator.process_index * len(prompts), to_sampling_params(trainer)
         requests = []

@@ -57,12 +57,12 @@ class Trained:
         if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             raise UnsupportedError("tlt in TRL does not support LoRA adapters sharded by FSDP2: train with DDP")
 
-    def has_changed(self, trainer: Any) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the global step or a weight has changed since the last call. Weights are compared by the norm
         of each parameter in float64, because fused AdamW does not change a parameter's version counter."""
         with torch.no_grad():
             norms = [_whole(vector_norm(parameter, dtype=torch.float64)) for parameter in self.model.parameters()]
-        now = trainer.state.global_step, torch.stack(norms).tolist()
+        now = self.trainer.state.global_step, torch.stack(norms).tolist()
         before, self._known = self._known, now
         return now != before
 

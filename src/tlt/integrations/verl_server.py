@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 
+from tlt.cluster.local import OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
@@ -23,7 +25,7 @@ from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.verl_terms import Seeds, refuse, to_sampling_params
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.families import read_config
-from tlt.types import Prompt, Request, Response
+from tlt.types import Prompt, Request, Response, RolloutStats
 
 
 class Server:
@@ -121,8 +123,7 @@ class Server:
     def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
         if engine.busy:
             raise RuntimeError("weights cannot be loaded while requests are active: wait for them or abort them first")
-        stats = engine.stats
-        self.training.rollout_ended(sum(stats.seconds.values()), stats.acceptance_rate.get(LEARNED))
+        _end_rollout(self.training, engine.stats)
         engine.target.load(weights, engine.target.version + 1)
         engine.start(())
         self.training.worker.target_moved()
@@ -140,7 +141,7 @@ class Server:
         self.awake = True
 
     async def clear_kv_cache(self) -> None:
-        await self.engine.between_rounds(_release)
+        await self.engine.between_rounds(partial(_release, self.training))
 
     release_kv_cache = clear_kv_cache
 
@@ -159,10 +160,18 @@ class Server:
             self.training.train_until(is_over)
 
 
-def _release(engine: RolloutEngine) -> None:
+def _release(training: OwnTraining, engine: RolloutEngine) -> None:
     if not engine.busy:
+        _end_rollout(training, engine.stats)
         engine.release()
         engine.start(())
+
+
+def _end_rollout(training: OwnTraining, stats: RolloutStats) -> None:
+    """Tell the schedule that the rollout has ended. `stats` are empty if this was done before: verl may free the cache
+    before it sends new weights."""
+    if stats.rounds:
+        training.rollout_ended(sum(stats.seconds.values()), stats.acceptance_rate.get(LEARNED))
 
 
 def _config(rollout: Any, folder: str, replica: int) -> Config:

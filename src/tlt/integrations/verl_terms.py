@@ -16,6 +16,7 @@ TESTED = ((0, 9), (0, 9))
 
 def refuse(rollout: Any) -> None:
     """Raise UnsupportedError if `actor_rollout_ref.rollout` sets an option that tlt does not support."""
+    custom = rollout.custom or {}
     for asked, what, remedy in (
         (rollout.tensor_model_parallel_size != 1, "tensor_model_parallel_size", "set it to 1"),
         (rollout.data_parallel_size != 1, "data_parallel_size", "set it to 1, because each replica is one engine"),
@@ -31,10 +32,11 @@ def refuse(rollout: Any) -> None:
         ),
         (rollout.disaggregation.enabled, "disaggregation", "set it to False"),
         (rollout.dtype == "float16", "dtype = float16", "set it to bfloat16"),
+        ((custom.get("engine") or {}).get("backend", "tlt") != "tlt", "custom.engine.backend", "leave it out"),
     ):
         if asked:
             raise UnsupportedError(f"tlt does not support verl's rollout.{what}: {remedy}")
-    unknown = set(rollout.custom or {}) - {"speculation", "engine", "folder"}
+    unknown = set(custom) - {"speculation", "engine", "folder"}
     if unknown:
         raise UnsupportedError(
             f"rollout.custom has unknown keys {sorted(unknown)}: use `speculation`, `engine` and `folder` only"

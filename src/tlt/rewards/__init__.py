@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from tlt.config import Config
 from tlt.config.registry import REWARDS
+from tlt.data.prompts import reply_encoder
+from tlt.engine.spelling import Detokenizer
 from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, right_answers
 from tlt.rewards.checks import FaultLog
 from tlt.rewards.environments import open_environments
@@ -66,19 +68,15 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     return Scored(_pool(config, start), reward.answer_marker, reward.answer_end)
 
 
-def make_turns(
-    config: Config,
-    encode: Callable[[str, int | None], Sequence[int]],
-    decode: Callable[[Sequence[int]], str],
-    log: Path,
-) -> Turns:
+def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:
     """Return the object that continues responses after each turn: `Episodes` if the recipe has an environment, else
-    `SingleTurn`. `encode` and `decode` are as in `Episodes`. Output that environments print goes to the file `log`.
-    Raises RewardError."""
+    `SingleTurn`. Output that environments print goes to the file `log`. Raises RewardError, or DataError if the
+    tokenizer's chat template cannot show a reply."""
     if not config.reward.environment:
         return SingleTurn()
+    encode = reply_encoder(tokenizer, config.data)
     start = partial(IsolatedScore, config, log, (), open_environments)
-    return Episodes(_pool(config, start), encode, decode, config.reward.turns)
+    return Episodes(_pool(config, start), encode, Detokenizer(tokenizer), config.reward.turns)
 
 
 def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:

@@ -67,7 +67,7 @@ class Environments:
             instance = self.make()
             opening = await _result(instance.reset(prompt))
             if not turn.texts:
-                return instance, _opened(opening)
+                return instance, Verdict(0.0, reply="" if opening is None else _reply(opening, "reset"))
             for text in turn.texts[:-1]:
                 await _result(instance.step(text))
         verdict = _stepped(await _result(instance.step(turn.texts[-1])))
@@ -89,12 +89,6 @@ def open_environments(config: Config, columns: Collection[str]) -> tuple[Callabl
 
 async def _result(value: Any) -> Any:
     return await value if isinstance(value, Awaitable) else value
-
-
-def _opened(opening: Any) -> Verdict:
-    """Return the verdict for `opening`, the result of `reset`. Its reply is the first text of the episode, or empty if
-    `reset` returned None."""
-    return Verdict(0.0, reply=_reply(opening, "reset")) if opening is not None else Verdict(0.0, reply="")
 
 
 def _stepped(found: Any) -> Verdict:

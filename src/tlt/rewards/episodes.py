@@ -83,7 +83,8 @@ class Episodes:
         finished: list[Response] = []
         rows: list[Row] = []
         for response in ended:
-            if response.finish_reason == "stop":
+            first = self.record.find(self.step, response.request.seed, ())
+            if response.finish_reason == "stop" or (first and first.outcome):
                 self._turn_ended(response)
             else:
                 finished.append(self._finished(response))

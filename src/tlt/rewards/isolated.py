@@ -29,7 +29,7 @@ from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # timeout for the start of a process, which imports the user's module
-_GRACE_SECONDS = 1.0  # added to the timeout of a call with several responses
+_GRACE_SECONDS = 1.0  # added to the timeout of a call that may have several responses
 _CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # signals that reward processes ignore, because the run ends them after its current step
@@ -96,7 +96,7 @@ class IsolatedScore:
         self.config, self.log, self.columns, self.opens = config, log, columns, opens
         self.at_once = 1
         """largest number of responses in one call of `score_all`"""
-        self._check_at = 0.0
+        self._check_at, self._ended_seconds = 0.0, 0.0
         self._process: BaseProcess | None = None
         self._start()
 
@@ -106,8 +106,8 @@ class IsolatedScore:
         if not self.runs:
             self._start()
         limit = self.config.reward.timeout_seconds
-        # an async function applies the timeout to each response itself, so that the rest of its batch is not lost
-        patience = limit if len(asked) == 1 else limit + _GRACE_SECONDS
+        # an async function applies the timeout to each response itself, so that other responses and episodes go on
+        patience = limit if self.at_once == 1 else limit + _GRACE_SECONDS
         try:
             self._connection.send(list(asked))
             if self._answers(patience):
@@ -127,7 +127,8 @@ class IsolatedScore:
         while (now := time.monotonic()) < deadline:
             if now >= self._check_at:
                 self._check_at = now + _CHECK_SECONDS
-                if limit and self._process and memory(self._process.pid, limit * 2**20) > limit * 2**20:
+                process = self._process  # another thread may close it
+                if limit and process and memory(process.pid, limit * 2**20) > limit * 2**20:
                     raise MemoryError(
                         f"the reward process and its children use more than reward.memory_mb = {limit} MiB"
                     )
@@ -136,8 +137,11 @@ class IsolatedScore:
         return False
 
     def processor_seconds(self) -> float:
-        """Return the CPU seconds that the process has used since its startup ended; 0 if they are unknown."""
-        return max(0.0, processor_seconds(self._process.pid) - self._starting_seconds) if self._process else 0.0
+        """Return the CPU seconds that this process and those before it have used, each since its startup ended. CPU
+        seconds that are unknown count as 0."""
+        process = self._process  # another thread may close it
+        running = processor_seconds(process.pid) - self._starting_seconds if process else 0.0
+        return self._ended_seconds + max(0.0, running)
 
     @property
     def runs(self) -> bool:
@@ -147,6 +151,7 @@ class IsolatedScore:
     def close(self) -> None:
         """End the process. The next call of `score_all` starts a new one."""
         if self._process is not None:
+            self._ended_seconds = self.processor_seconds()
             self._end()
             self._process = None
 

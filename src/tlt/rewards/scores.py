@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.config import Config, RewardConfig, RewardTerm
-from tlt.config.registry import REWARDS, RewardEntry, maker
+from tlt.config.registry import REWARDS, maker
 from tlt.data.prompts import task_dataset
 from tlt.rewards.answers import Answer, RewardError, right_answers, same
 from tlt.rewards.arguments import Fill, fills
@@ -54,7 +54,7 @@ def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
         if ":" in term.name:
             scores, many = _users(term, config.reward, columns)
         else:
-            entry = _entry(term.name)
+            entry = REWARDS[term.name]
             scores, many = one_by_one(maker(entry)(term, config)), entry.quick
         terms.append(Term(name, term.weight, scores, term.if_fails, many))
     return terms
@@ -80,13 +80,6 @@ def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
         return found
 
     return scores
-
-
-def _entry(name: str) -> RewardEntry:
-    if name not in REWARDS:
-        known = ", ".join(REWARDS)
-        raise RewardError(f"there is no reward {name!r}: use one of {known}, or your own as 'module:function'")
-    return REWARDS[name]
 
 
 # -- pure functions of the answer --------------------------------------------------------------------------------------
@@ -179,16 +172,17 @@ def _users(
     field = "reward.terms" if config.terms else "reward.name"
     function = imported(term.name, config.folder, field, "module:function")
     filled = fills(function, f"{field} = {term.name!r}", columns, term.batched)
+    runner = asyncio.Runner()  # one event loop for all calls, because clients and semaphores of the user belong to one
     late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if late and not term.batched:
-        return lambda asked: asyncio.run(_all_at_once(function, filled, asked, config.timeout_seconds)), True
+        return lambda asked: runner.run(_all_at_once(function, filled, asked, config.timeout_seconds)), True
     if not term.batched:
         return one_by_one(lambda *one: function(**_arguments(filled, *one))), False
 
     def scores(asked: Asked) -> list[Any]:
         try:
             given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
-            given = asyncio.run(given) if inspect.iscoroutine(given) else given
+            given = runner.run(given) if inspect.iscoroutine(given) else given
             if isinstance(given, str | bytes | Mapping | Set):  # these types are iterable too
                 raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
             found = list(given)

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -140,10 +141,22 @@ def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
     hints, found = get_type_hints(function), dict(arguments)
     for name in arguments.keys() & hints.keys():
         try:
-            found[name] = TypeAdapter(hints[name]).validate_python(arguments[name])
+            found[name] = _converted(arguments[name], TypeAdapter(hints[name]))
         except ValidationError as error:
             raise MalformedCall(f"{function.__name__}: {name}: {error.errors()[0]['msg']}") from None
     return found
+
+
+def _converted(value: Any, hint: TypeAdapter[Any]) -> Any:
+    """Convert an argument to its type hint. If it is text that does not fit, read it as JSON, because parameters in
+    tags are always text. Raises ValidationError."""
+    try:
+        return hint.validate_python(value)
+    except ValidationError:
+        if isinstance(value, str):
+            with suppress(ValidationError):
+                return hint.validate_json(value)
+        raise
 
 
 def with_tools(config: Config) -> Config:

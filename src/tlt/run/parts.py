@@ -11,10 +11,9 @@ from tlt.build import open_engine, open_target, starting_drafter, steps_ahead
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits
-from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor, reply_encoder
+from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor
 from tlt.data.sampling_params import sampling_params
 from tlt.energy import Meter, MeteredTracer
-from tlt.engine.spelling import Detokenizer
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
 from tlt.rewards import make_reward, make_turns, refuse_special_tokens, refuse_unanswered
@@ -62,10 +61,10 @@ def make_parts(
     refuse_unanswered(config, held_out)
     log = Path(config.run.folder) / "reward.log"
     reward = make_reward(config, prompts, log)
-    turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), log)
+    turns = make_turns(config, tokenizer, log)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     sampling = replace(sampling, continues=config.reward.environment is not None)
-    cursor = make_cursor(config.data, len(prompts), config.run.seed)
+    cursor = make_cursor(config.data, prompts, config.run.seed)
     note(about_model(config))
     note(about_memory(config))
     with working("start the policy and its workers"):

@@ -6,14 +6,12 @@ in its `extra_args` with tlt's noise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor  # type: ignore[import-not-found]
 
-from tlt.vllm.noise import Draw
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tlt.vllm.noise import Draw, NoiseTable
 
 
 class SharedNoise(LogitsProcessor):
@@ -21,8 +19,6 @@ class SharedNoise(LogitsProcessor):
     logits are replaced by log p + Gumbel noise, of which vLLM takes the argmax."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        from tlt.vllm.noise import NoiseTable
-
         self.req_states = req_states
         self.table = NoiseTable(req_states.max_num_reqs, req_states.device)
 

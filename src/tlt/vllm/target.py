@@ -71,8 +71,9 @@ class VllmTarget:
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load all weights by their Hugging Face names and clear the prefix cache."""
         given = dict(as_in_files(self._config, {name: tensor.detach() for name, tensor in weights.items()}))
-        if self.options.tied:  # files have the tensor once, but on a CPU vLLM's head is a copy that needs loading too
-            given.setdefault("lm_head.weight", given["model.embed_tokens.weight"])
+        # files have a tied tensor once, but on a CPU vLLM's head is a copy that needs loading too
+        if self.options.tied and (embedding := given.get("model.embed_tokens.weight")) is not None:
+            given.setdefault("lm_head.weight", embedding)
         if self.parallel:  # weights are sent to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
