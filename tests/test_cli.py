@@ -108,6 +108,7 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
 
 
 GENERATE = "generate MODEL --dtype float64"
+VLLM = "--engine.backend=vllm --model.dtype=float32"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,9 @@ GENERATE = "generate MODEL --dtype float64"
         ("train nowhere.toml", "there is no recipe at nowhere.toml"),
         *((f"bench rollout RECIPE --batches={batches}", "--batches") for batches in ("0", "1,x")),
         ("bench rollout RECIPE --repeats 0 --batches 1", "--repeats"),
+        ("bench rollout RECIPE --tail -5", "--tail must be at least 0 (got -5)"),
+        *((f"bench rollout RECIPE {VLLM} {words}", words.split()[0]) for words in ("--tail 64", "--only plain")),
+        (f"estimate RECIPE {VLLM}", "tlt estimate) work only without a drafter or with look-ahead"),
         ("verify RECIPE --steps=0", "--steps"),
         *((f"draft train RECIPE --out nowhere --seconds={seconds}", "--seconds") for seconds in ("nan", "inf")),
         ("generate nowhere --prompt a", "nowhere"),
@@ -279,13 +283,13 @@ def test_bench_rollout_writes_its_file(recipe: str, tmp_path: Path) -> None:
 
 
 def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:
-    rows = [{"q": text, "answer": i} for i, text in enumerate(QUESTIONS[:2])]
+    rows = [{"q": text, "answer": "\ud800"} for text in QUESTIONS[:2]]  # UTF-8 cannot encode a lone surrogate
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     files = ("--data", str(tmp_path / "in.jsonl"), "--prompt-column", "q", "--out", str(tmp_path / "out.jsonl"))
     assert exit_code("generate", str(home / "model"), *files, "--samples", "2", "--max-new-tokens", "6") == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    expected = [(row, index, QUESTIONS[row]) for row in range(2) for index in range(2)]
-    assert [(line["row"], line["index"], line["q"]) for line in lines] == expected
+    expected = [(row, index, {"q": QUESTIONS[row], "answer": "\ud800"}) for row in range(2) for index in range(2)]
+    assert [(line["row"], line["index"], {name: line[name] for name in rows[0]}) for line in lines] == expected
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
 
 

@@ -185,7 +185,10 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--only", default="", help="comma-separated prefixes of the strategies to measure; plain is always measured"
     )
     rollout.add_argument(
-        "--peers", default="auto", choices=["auto", "none"], help="also measure other engines; auto: the installed ones"
+        "--peers",
+        default="auto",
+        choices=["auto", "none"],
+        help="also measure other engines; auto: the installed ones, but none if engine.backend is vllm",
     )
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
@@ -306,11 +309,15 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--repeats", arguments.repeats)
-    if arguments.look_ahead < 0:
-        raise ConfigError(f"--look-ahead must be at least 0 (got {arguments.look_ahead})")
+    for option, number in (("--look-ahead", arguments.look_ahead), ("--tail", arguments.tail)):
+        if number < 0:
+            raise ConfigError(f"{option} must be at least 0 (got {number})")
     config = load_config(arguments.recipe, overrides)
     batches, peers = _batches(arguments.batches), arguments.peers == "auto"
     if config.engine.backend == "vllm":
+        for option, value in (("--tail", arguments.tail), ("--only", arguments.only)):
+            if value:
+                raise ConfigError(f"{option} cannot be used with engine.backend = 'vllm': remove it")
         from tlt.bench.vllm import bench_vllm
 
         bench_vllm(config, batches, arguments.repeats, arguments.json, arguments.look_ahead)

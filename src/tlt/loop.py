@@ -126,6 +126,14 @@ class Watcher(Protocol):
     def response(self, response: Response) -> None: ...
 
 
+class NoWatcher:
+    """Watcher that shows nothing."""
+
+    def phase(self, step: int, name: str, total: int) -> None: ...
+
+    def response(self, response: Response) -> None: ...
+
+
 @dataclass
 class Parts:
     """Objects that a step uses, built once per run by `run/parts.py`."""

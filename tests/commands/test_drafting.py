@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -17,7 +18,7 @@ from tiny import QUESTIONS, tiny_config
 
 from tlt.commands import drafting
 from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
-from tlt.config import Config
+from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.strategy import PLAIN
 from tlt.engine.engine import Engine
@@ -115,7 +116,7 @@ def test_what_would_make_the_drafter_better(
 ) -> None:
     """More seconds where it still learned at the end, else more data where it is right far more often in training."""
     _, curve = fitted(clock, 600, held_back, taught)
-    advice = curve.advice()
+    advice = curve.advice("raise --tokens")
     assert [word for word in ("--tokens", "--seconds") if f"raise {word}" in advice] == ([advised] if advised else [])
 
 
@@ -150,6 +151,18 @@ def test_a_harvest_ends_once_it_has_the_tokens(bench: Workbench) -> None:
     assert 100 <= found.tokens <= 100 + 32
     assert len(found.items) < len(bench.train), "others were not decoded to their ends"
     assert harvest(bench, layer, 10_000).tokens < 10_000, "all prompts are answered"
+    training = bench.config.speculation.training.model_copy(update={"buffer_tokens": 50})
+    speculation = bench.config.speculation.model_copy(update={"training": training})
+    less = replace(bench, config=bench.config.model_copy(update={"speculation": speculation}))
+    assert harvest(less, layer, 100).tokens >= 100, "the limit of a run does not apply"
+
+
+def test_tokens_that_exceed_the_free_memory_are_refused(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = EagleLayer(eagle_options(bench.target.options, "eagle1", 32))
+    monkeypatch.setattr(drafting, "free_bytes", lambda device: 100 * 32 * 8)  # hidden states have 32 numbers in float64
+    harvest(bench, layer, 100)
+    with pytest.raises(ConfigError, match=r"^the hidden states of up to 101 tokens need .*: lower --tokens$"):
+        harvest(bench, layer, 101)
 
 
 def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +184,16 @@ def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest
     assert math.isfinite(cut["interval"])
 
 
-def test_validation_prompts_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_prompts_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(drafting, "fit", given)
-    with pytest.raises(KeyboardInterrupt):
-        train_drafter(tiny_config(tmp_path), tmp_path / "drafter", 400, seconds=1.0)
+    for tokens in (100, 9000):
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(tiny_config(tmp_path), tmp_path / "drafter", tokens, seconds=1.0)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "of 9,000 tokens collected, because all prompts are answered: for more, give more prompts or raise" in said
     taught, held_back = ({item.prompt_id for item in part} for part in given.call_args.args[1:3])
     assert (bool(taught), bool(held_back), taught & held_back) == (True, True, set())
 

@@ -11,9 +11,11 @@ from unittest.mock import patch
 
 import pytest
 from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, tiny_tree, write_recipe
 
+from tlt import cli
 from tlt.commands.estimate import estimate, expected
+from tlt.config import ConfigError
 from tlt.run.closing import ROUNDING
 from tlt.run.display import Display
 from tlt.stopping import Stopped
@@ -26,6 +28,9 @@ SUMMARY: dict[str, Any] = {
     },
     "seconds": {"rollout": 8.0, "reward": 0.5, "update": 3.0, "sync": 0.5, "save": 99.0, "eval": 99.0},
 }
+
+
+COMPARED = {"compare_every": 1}
 
 
 def test_the_expected_times_by_hand() -> None:
@@ -63,17 +68,49 @@ def test_a_stopped_estimate_keeps_nothing(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Stopped, match=r"^stopped before all steps were measured: nothing is kept$") as stopped:
-        estimate(tiny_config(tmp_path), 2, Stopping(Console(quiet=True)))
+        estimate(tiny_config(tmp_path, run=COMPARED), 2, Stopping(Console(quiet=True)))
     assert stopped.value.exit_code == 130
 
 
-def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    """Held-out prompts are not decoded: their file does not even exist. Nothing is copied or tracked."""
-    run = {"folder": str(tmp_path / "run"), "mirror": (tmp_path / "mirror").as_uri(), "trackers": ["wandb"]}
-    config = tiny_config(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
-    with patch.dict(sys.modules, {"wandb": None}):
-        said = estimate(config, 2, Display(Console(quiet=True)))
-    assert said[0] == "measured on 2 steps, same tokens:"
-    assert f"{config.train.steps:,} steps would take" in said[4]
-    assert not (tmp_path / "run").exists()
-    assert not (tmp_path / "mirror").exists()
+def test_an_error_does_not_say_how_to_resume_from_the_deleted_folder(tmp_path: Path) -> None:
+    class Failing(Display):
+        def phase(self, step: int, name: str, total: int) -> None:
+            if step == 1:
+                raise ValueError("the second step fails")
+
+    with pytest.raises(ValueError, match="the second step fails") as failed:
+        estimate(tiny_config(tmp_path, run=COMPARED), 2, Failing(Console(quiet=True)))
+    assert failed.value.__notes__ == []
+
+
+def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held-out prompts are not decoded: their file does not even exist. Nothing is copied or tracked, and no line names
+    a file that is deleted."""
+    run = {"mirror": (tmp_path / "mirror").as_uri(), "trackers": ["wandb"]}
+    tree = tiny_tree(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
+    recipe, before = write_recipe(tmp_path / "recipe.toml", tree), sorted(tmp_path.iterdir())
+    with patch.dict(sys.modules, {"wandb": None}), pytest.raises(SystemExit) as ended:
+        cli.main(["estimate", str(recipe), "--steps", "2"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "measured on 2 steps, same tokens:" in said
+    assert "2 steps would take" in said
+    assert "tlt-estimate-" not in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_temporary_folder_is_on_the_disk_of_the_runs_folder(tmp_path: Path) -> None:
+    """An error may advise another run.folder if the disk is full."""
+
+    class Full(Display):
+        def note(self, text: str) -> None:
+            raise ValueError(text)
+
+    (tmp_path / "disk").mkdir()
+    for folder in ("disk", "disk/runs/mine"):
+        config = tiny_config(tmp_path, run=COMPARED | {"folder": str(tmp_path / folder)})
+        with pytest.raises(ValueError, match=rf"^writes to {tmp_path}/disk/tlt-estimate-"):
+            estimate(config, 2, Full(Console(quiet=True)))
+    config = tiny_config(tmp_path, run=COMPARED | {"folder": "/proc/run"})
+    with pytest.raises(ConfigError, match=r"^/proc cannot be written to \(.*\): set another --run\.folder$"):
+        estimate(config, 2, Full(Console(quiet=True)))

@@ -174,6 +174,32 @@ def test_a_missing_or_truncated_file_is_named_or_left_out(tmp_path: Path, name: 
     assert any(f"{name} is missing" in fault for fault in shown(write_report([folder]))[0]["faults"])
 
 
+@pytest.mark.parametrize("name", ["config.json", "completions.jsonl", "worker_0.log"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder, open_file = make_run(tmp_path / "run", steps=1), Path.open
+
+    def refused(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert shown(write_report([folder]))[0]["faults"] == [f"{name} cannot be read (Permission denied)."]
+
+
+def test_completions_of_both_formats_are_read_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    """A run that is resumed may change the format."""
+    train(tiny_config(tmp_path, run={"completions_format": "parquet"}))
+    (tmp_path / "run" / "completions.jsonl").write_text(json.dumps(completion(2, 0)) + "\n", encoding="utf-8")
+    found = read_run(tmp_path / "run")
+    assert [row["step"] for row in found.completions] == [0] * 6 + [1] * 6 + [2]
+    assert found.faults == []
+    (tmp_path / "run" / "completions" / "step_00000000.parquet").write_bytes(b"PAR1")
+    found = read_run(tmp_path / "run")
+    assert [row["step"] for row in found.completions] == [1] * 6 + [2]
+    assert found.faults == ["completions/step_00000000.parquet is damaged."]
+
+
 def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
     (tmp_path / "metrics.jsonl").touch()

@@ -219,7 +219,7 @@ def read_until(terminal: int, what: str) -> str:
     return said
 
 
-def test_the_line_of_the_drafter_fits_80_columns_with_its_legend() -> None:
+def test_the_line_of_the_drafter_fits_80_columns_with_its_legend(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {
         "strategy": "eagle d6 b2 n13 p0",
         "accept_length": 3.21,
@@ -229,7 +229,8 @@ def test_the_line_of_the_drafter_fits_80_columns_with_its_legend() -> None:
         "tokens": 1_234_567,
     }
     console = Console(file=io.StringIO(), width=80, record=True)
-    drafting._print(console, [result, result])
+    monkeypatch.setattr(drafting, "console", lambda: console)
+    drafting._print([result, result])
     text = console.export_text()
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("eagle"))

@@ -7,27 +7,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tlt.build import load_detokenizer
-from tlt.config import Config
+from tlt.config import ClusterConfig, Config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
-from tlt.loop import one_step
+from tlt.loop import NoWatcher, one_step
 from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
+from tlt.rewards.tools import with_tools
 from tlt.run.parts import make_parts
-from tlt.types import Request, Response
+from tlt.types import Request
 
 _FIRST_STEPS = 2  # steps before the older weights are copied: the optimizer's first steps differ from later ones
 _MOST_ROWS = 64
-
-
-class _Nobody:
-    """Watcher that shows nothing."""
-
-    def phase(self, step: int, name: str, total: int) -> None: ...
-
-    def response(self, response: Response) -> None: ...
-
 
 Weights = dict[str, Tensor]
 
@@ -37,20 +29,22 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
     `steps` updates."""
     changes = {
         "speculation": config.speculation.model_copy(update={"drafter": "off"}),
-        "cluster": config.cluster.model_copy(update={"workers": 1}),
+        "train": config.train.model_copy(update={"shard": False}),
+        "cluster": ClusterConfig(),
         "engine": config.engine.ours,
         "eval": config.eval.model_copy(update={"every": 0}),
     }
-    config = config.model_copy(update=changes)
+    config = with_tools(config.model_copy(update=changes))
     parts, policy = make_parts(config, load_tokenizer(config.model.path))
     older: Weights = {}
     try:
         for step in range(_FIRST_STEPS + steps):
             if step == _FIRST_STEPS:
                 older = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
-            one_step(parts, config, _Nobody(), step)
+            one_step(parts, config, NoWatcher(), step)
     finally:
         parts.rollout.close()
+        parts.reward.close()
     return dict(policy.state_dict()), older
 
 

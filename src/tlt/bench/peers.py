@@ -5,6 +5,7 @@ Each peer is a function that decodes once; its result is not used. A peer that i
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ def peers(
 def _transformers(
     config: ModelConfig, device: torch.device, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, Decode]:
+    for name in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # its warnings are about settings that are intended here
     model: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=config.dtype, local_files_only=True)
     model.to(device).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None  # no response stops early
@@ -61,6 +64,7 @@ def _transformers(
 def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decode:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run vLLM in this process, like the others
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     length = len(prompts[0]) + new_tokens + 16

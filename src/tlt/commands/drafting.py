@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from tlt.build import load_detokenizer, open_workplace
@@ -27,11 +26,12 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
+from tlt.engine.memory import free_bytes
 from tlt.engine.tuner import Fixed
 from tlt.files import refuse_to_overwrite, share
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
-from tlt.progress import working
+from tlt.progress import console, working
 from tlt.sampling import make_requests
 from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
@@ -81,10 +81,10 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     """Train a drafter and write it to `folder`: weights, config, and training.json, which records the training and its
     results.
 
-    The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved. The drafter is
-    trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps the drafter and raises Stopped. If
-    the signal arrives while the model still answers prompts, nothing is kept. Raises ValueError if the folder is not
-    empty, and ConfigError, DataError, ModelError or HubError."""
+    The recipe's model answers its prompts until the hidden states of `harvest_tokens` tokens are saved, or until all
+    prompts are answered. The drafter is trained on them for `seconds`. Ctrl-C or SIGTERM ends the training early, keeps
+    the drafter and raises Stopped. If the signal arrives while the model still answers prompts, nothing is kept. Raises
+    ValueError if the folder is not empty, and ConfigError, DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
     bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
@@ -97,12 +97,16 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
             f"{signals.name} ended the collection of training data: the drafter was not trained and nothing was kept",
             signals.number,
         )
-    harvested = time.perf_counter() - began
+    harvested, more_data = time.perf_counter() - began, "raise --tokens"
+    if buffer.tokens < harvest_tokens:
+        more_data = "give more prompts or raise rollout.group_size"
+        short = f"{buffer.tokens:,} of {harvest_tokens:,} tokens collected, because all prompts are answered"
+        console().print(f"{short}: for more, {more_data}", soft_wrap=True)
     trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
     held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
     taught = [item for item in buffer.items if item.prompt_id not in held]
     if not taught:
-        raise ConfigError(f"too few tokens of training data ({buffer.tokens}): raise --tokens")
+        raise ConfigError(f"too few tokens of training data ({buffer.tokens}): {more_data}")
     held_back = [item for item in buffer.items if item.prompt_id in held]
     with recorded_signals(signals):
         curve = fit(trainer, taught, held_back, seconds, lambda: bool(signals))
@@ -126,10 +130,10 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         raise
     layer.acceptance_rate = results[0]["acceptance_rate"][0]
     _save(layer, folder, facts | {"held_out": results})
-    console = Console(highlight=False, markup=False, emoji=False)
-    _print(console, results)
-    console.print(curve.advice())
-    console.print(f"the drafter is in {folder}: use it with --speculation.drafter adaptive --speculation.path {folder}")
+    _print(results)
+    console().print(curve.advice(more_data))
+    use = f"--speculation.drafter adaptive --speculation.path {folder}"
+    console().print(f"the drafter is in {folder}: use it with {use}")
 
 
 def _save(layer: EagleLayer, folder: Path, facts: dict[str, Any]) -> None:
@@ -143,10 +147,10 @@ def harvest(
     bench: Workbench, layer: EagleLayer, tokens: int, stop: Callable[[], bool] = lambda: False
 ) -> HarvestBuffer:
     """Decode the training prompts and return the hidden states as training data. `layer` sets which hidden states are
-    saved. Decoding ends when `tokens` tokens (at most speculation.training.buffer_tokens) are saved, when all prompts
-    are answered, or when `stop` returns True."""
-    wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
-    buffer = HarvestBuffer(wanted + layer.options.window)  # room for the last item, of at most a window
+    saved. Decoding ends when `tokens` tokens are saved, when all prompts are answered, or when `stop` returns True.
+    Raises ConfigError if the host has too little memory."""
+    _refuse_full_memory(bench, layer, tokens)
+    buffer = HarvestBuffer(tokens + layer.options.window)  # room for the last item, of at most a window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
     speculation = bench.config.speculation.model_copy(update=changes)
     drafters, _ = make_drafters(speculation, bench.target)
@@ -157,11 +161,24 @@ def harvest(
         bench.target, bench.config.engine, drafters, tuner, detokenize=spell, layout=layout, on_harvest=buffer.add
     )
     engine.start(bench.train)
-    with working("collect training data", wanted, "tokens") as work:
-        while engine.busy and buffer.tokens < wanted and not stop():
+    with working("collect training data", tokens, "tokens") as work:
+        while engine.busy and buffer.tokens < tokens and not stop():
             engine.round()
             work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
     return buffer
+
+
+def _refuse_full_memory(bench: Workbench, layer: EagleLayer, tokens: int) -> None:
+    """Raise ConfigError if the hidden states of `tokens` tokens do not fit the free memory of the host."""
+    longest = sum(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in bench.train)
+    size = bench.target.dtype.itemsize * layer.options.layout.width(layer.options.hidden_size)
+    most = min(tokens, longest)
+    needed, free = most * size, free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise ConfigError(
+            f"the hidden states of up to {most:,} tokens need {needed / 2**30:.2f} GiB of memory, and "
+            f"{free / 2**30:.2f} GiB are free: lower --tokens"
+        )
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -201,15 +218,16 @@ class Curve:
         took = time.perf_counter() - began
         self.seconds, self.longest = self.seconds + took, max(self.longest, took)
 
-    def advice(self) -> str:
-        """Return the acceptance rates in one sentence, with advice on whether more time or more data would help."""
+    def advice(self, more_data: str) -> str:
+        """Return the acceptance rates in one sentence, with advice on whether more time or more data would help.
+        `more_data` says how to get more data."""
         held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
         rates = f"acceptance rate of the first draft token: {taught:.0%} in training, {held_back:.0%} in validation"
         lengths = [point["accept_length"] for point in self.points]
         if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
             return f"{rates}: raise --seconds, because the drafter was still improving"
         if taught - held_back > _OVERFITTED:
-            return f"{rates}: raise --tokens, because more data would help more than more time"
+            return f"{rates}: {more_data}, because more data would help more than more time"
         return rates
 
 
@@ -283,12 +301,12 @@ def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None
     bench = Workbench.of(from_hub(config))
     layer = load_drafter(config.speculation.path, bench.target.options)
     results = judge(bench, layer, seconds)
-    _print(Console(highlight=False, markup=False, emoji=False), results)
+    _print(results)
     if json_file:
         write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
 
 
-def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
+def _print(results: Sequence[dict[str, Any]]) -> None:
     """Print the results in 80 columns."""
     depth = max(len(result["acceptance_rate"]) for result in results)
     table = Table(title=f"held-out prompts, {results[0]['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
@@ -300,8 +318,8 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
         length = f"{result['accept_length']:.2f} ±{result['interval']:.2f}"
         numbers = (length, f"{result['times_plain']:.2f}")
         table.add_row(result["strategy"], *numbers, *rates)
-    console.print(table)
-    console.print(
+    console().print(table)
+    console().print(
         "accept length: tokens committed per target pass, including the target's own, ± half of the 95 % interval; "
         "times plain: tokens per second divided by those of plain decoding on this machine; 1, 2, ...: acceptance rate "
         "at this depth if the tokens before it were accepted. Strategies: depth d, branching b, nodes verified n.",

@@ -7,16 +7,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
+from tlt.files import errors_as
 from tlt.progress import loading
 from tlt.stopping import Stopped
 from tlt.wording import counted
 
 if TYPE_CHECKING:
     from tlt.run.display import Display
+
+_PREFIX = "tlt-estimate-"
 
 
 def add_estimate(parser: argparse.ArgumentParser) -> None:
@@ -30,26 +34,32 @@ def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps must be a number of at least 1, not {arguments.steps}")
     workers = [] if arguments.workers is None else [f"--cluster.workers={arguments.workers}"]
-    config = load_config(arguments.recipe, [*overrides, *workers])
+    config = load_config(arguments.recipe, [*overrides, *workers, "--run.compare_every=1"])
     with loading():
         import_module("tlt.run.train")  # `estimate` needs it
     from rich.console import Console
 
     from tlt.run.display import Display
 
+    class Measuring(Display):
+        def note(self, text: str) -> None:
+            """Show a line, unless it names the temporary folder, because that is deleted."""
+            if _PREFIX not in text:
+                super().note(text)
+
     console = Console(markup=False, emoji=False)
-    for line in estimate(config, arguments.steps, Display(console)):
+    for line in estimate(config, arguments.steps, Measuring(console)):
         console.print(line, soft_wrap=True)
     return 0
 
 
 def estimate(config: Config, steps: int, display: Display) -> list[str]:
-    """Train for `steps` steps in a temporary folder, and return the results as sentences. Nothing is kept. Raises the
-    errors of `tlt train`."""
+    """Train for `steps` steps in a temporary folder on the disk of run.folder, and return the results as sentences.
+    Nothing is kept. run.compare_every must be 1. Raises the errors of `tlt train`."""
     from tlt.run.train import train  # imported after the recipe is checked, because it imports torch
 
-    with tempfile.TemporaryDirectory(prefix="tlt-estimate-") as folder:
-        run = {"folder": folder, "compare_every": 1, "save_every": 0, "trackers": [], "completions_mb": 0}
+    with _temporary_folder(Path(config.run.folder).absolute()) as folder:
+        run = {"folder": folder, "save_every": 0, "trackers": [], "completions_mb": 0}
         changes = {
             "run": config.run.model_copy(update={**run, "mirror": None, "overwrite": True}),
             "train": config.train.model_copy(update={"steps": steps}),
@@ -59,6 +69,17 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
             return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
         except Stopped as stopped:
             raise Stopped("stopped before all steps were measured: nothing is kept", stopped.number) from None
+        except (Exception, KeyboardInterrupt) as error:
+            # a note says how to continue the run from the temporary folder, which is deleted
+            error.__notes__ = [note for note in getattr(error, "__notes__", ()) if folder not in note]
+            raise
+
+
+def _temporary_folder(near: Path) -> tempfile.TemporaryDirectory[str]:
+    """Make a temporary folder in the folder `near` or in the nearest parent of it that exists."""
+    place = next(folder for folder in (near, *near.parents) if folder.is_dir())
+    with errors_as(ConfigError, f"{place} cannot be written to", "set another --run.folder"):
+        return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place)
 
 
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:

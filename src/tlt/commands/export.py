@@ -190,24 +190,19 @@ def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
     """Return the shell command, in one line, that serves a model with its drafter, or alone if `drafter` is None.
     `kind` is `eagle` or `eagle3`."""
     folder = shlex.quote(str(model))
-    if to == "sglang":
-        plain = f"python -m sglang.launch_server --model-path {folder}"
-        eagle = "EAGLE3" if kind == "eagle3" else "EAGLE"
-        return (
-            plain
-            if drafter is None
-            else (
-                f"{plain} --speculative-algorithm {eagle} --speculative-draft-model-path {shlex.quote(str(drafter))} "
-                f"--speculative-num-steps {_DRAFT_TOKENS} --speculative-eagle-topk 1 "
-                f"--speculative-num-draft-tokens {_DRAFT_TOKENS + 1}"
-            )
-        )
+    plain = f"python -m sglang.launch_server --model-path {folder}" if to == "sglang" else f"vllm serve {folder}"
     if drafter is None:
-        return f"vllm serve {folder}"
+        return plain
     if to == "speculators":
         return f"vllm serve {shlex.quote(str(drafter))}"  # the drafter's config names the model
+    if to == "sglang":
+        return (
+            f"{plain} --speculative-algorithm {'EAGLE3' if kind == 'eagle3' else 'EAGLE'} "
+            f"--speculative-draft-model-path {shlex.quote(str(drafter))} --speculative-num-steps {_DRAFT_TOKENS} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {_DRAFT_TOKENS + 1}"
+        )
     speculation = {"method": kind, "model": str(drafter), "num_speculative_tokens": _DRAFT_TOKENS}
-    return f"vllm serve {folder} --speculative-config {shlex.quote(json.dumps(speculation))}"
+    return f"{plain} --speculative-config {shlex.quote(json.dumps(speculation))}"
 
 
 def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:

@@ -166,7 +166,7 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
         yield print_it
         return
     try:
-        file = out.open("w", encoding="utf-8")
+        file = out.open("w", encoding="utf-8", errors="backslashreplace")  # JSON escapes of lone surrogates
     except OSError as error:
         raise DataError(f"{out} cannot be written ({error.strerror}): give another --out") from None
     places = {request.seed: place for place, request in enumerate(requests)}

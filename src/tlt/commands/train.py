@@ -10,7 +10,8 @@ from pathlib import Path
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
 from tlt.progress import loading, shown
-from tlt.run.restarts import keep_running, newest
+from tlt.run.folder import has_checkpoints
+from tlt.run.restarts import keep_running
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
 _OTHER_DATA = ("--data.tasks=[]", "--data.environment=", "--data.environment_arguments={}")
@@ -87,7 +88,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _has_checkpoints(config: Config) -> bool:
     """Return whether there is a checkpoint in the run's folder or in its mirror."""
-    if newest(Path(config.run.folder) / "checkpoints"):
+    if has_checkpoints(Path(config.run.folder)):
         return True
     from tlt.store.mirror import mirror_of
 

@@ -58,10 +58,10 @@ def _for_vllm(config: Config) -> None:
         )
     if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
         raise ValueError(
-            "run.compare_every with engine.backend = 'vllm' works only without a drafter or with look-ahead, because "
-            "comparisons with another drafter would need a second vLLM for plain decoding: set run.compare_every = 0, "
-            "or speculation.drafter = 'off', or speculation.drafter = 'adaptive' with speculation.look_ahead and "
-            "cluster.workers above 1"
+            "with engine.backend = 'vllm', comparisons with plain decoding (run.compare_every, tlt estimate) work only "
+            "without a drafter or with look-ahead, because another drafter would need a second vLLM: set "
+            "speculation.drafter = 'adaptive' with speculation.look_ahead and cluster.workers above 1, or "
+            "speculation.drafter = 'off', or train with run.compare_every = 0"
         )
 
 

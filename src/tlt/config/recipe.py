@@ -177,8 +177,8 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
-    *sections, key = dotted.split(".")
-    node, value = tree, _typed(text, _annotation(sections, key))
+    *sections, key = keys = dotted.split(".")
+    node, value = tree, _typed(text, _annotation(keys))
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
@@ -198,13 +198,13 @@ def _typed(text: str, annotation: Any) -> Any:
     return text if annotation in (str, str | None) and not isinstance(value, str) else value
 
 
-def _annotation(sections: Sequence[str], key: str) -> Any:
-    model: Any = Config
-    for name in sections:
-        field = getattr(model, "model_fields", {}).get(name)
-        model = field.annotation if field else None
-    field = getattr(model, "model_fields", {}).get(key)
-    return field.annotation if field else None
+def _annotation(keys: Sequence[str]) -> Any:
+    """Return the type of the field that these keys lead to; None if there is no such field."""
+    found: Any = Config
+    for key in keys:
+        field = getattr(found, "model_fields", {}).get(key)
+        found = field.annotation if field else None
+    return found
 
 
 def _sentence(error: ValidationError, section: type[BaseModel]) -> str:

@@ -30,8 +30,8 @@ class DrafterTrainConfig(Section):
     """Extra time for training the drafter after each rollout, as a fraction of the rollout's time. It delays the step.
     A single worker is never idle, so it trains a drafter only if this is above 0."""
     buffer_tokens: int = Field(default=200_000, gt=0)
-    """Largest number of tokens of training data that are kept in host memory. Up to half of them are from finished
-    rollouts."""
+    """Largest number of tokens of training data that a run keeps in host memory. Up to half of them are from finished
+    rollouts. `tlt draft train` has --tokens instead."""
 
 
 class SpeculationConfig(Section):

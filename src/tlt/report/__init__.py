@@ -29,9 +29,9 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         if not any((folder / name).exists() for name in FILES):
             raise ReportError(f"{folder} is not the folder of a run: give the run.folder of its recipe")
     path = out or (folders[0] / NAME if len(folders) == 1 else Path("comparison.html"))
-    draft = path.with_name(path.name + ".partial")
+    draft, text = path.with_name(path.name + ".partial"), page_of([read_run(folder) for folder in folders])
     try:
-        draft.write_text(page_of([read_run(folder) for folder in folders]), encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise ReportError(f"{path} cannot be written ({error.strerror}): give another --out") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -88,21 +89,34 @@ def read_run(folder: Path) -> RunData:
     run.config, run.summary = _object(run, "config.json"), _object(run, "summary.json")
     _read_metrics(run)
     parquet = sorted(folder.glob("completions/step_*.parquet"))
-    run.completions = _parquet_rows(run, parquet) if parquet else _json_rows(run)
+    # a resumed run may have changed the format
+    run.completions = (_parquet_rows(run, parquet) if parquet else []) + _json_rows(run, required=not parquet)
     _read_trace(run)
-    logs = [path.read_bytes() for path in folder.glob("worker_*.log") if path.stat().st_size < _TAIL_TRACE]
-    run.worker_starts = sum(log.count(b": here is worker ") for log in logs)
+    for path in folder.glob("worker_*.log"):
+        with _reading(run, path.name):
+            log = path.read_bytes() if path.stat().st_size < _TAIL_TRACE else b""
+            run.worker_starts += log.count(b": here is worker ")
     return run
 
 
-def _object(run: RunData, name: str) -> dict[str, Any]:
+@contextmanager
+def _reading(run: RunData, name: str) -> Iterator[None]:
+    """Report in `run.faults` that a file cannot be read or is damaged, if the block raises OSError or ValueError."""
     try:
-        return read_json(run.folder / name)
-    except FileNotFoundError:
+        yield
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else None  # None in errors of pyarrow
+        run.faults.append(f"{name} cannot be read ({why})." if why else f"{name} is damaged.")
+
+
+def _object(run: RunData, name: str) -> dict[str, Any]:
+    found, path = dict[str, Any](), run.folder / name
+    if not path.exists():
         run.faults.append(f"{name} is missing{' because the run has not ended' * (name == 'summary.json')}.")
-    except (OSError, ValueError):
-        run.faults.append(f"{name} is damaged.")
-    return {}
+        return found
+    with _reading(run, name):
+        found = read_json(path)
+    return found
 
 
 def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any]]:
@@ -112,7 +126,7 @@ def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any
     if not path.is_file():
         run.faults.append(f"{name} is missing.")
         return
-    with path.open("rb") as file:
+    with _reading(run, name), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         if file.tell():
             file.readline()  # skip the rest of a line that begins before these bytes
@@ -142,9 +156,10 @@ def _read_metrics(run: RunData) -> None:
         run.faults.append("No step has ended yet.")
 
 
-def _json_rows(run: RunData) -> list[dict[str, Any]]:
+def _json_rows(run: RunData, required: bool) -> list[dict[str, Any]]:
     names = [name for name in ("completions.old.jsonl", "completions.jsonl") if (run.folder / name).is_file()]
-    return [row for name in names or ["completions.jsonl"] for row in _lines(run, name, _TAIL_COMPLETIONS)]
+    names = names or ["completions.jsonl"] * required
+    return [row for name in names for row in _lines(run, name, _TAIL_COMPLETIONS)]
 
 
 def _parquet_rows(run: RunData, paths: list[Path]) -> list[dict[str, Any]]:
@@ -156,10 +171,11 @@ def _parquet_rows(run: RunData, paths: list[Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     size = 0
     for path in reversed(paths):
-        size += path.stat().st_size
-        if size > _TAIL_COMPLETIONS // 4 and found:  # a quarter, because Parquet is compressed
-            break
-        found = parquet.read_table(path).to_pylist() + found
+        with _reading(run, f"completions/{path.name}"):
+            size += path.stat().st_size
+            if size > _TAIL_COMPLETIONS // 4 and found:  # a quarter, because Parquet is compressed
+                break
+            found = parquet.read_table(path).to_pylist() + found
     return [row | {"scores": dict(row["scores"])} for row in found]
 
 

@@ -25,7 +25,7 @@ from tlt.cluster.local import LocalRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data.prompts import Cursor
 from tlt.data.tokenizer import load_tokenizer
-from tlt.loop import Parts, Rollout, StepResult, one_step
+from tlt.loop import NoWatcher, Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
@@ -55,19 +55,13 @@ class ModeRun:
     seconds: float = 0.0
 
 
-class _Silent:
-    def phase(self, step: int, name: str, total: int) -> None: ...
-
-    def response(self, response: Response) -> None: ...
-
-
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
     """Run `steps` training steps in every mode and compare them. Print the verdict, write it to `json_file`, and return
     whether all checks hold. If `full` is false, a step has at most 8 prompts."""
     console = Console(highlight=False)
     config = with_tools(_verify_config(from_hub(config), dtype, full))
     tokenizer = load_tokenizer(config.model.path)
-    parts, policy = make_parts(_with_our_engine(config), tokenizer)
+    parts, policy = make_parts(config.model_copy(update={"engine": config.engine.ours}), tokenizer)
     assert isinstance(parts.rollout, LocalRollout)
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
@@ -104,10 +98,6 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     return agree
 
 
-def _with_our_engine(config: Config) -> Config:
-    return config.model_copy(update={"engine": config.engine.ours})
-
-
 def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
     """Return the rollout of each mode by name. The first mode of a step queries the environment; the others reuse its
     replies."""
@@ -125,6 +115,7 @@ def _verify_config(config: Config, dtype: str, full: bool) -> Config:
         update={
             "model": config.model.model_copy(update={"dtype": dtype, "device": device}),
             "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
+            "train": config.train.model_copy(update={"shard": False}),
             "cluster": ClusterConfig(),
             "run": config.run.model_copy(update={"compare_every": 0}),
             "eval": config.eval.model_copy(update={"every": 0}),
@@ -154,7 +145,7 @@ def _verify_step(
         began = time.perf_counter()
         mode = replace(parts, rollout=rollout, cursor=Cursor(**start), carried=carried)
         rollout.sync(policy, step)
-        results[name] = one_step(mode, config, _Silent(), step)
+        results[name] = one_step(mode, config, NoWatcher(), step)
         run, metrics = runs[name], results[name].metrics
         run.seconds += time.perf_counter() - began
         run.rewards.append(metrics.reward)
