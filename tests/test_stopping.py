@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
@@ -24,3 +25,19 @@ def test_the_time_ends_with_the_step_the_run_and_the_request(ends: Callable[[Sto
         assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0.0) == (ends.__name__ == "<lambda>")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert [signal.getsignal(number) for number in signal.Signals] == before
+
+
+@pytest.mark.parametrize("when", ["before", "in", "after"])
+def test_a_save_has_no_timer_and_a_signal_before_in_or_after_it_is_kept(when: str) -> None:
+    said = list[str]()
+    with stop_request(600.0) as request:
+        request.begun, request.acknowledge = True, said.append
+        for moment in ("before", "in", "after"):
+            with request.unhurried() if moment == "in" else nullcontext():
+                if moment == when:
+                    signal.raise_signal(signal.SIGTERM)
+                assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0.0) == (moment == when != "in")
+        assert request.name == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [("when its state is saved" in text) for text in said] == [when == "in"]

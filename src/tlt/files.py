@@ -53,6 +53,16 @@ def errors_as(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[N
         raise kind(f"{what} ({why}){remedy and f': {remedy}'}") from error
 
 
+@contextmanager
+def writing(path: Path, kind: type[ValueError]) -> Iterator[None]:
+    """Turn an OSError of the block, which writes the file `path`, into an error of type `kind` with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free disk space, or check the permissions of the folder"
+        raise kind(f"{path} cannot be written ({error.strerror or error}): {remedy}") from None
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

@@ -20,7 +20,7 @@ from typing import Any
 
 from tlt import __version__
 from tlt.energy import total_energy
-from tlt.files import parse_json
+from tlt.files import parse_json, writing
 from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
@@ -74,14 +74,8 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append the line of a step. Raises MetricsError."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(metrics)) + "\n")
-        except OSError as error:
-            raise MetricsError(
-                f"{self.path} cannot be written ({error.strerror}): free disk space, or check the permissions of the "
-                "folder"
-            ) from None
+        with writing(self.path, MetricsError), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(metrics)) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

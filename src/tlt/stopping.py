@@ -20,14 +20,6 @@ class Stopped(Exception):
         self.number, self.exit_code = number, 128 + number
 
 
-def resume_hint(done: int, steps: int, folder: str, number: int) -> str:
-    """Return the message of a run that was stopped by signal `number`."""
-    return (
-        f"stopped by {signal.Signals(number).name} and saved after step {done} of {steps} in {folder}: "
-        "continue with the same command and --resume"
-    )
-
-
 class GivenUp(BaseException):
     """Exception that ends the run because a signal arrived before its first step, or because a step did not end in time
     after a signal. It is a BaseException, so that no `except Exception` catches it."""
@@ -59,7 +51,7 @@ class StopRequest(SignalRecord):
         self.begun = False
         """whether the run may have progress to save; until then, the first signal ends the run at once"""
         self.over = False
-        """whether the run already ends by itself; signals are then only recorded"""
+        """whether the run saves its state or ends; a first signal is then only recorded"""
         self.acknowledge: Callable[[str], None] = lambda text: None
         """function that shows the user a message about the first signal; it is called in the signal handler"""
         self.is_updating: Callable[[], bool] = lambda: False
@@ -69,16 +61,16 @@ class StopRequest(SignalRecord):
 
     def receive_signal(self, number: int, frame: FrameType | None) -> None:
         super().receive_signal(number, frame)
-        if self.over:
-            return
         if not self.begun:
             raise GivenUp
-        signal.setitimer(signal.ITIMER_REAL, self.patience)
-        self.acknowledge(
-            f"{self.name}: this step has {self.patience:g} s to end (run.stop_within), twice as long "
-            "if its weights are already updated; then the run saves and stops. "
-            "A second signal stops it at once without saving."
-        )
+        then = "the run stops when its state is saved"
+        if not self.over:
+            signal.setitimer(signal.ITIMER_REAL, self.patience)
+            then = (
+                f"this step has {self.patience:g} s to end (run.stop_within), twice as long "
+                "if its weights are already updated; then the run saves and stops"
+            )
+        self.acknowledge(f"{self.name}: {then}. A second signal stops it at once without saving.")
 
     def time_is_up(self, number: int, frame: FrameType | None) -> None:
         if self.over:
@@ -99,11 +91,19 @@ class StopRequest(SignalRecord):
         self.over = True
         self.step_has_ended()
 
+    @contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Turn off the timer, and only record a first signal in the `with` block. The block saves, and takes as long as
+        it needs. If it raises, the run ends."""
+        self.run_ends()
+        yield
+        self.over = False
+
 
 def recorded_signals(record: SignalRecord) -> AbstractContextManager[None]:
     """Return a context in which `record` receives SIGTERM, SIGINT and SIGHUP. A signal that the process ignores stays
     ignored, such as SIGHUP under nohup."""
-    return _handled(dict.fromkeys(_not_ignored(), record.receive_signal))
+    return _handled(dict.fromkeys(not_ignored(), record.receive_signal))
 
 
 @contextmanager
@@ -112,14 +112,15 @@ def stop_request(patience: float) -> Iterator[StopRequest]:
     `patience` seconds to end, or twice as long if it has updated the weights. Before the run has progress to save, the
     first signal ends it at once."""
     request = StopRequest(patience)
-    with _handled(dict.fromkeys(_not_ignored(), request.receive_signal) | {signal.SIGALRM: request.time_is_up}):
+    with _handled(dict.fromkeys(not_ignored(), request.receive_signal) | {signal.SIGALRM: request.time_is_up}):
         try:
             yield request
         finally:
             request.step_has_ended()
 
 
-def _not_ignored() -> list[signal.Signals]:
+def not_ignored() -> list[signal.Signals]:
+    """Return SIGTERM, SIGINT and SIGHUP, without those that the process ignores, such as SIGHUP under nohup."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

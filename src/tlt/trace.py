@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tlt.files import writing
+
 ROLLOUT, IDLE, EARLY, AHEAD, SPOT, UPDATE, ABSENT = STATES = (
     *("ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT", "UPDATE", "ABSENT"),
 )
@@ -131,7 +133,7 @@ class TraceFile:
         events += [_event(span, self._numbers[name]) for name, mine in spans.items() for span in mine]
         if not events:
             return
-        try:
+        with writing(self.path, TraceError):
             self.path.touch()
             with self.path.open("r+b", buffering=0) as file:
                 end = _end_of_events(self.path)
@@ -139,11 +141,6 @@ class TraceFile:
                 file.seek(end)
                 file.write((b",\n" if end else _BEGIN + b"\n") + lines + _END)
                 file.truncate()
-        except OSError as error:
-            raise TraceError(
-                f"{self.path} cannot be written ({error.strerror}): free disk space, or check the permissions of the "
-                "folder"
-            ) from None
 
     def _introduce(self, name: str) -> list[dict[str, Any]]:
         if name in self._numbers:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -143,6 +144,17 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     assert {path.name for path in (home / "run").iterdir()} == names
 
 
+def test_a_previous_run_that_cannot_be_deleted_is_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder(afresh(home).run, resume=False) as folder:
+        folder.move_previous_run()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", Mock(side_effect=PermissionError))
+            folder.forget_before()
+        assert folder.kept() == [home / "run" / "previous"]
+        folder.forget_before()
+        assert folder.before() == []
+
+
 def test_previous_runs_are_numbered_and_listed_oldest_first(home: Path) -> None:
     run = afresh(home).run
     for name in ("previous_2", "previous_10", "previously", "previous_mine"):  # `previous` was taken away
@@ -224,6 +236,7 @@ def test_a_run_that_ends_with_an_error_is_saved_and_resumes_to_the_same_end(home
     expected = train(afresh(home, **steps))["policy_sha256"]
     with failing(f"saved after step 2 in {home / 'run'}: continue with --resume$"):
         train(afresh(home, **steps), display=Failing(2, phase))
+    assert (home / "run" / "report.html").is_file()
     summary = train(short(home, **steps), resume=True)
     assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
 

@@ -8,12 +8,13 @@ import shutil
 import sys
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import tiny
@@ -282,7 +283,7 @@ class Service(types.ModuleType):
         self.told: list[tuple[int, dict[str, float]]] = []
         self.began: list[dict[str, Any]] = []
         self.tables: list[tuple[int, list[dict[str, Any]]]] = []
-        self.closed, self.fails, self.id = 0, False, "the-first"
+        self.closed, self.id = 0, "the-first"
         self.info = types.SimpleNamespace(run_id=self.id)
 
     def Settings(self, console: str) -> None:
@@ -304,8 +305,6 @@ class Service(types.ModuleType):
         assert (name, step_metric) == ("*", "step")
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        if self.fails:
-            raise ConnectionError("no network")
         values = values if step is None else {"step": step, **values}
         if "completions" in values:
             self.tables.append((values["step"], values["completions"]))
@@ -382,34 +381,51 @@ def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
     assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None, "only a resumed run continues it"
 
 
-def test_a_failing_tracker_is_turned_off(tmp_path: Path, service: Service, caplog: pytest.LogCaptureFixture) -> None:
-    service.fails = True
-    trackers = Trackers([service.__name__, "tensorboard"], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
+def tracked(folder: Path, *names: str) -> Trackers:
+    """Return trackers that were given three steps."""
+    trackers = Trackers(names, TrackedRun(folder, 0, {"train": {"steps": 2}}))
     for step in range(3):
         trackers.log(step, {"reward": 1.0})
-    trackers.close()
-    assert caplog.text.count("failed (ConnectionError: no network)") == 1
-    assert list((tmp_path / "tensorboard").glob("events*")), "the other one is told"
+    return trackers
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit(3)])
+def test_a_failing_tracker_is_turned_off_and_costs_the_others_no_step(
+    tmp_path: Path,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: BaseException,
+) -> None:
+    told = list[int]()
+    monkeypatch.setattr(service, "log", Mock(side_effect=error))
+    monkeypatch.setattr(trackers_module.TensorBoard, "log", lambda self, step, values: told.append(step))
+    tracked(tmp_path, service.__name__, "tensorboard").close()
+    assert caplog.text.count(f"failed ({type(error).__name__}: {error})") == 1
+    assert told == [0, 1, 2]
 
 
 def test_a_slow_tracker_delays_no_step(tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_log, threads, log = threading.Event(), set[int](), service.log
+    may_log, threads = threading.Event(), list[int]()
 
-    def slow(*arguments: Any, **options: Any) -> None:
-        assert may_log.wait(60)
-        threads.add(threading.get_ident())
-        log(*arguments, **options)
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert name != "log" or may_log.wait(60)
+            threads.append(threading.get_ident())
+            return real(*arguments, **options)
 
-    monkeypatch.setattr(service, "log", slow)
-    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
-    for step in range(3):
-        trackers.log(step, {"reward": 1.0})
+        return call
+
+    for name in ("init", "start_run", "log"):
+        monkeypatch.setattr(service, name, noted(name, getattr(service, name)))
+    trackers = tracked(tmp_path, service.__name__)
     assert not service.told
     may_log.set()
     trackers.close()
     assert [step for step, _ in service.told] == [0, 1, 2]
     assert service.closed == 1
-    assert len(threads) == 1, "the active run of MLflow is per thread"
+    assert len(threads) == 4, "it starts once"
+    assert len(set(threads)) == 1, "MLflow's active run is per thread: elsewhere, log_metrics would begin another run"
     assert threading.get_ident() not in threads
 
 
@@ -419,25 +435,13 @@ def test_a_tracker_that_hangs_ends_no_run(
     may_end = threading.Event()
     monkeypatch.setattr(trackers_module, "_PATIENCE", 0.05)
     monkeypatch.setattr(service, "log", lambda *_, **__: may_end.wait(60))
-    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
-    trackers.log(0, {"reward": 1.0})
+    trackers = tracked(tmp_path, service.__name__)
     trackers.close()
     assert "a tracker did not answer within 0.05 s" in caplog.text
     assert trackers._thread.is_alive()
     assert trackers._thread.daemon, "the process does not wait for it"
     may_end.set()
     trackers._thread.join(60)
-
-
-def test_a_tracker_that_exits_is_turned_off(
-    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(service, "log", lambda *_, **__: sys.exit(3))
-    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
-    for step in range(2):
-        trackers.log(step, {"reward": 1.0})
-    trackers.close()
-    assert caplog.text.count("failed (SystemExit: 3)") == 1
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -454,18 +458,6 @@ def test_a_run_does_not_need_tensorboard(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names_of(None) == []
 
 
-def test_a_failing_tracker_costs_the_others_no_step(
-    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service.fails, told = True, list[int]()
-    monkeypatch.setattr(trackers_module.TensorBoard, "log", lambda self, step, values: told.append(step))
-    trackers = Trackers([service.__name__, "tensorboard"], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
-    for step in range(3):
-        trackers.log(step, {"reward": 1.0})
-    trackers.close()
-    assert told == [0, 1, 2]
-
-
 def test_a_step_without_a_table_turns_no_tracker_off(tmp_path: Path, service: Service) -> None:
     trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
     trackers.log_table(0, [])
@@ -473,20 +465,3 @@ def test_a_step_without_a_table_turns_no_tracker_off(tmp_path: Path, service: Se
     trackers.close()
     assert service.tables == []
     assert [step for step, _ in service.told] == [1]
-
-
-def test_a_tracker_starts_in_the_thread_in_which_it_logs(
-    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The active run of MLflow is per thread: elsewhere, `log_metrics` would begin another run."""
-    threads = list[int]()
-    for name in ("init", "start_run", "log"):
-        real = getattr(service, name)
-        monkeypatch.setattr(
-            service, name, lambda *a, real=real, **k: threads.append(threading.get_ident()) or real(*a, **k)
-        )
-    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
-    trackers.log(0, {"reward": 1.0})
-    trackers.close()
-    assert len(threads) == 2
-    assert len(set(threads)) == 1

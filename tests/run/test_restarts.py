@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from test_recovery import recovery
@@ -136,6 +137,17 @@ def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM and saved after step" in said
+
+
+def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process has no handler of ours: nohup tlt train --restarts 3 &"""
+    child, before = Mock(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    child.return_value.wait = lambda: signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(subprocess, "Popen", child)
+    try:
+        assert restarts._run(["train"]) == (signal.SIG_IGN, False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigterm_ends_a_run_before_it_has_signal_handlers(tmp_path: Path) -> None:

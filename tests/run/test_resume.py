@@ -18,7 +18,7 @@ from tlt.data.prompts import DataError
 from tlt.metrics import read_metrics
 from tlt.rewards import sources_sha256
 from tlt.run.display import Display
-from tlt.run.resume import Contents, allowed_changes, changes_environment
+from tlt.run.resume import _FREE, _ROUNDS, Contents, _fields, _is_of, allowed_changes, changes_environment
 from tlt.store import checkpoint
 
 FILES = Contents("hash", "of the reward")
@@ -57,17 +57,26 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
     [
         {"model": {"path": "elsewhere"}},
         {"data": {"path": "copy.jsonl"}},
-        {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999}},
+        {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999, "long_prompts": "drop"}},
+        {"reward": {"name": "exact", "memory_mb": 99}},
         {"speculation": {"training": {"extra": 0.5, "learning_rate": 0.1}}},
         {"cluster": {"patience": 9.0}},
         {"eval": {"samples": 7}},
-        {"run": {"folder": "moved", "keep": 7, "save_every": 3}},
+        {"run": {"folder": "moved", "keep": 7, "save_every": 3, "tracker_completions": 9}},
         {"train": {"steps": 1000}},
     ],
     ids=str,
 )
 def test_fields_that_affect_no_weight_may_change(sections: dict[str, Any]) -> None:
     assert compared(sections) == []
+
+
+@pytest.mark.parametrize("section", ["run", "cluster", "eval", "engine", "speculation"])
+def test_of_these_sections_only_the_seed_affects_the_result(section: str) -> None:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "p"}, "reward": {"name": "exact"}}
+    fields = [key for key, _ in _fields(Config.model_validate(tree).model_dump()) if key.startswith(f"{section}.")]
+    assert fields
+    assert [key for key in fields if not _is_of(key, (*_FREE, *_ROUNDS))] == ["run.seed"] * (section == "run")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.config import Config
 from tlt.data.prompts import DataError
+from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import read_safetensors, sha256
 from tlt.rl.policy import Policy
@@ -203,6 +204,9 @@ class Asking(Display):
                 os.kill(os.getpid(), number)
             time.sleep(self.seconds)
 
+    def step(self, result: StepResult) -> None:
+        self.phase(result.metrics.step, "step", 0)
+
 
 @pytest.mark.parametrize("words", ["loading", "model:", "resuming"])
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
@@ -266,7 +270,7 @@ def test_a_step_that_does_not_end_is_abandoned_and_the_state_before_it_saved(hom
 
 
 def test_a_step_in_its_update_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seconds = Policy.update, [0.15]
+    real, seconds = Policy.update, [0.45]
 
     def update(self: Policy, batch: Any, step: int, *group: Any) -> Any:
         metrics = real(self, batch, step, *group)
@@ -279,10 +283,30 @@ def test_a_step_in_its_update_gets_more_time(home: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Policy, "update", update)
     with pytest.raises(Stopped, match=r"saved after step 3 of"):
-        train(whole(home, "more time", run={"save_every": 0, "stop_within": 0.1}))
+        train(whole(home, "more time", run={"save_every": 0, "stop_within": 0.3}))
     seconds[0] = 60.0
     with pytest.raises(Stopped, match=r"abandoned; saved after step 2 in"):
-        train(whole(home, "no more time", run={"save_every": 1, "stop_within": 0.1}))
+        train(whole(home, "no more time", run={"save_every": 1, "stop_within": 0.3}))
+
+
+@pytest.mark.parametrize("moment", ["best", "checkpoints", "step"])
+def test_a_save_takes_as_long_as_it_needs(home: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """The signal arrives in a save of the best policy or of a checkpoint, or after the check whether a save is due."""
+    real, saves = checkpoint.save, list[tuple[str, int]]()
+
+    def slow(root: Path, step: int, *rest: Any, **named: Any) -> Path:
+        saves.append((root.name, step))
+        if saves[-1] == (moment, 2) and saves.count(saves[-1]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        return real(root, step, *rest, **named)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    run = {"save_every": int(moment == "checkpoints"), "stop_within": 0.1}
+    config = whole(home, f"slow {moment}", run=run, eval=held_out(home, "unseen", "other"))
+    with pytest.raises(Stopped, match=rf"^stopped by SIGTERM and saved after step 2 of {STEPS} in"):
+        train(config, False, Asking("step", 1, *[signal.SIGTERM] * (moment == "step")))
+    assert saves.count(("checkpoints", 2)) == 1
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:
@@ -290,10 +314,11 @@ def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:
     assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
-def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
-    config = whole(home, "impatient")
+@pytest.mark.parametrize("phase", ["update", "save"])
+def test_a_second_signal_ends_the_run_at_once(home: Path, phase: str) -> None:
+    config = whole(home, f"impatient {phase}")
     with pytest.raises(KeyboardInterrupt) as stopped:
-        train(config, False, Asking("update", 2, signal.SIGINT, signal.SIGINT))
+        train(config, False, Asking(phase, 2, signal.SIGINT, signal.SIGINT))
     assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 

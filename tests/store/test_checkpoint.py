@@ -6,13 +6,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tlt.store.checkpoint import Best, CheckpointError, latest, policy_in, refuse_full_disk, save
+from tlt.store import checkpoint
+from tlt.store.checkpoint import CheckpointError, latest, offer_best, policy_in, refuse_full_disk, save
 
 
 def write_step(step: int) -> Callable[[Path], None]:
@@ -145,11 +146,28 @@ def test_everything_is_flushed_before_the_folder_gets_its_name(tmp_path: Path, m
     assert events[at + 1 :] == ["checkpoints"]
 
 
-def test_the_best_policy_is_kept(tmp_path: Path) -> None:
-    for step, worth in ((0, 9.0), (10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)):
-        Best(tmp_path).offer(step, {"mean@2": worth}, worth, write_step(step))  # as after a resume
+@pytest.mark.parametrize(
+    "offers",
+    [((0, 9.0), (10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)), ((25, 0.5), (20, 0.7), (30, 0.6))],
+    ids=["in order", "resumed from an older checkpoint"],
+)
+def test_the_best_policy_is_kept(tmp_path: Path, offers: Sequence[tuple[int, float]]) -> None:
+    for step, worth in offers:
+        offer_best(tmp_path, step, {"mean@2": worth}, worth, write_step(step))
     assert names(tmp_path) == ["step_00000020"]
     assert latest(tmp_path).state == {"step": 20, "worth": 0.7, "eval": {"mean@2": 0.7}}
+
+
+def test_a_worse_policy_is_refused_without_a_look_at_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer_best(tmp_path, 10, {}, 0.7, write_step(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_sha256", lambda path: pytest.fail(f"it reads {path}"))
+        offer_best(tmp_path, 20, {}, 0.6, write_step(20))
+    (tmp_path / "step_00000010" / "state.json").write_text('{"wor', encoding="utf-8")
+    offer_best(tmp_path, 30, {}, 0.5, write_step(30))
+    assert names(tmp_path) == ["step_00000030"], "the score of a damaged one is unknown"
 
 
 def test_a_run_without_a_checkpoint_has_no_policy(tmp_path: Path) -> None:

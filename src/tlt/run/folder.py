@@ -78,7 +78,7 @@ class RunFolder:
     def _refuse_what_is_there(self, overwrite: bool) -> None:
         for stranger in _strangers(self.path):
             raise ConfigError(f"{stranger} is not from a run of tlt: move it away, or set another --run.folder")
-        saved = _has_checkpoints(self.path)
+        saved = has_checkpoints(self.path)
         # the first checkpoint of a new run deletes previous runs
         if (saved or self.kept() or _has_steps(self.path)) and not overwrite:
             goes_on = "continue it with --resume, or " if saved else ""
@@ -103,7 +103,7 @@ class RunFolder:
 
     def kept(self) -> list[Path]:
         """Return the subfolders of previous runs that have a checkpoint, the oldest first."""
-        return [place for place in self.before() if _has_checkpoints(place)]
+        return [place for place in self.before() if has_checkpoints(place)]
 
     def point_to(self, checkpoint: Path) -> None:
         """Make the symbolic link `latest` in the run's folder point to a checkpoint, if the file system supports links.
@@ -118,12 +118,17 @@ class RunFolder:
 
     def forget_before(self) -> None:
         """Delete previous runs, except files that no run writes. A subfolder is kept as a whole if a file in it has the
-        name of a run's file but other content. Call this when the new run has saved a checkpoint."""
+        name of a run's file but other content. Files that cannot be deleted are kept too. Call this when the new run
+        has saved a checkpoint."""
         for place in self.before():
             if _strangers(place):
                 continue
             for path in _of_a_run(place):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    with suppress(OSError):
+                        path.unlink()
             with suppress(OSError):  # the subfolder is not empty
                 place.rmdir()
 
@@ -157,8 +162,9 @@ def _holds_a_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
 
 
-def _has_checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("step_*"))
+def has_checkpoints(folder: Path) -> bool:
+    """Return whether the folder of a run has a checkpoint, complete or not."""
+    return any((folder / "checkpoints").glob("step_????????"))
 
 
 def _has_steps(folder: Path) -> bool:

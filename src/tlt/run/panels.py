@@ -71,7 +71,7 @@ class WorkersView:
         table.add_column("state", width=len(ROLLOUT))
         table.add_column("rows", justify="right", min_width=4)
         table.add_column("longest", justify="right")
-        table.add_column(f"active rows over {self._span(width)}", no_wrap=True, width=width)
+        table.add_column(f"active rows over {width * self.seconds:.0f} s", no_wrap=True, width=width)
         table.add_column("steps ahead", no_wrap=True)
         for index, worker in enumerate(workers):
             table.add_row(
@@ -83,9 +83,6 @@ class WorkersView:
                 Text(_steps(step, worker.ahead), COLOURS[AHEAD]),
             )
         return table
-
-    def _span(self, width: int) -> str:
-        return f"{width * self.seconds:.0f} s"
 
     def _strip(self, index: int, width: int) -> Text:
         most = dict.fromkeys(COLOURS, 1)  # by state, because look-ahead may have many more rows than the rollout
@@ -138,7 +135,7 @@ def picture(response: Response, which: str, width: int) -> Text:
     )
     head.append("   keys: b best, w worst, s sample", "dim")
     head.truncate(width, overflow="ellipsis")
-    prompt = _last(_lines(response.request.prompt.text, width), _PROMPT_LINES)
+    prompt = _lines(response.request.prompt.text, width)[-_PROMPT_LINES:]
     shown = _ends(_lines(response.text, width), _RESPONSE_LINES)
     return Text("\n").join([head, *(Text(line, "dim") for line in prompt), *(Text(line) for line in shown)])
 
@@ -147,10 +144,6 @@ def _lines(text: str, width: int) -> list[str]:
     """Return the lines of a text, wrapped at `width` characters. Unprintable characters become dots."""
     clean = "".join(char if char == "\n" or char.isprintable() else "·" for char in text.strip())
     return [part for line in clean.split("\n") for part in textwrap.wrap(line, width)]
-
-
-def _last(lines: Sequence[str], most: int) -> list[str]:
-    return list(lines[-most:])
 
 
 def _ends(lines: Sequence[str], most: int) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from tlt.stopping import SIGNALS
+from tlt.stopping import SIGNALS, not_ignored
 
 LOST = 75
 """exit code of a run that lost its workers or its Ray cluster, or ran out of memory (EX_TEMPFAIL in sysexits.h)"""
@@ -47,11 +47,6 @@ def _there(checkpoints: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in checkpoints.glob("step_????????")}
 
 
-def newest(checkpoints: Path) -> int:
-    """Return the number of steps in the name of the newest checkpoint; 0 if there is no checkpoint."""
-    return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_????????")), default=0)
-
-
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
     """Run `tlt` in a child process. Return its exit code, and whether a signal asked it to stop.
 
@@ -65,7 +60,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
         if number == signal.SIGTERM and children:
             children[0].send_signal(number)
 
-    before = {number: signal.signal(number, record_and_forward) for number in SIGNALS}
+    before = {number: signal.signal(number, record_and_forward) for number in not_ignored()}
     try:
         children.append(subprocess.Popen([sys.executable, "-m", "tlt", *arguments]))
         if signals:  # received before the child had started

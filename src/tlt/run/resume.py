@@ -19,10 +19,11 @@ from tlt.config.section import section_of
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
-    *("run.watts_per_core", "run.price_per_hour"),
-    *("reward.timeout_seconds", "reward.workers", "reward.folder"),
+    *("run.tracker_completions", "run.watts_per_core", "run.price_per_hour"),
+    *("reward.timeout_seconds", "reward.memory_mb", "reward.workers", "reward.folder"),
     *("model.hub", "data.hub"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
+    "data.long_prompts",
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
     *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token", "train.early_update"),
 )

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from tlt.config import ConfigError
 from tlt.config.registry import TRACKERS, maker
@@ -30,20 +30,14 @@ _PATIENCE = 60.0  # longest time in seconds that a call of a tracker may take at
 
 
 class Tracker(Protocol):
+    """Protocol of a tracker. It may also have a method `log_table(step, rows)`, which receives some responses of a step
+    as rows of a table. All rows have the same columns."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step. docs/metrics.md explains their names."""
         ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class TableTracker(Tracker, Protocol):
-    """Tracker that also receives responses, as a table."""
-
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table with some responses of a step. Each row is a response, and all rows have the same columns."""
-        ...
 
 
 class TrackedRun(NamedTuple):
@@ -195,8 +189,8 @@ class Trackers:
         """Send a table of responses to the trackers that accept tables."""
 
         def log(tracker: Tracker) -> None:
-            if isinstance(tracker, TableTracker):
-                tracker.log_table(step, rows)
+            if log_table := getattr(tracker, "log_table", None):
+                log_table(step, rows)
 
         if rows:
             self._for_each(log)

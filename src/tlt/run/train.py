@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256, num_weights
+from tlt.report import Page
 from tlt.rewards import sources_sha256
 from tlt.rewards.tools import with_tools
 from tlt.rl.groups import from_plain, to_plain
@@ -32,7 +32,7 @@ from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Record, RunProgress
 from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, changes_environment, sentence
 from tlt.run.trackers import names_of
-from tlt.stopping import GivenUp, Stopped, StopRequest, resume_hint, stop_request
+from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
 from tlt.store.checkpoint import Checkpoint
 from tlt.store.completions_parquet import refuse_without_pyarrow
@@ -116,8 +116,7 @@ def train(
                 stop.acknowledge = run.display.stopping
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
-            name = signal.Signals(stop.number).name
-            raise Stopped(f"stopped by {name} before the first step: nothing was changed", stop.number) from None
+            raise Stopped(f"stopped by {stop.name} before the first step: nothing was changed", stop.number) from None
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
@@ -140,10 +139,12 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         return summary
     except GivenUp:
         stop.run_ends()
-        raise Stopped(_stopped_during_a_step(run, stop.number), stop.number) from None
+        took = f"the current step did not end within {config.run.stop_within:g} s (run.stop_within) and was abandoned"
+        raise Stopped(f"stopped by {stop.name}; {took}; {_rescue(run)}", stop.number) from None
     except Exception as error:
         stop.run_ends()
         error.add_note(_rescue(run))
+        Page(folder.path).write()
         raise
     except KeyboardInterrupt as error:  # a second signal, after which nothing is saved
         error.add_note(_saved_before(run))
@@ -253,7 +254,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
         run.stand(done, asdict(result.metrics))
         stop.step_has_ended()
         if saves := bool(stop) or _save_is_due(config, done):
-            with timed("save", result.metrics.seconds, run.parts.tracer):
+            with timed("save", result.metrics.seconds, run.parts.tracer), stop.unhurried():
                 run.display.phase(result.metrics.step, "save", 0)
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
@@ -270,21 +271,22 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
             raise _stopped(run, record, stop)
     run.parts.turns.step = config.train.steps
     with run.parts.tracer.span("eval"):
-        evaluation = _evaluate(run, config.train.steps)
+        evaluation = _evaluate(run, config.train.steps, stop)
     _trace(run)
     return evaluation
 
 
 def _stopped(run: Run, record: Record, stop: StopRequest) -> Stopped:
     """Save the last step if it is not saved yet, and return the exception that ends the run after a signal."""
+    stop.run_ends()
     done = run.standing.done
     record.close()
     if not done:
-        name = signal.Signals(stop.number).name
-        return Stopped(f"stopped by {name} before the first step: nothing is saved", stop.number)
+        return Stopped(f"stopped by {stop.name} before the first step: nothing is saved", stop.number)
     if run.standing.saved < done:
         _save(run)
-    return Stopped(resume_hint(done, run.config.train.steps, run.config.run.folder, stop.number), stop.number)
+    saved = f"stopped by {stop.name} and saved after step {done} of {run.config.train.steps} in {run.config.run.folder}"
+    return Stopped(f"{saved}: continue with the same command and --resume", stop.number)
 
 
 def _steps(run: Run, record: Record, stop: StopRequest) -> Iterator[StepResult]:
@@ -297,7 +299,7 @@ def _steps(run: Run, record: Record, stop: StopRequest) -> Iterator[StepResult]:
         evaluation: dict[str, float] = {}
         if config.eval.every and step % config.eval.every == 0:
             with timed("eval", seconds, run.parts.tracer):
-                evaluation = _evaluate(run, step)
+                evaluation = _evaluate(run, step, stop)
             if stop:
                 raise _stopped(run, record, stop)
         result = one_step(run.parts, config, run.display, step)
@@ -309,7 +311,7 @@ def _steps(run: Run, record: Record, stop: StopRequest) -> Iterator[StepResult]:
         yield result
 
 
-def _evaluate(run: Run, step: int) -> dict[str, float]:
+def _evaluate(run: Run, step: int, stop: StopRequest) -> dict[str, float]:
     parts = run.parts
     if not parts.held_out:
         return {}
@@ -326,8 +328,8 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
     run.display.evaluation(step, evaluation)
     worth = evaluation.get(f"mean@{run.config.eval.samples}")
     if worth is not None:
-        best = checkpoint.Best(run.folder.path / "best")
-        best.offer(step, evaluation, worth, partial(_write_policy, run, step))
+        with stop.unhurried():
+            checkpoint.offer_best(run.folder.path / "best", step, evaluation, worth, partial(_write_policy, run, step))
     return evaluation
 
 
@@ -393,8 +395,3 @@ def _saved_before(run: Run) -> str:
         return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
     kept = run.folder.kept()
     return f"nothing is saved yet{f'; the previous run is in {kept[-1]}' if kept else ''}"
-
-
-def _stopped_during_a_step(run: Run, number: int) -> str:
-    took = f"the current step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was abandoned"
-    return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"

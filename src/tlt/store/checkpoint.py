@@ -142,20 +142,22 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Best:
-    """Store for the policy with the best evaluation so far. It has the format of a checkpoint."""
+def offer_best(
+    root: Path, step: int, evaluation: dict[str, float], worth: float, write: Callable[[Path], None]
+) -> None:
+    """Save the policy after `step` steps in the folder `root`, if its score `worth` (mean reward) is higher than that
+    of the policy in it, which is then deleted. The initial policy (step 0) is never saved. Raises CheckpointError."""
+    if not step or worth <= max(map(_worth, _folders(root)), default=-math.inf):
+        return
+    best = save(root, step, {"step": step, "worth": worth, "eval": evaluation}, write, keep=1)
+    for other in _folders(root):  # a run that was resumed from an older checkpoint may have left one of a later step
+        if other != best:
+            shutil.rmtree(other, ignore_errors=True)
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
 
-    def offer(self, step: int, evaluation: dict[str, float], worth: float, write: Callable[[Path], None]) -> None:
-        """Save the policy after `step` steps, if its score `worth` (mean reward) is higher than that of the stored
-        policy. The initial policy (step 0) is never saved. Raises CheckpointError."""
-        if step and worth > self._worth():
-            save(self.root, step, {"step": step, "worth": worth, "eval": evaluation}, write, keep=1)
-
-    def _worth(self) -> float:
-        try:
-            return latest(self.root).state["worth"]
-        except CheckpointError:  # no policy is stored yet
-            return -math.inf
+def _worth(folder: Path) -> float:
+    """Return the score of a policy that `offer_best` has saved. Its weights, which may be large, are not read."""
+    try:
+        return read_json(folder / "state.json")["worth"]
+    except (OSError, ValueError, KeyError):  # the file is damaged
+        return -math.inf

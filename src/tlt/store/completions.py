@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tlt.files import writing
 from tlt.metrics import MetricsError
 from tlt.types import Group, Response
 
@@ -27,16 +28,11 @@ class CompletionsWriter:
     def write(self, step: int, groups: Iterable[Group]) -> None:
         """Append a line for each response of a step. Raises MetricsError if the file cannot be written."""
         lines = b"".join(_line(step, response) for group in groups for response in group.responses)
-        try:
+        with writing(self.path, MetricsError):
             if self.path.exists() and self.path.stat().st_size + len(lines) > self.half:
                 self.path.replace(self.older)
             with self.path.open("ab") as file:
                 file.write(lines)
-        except OSError as error:
-            raise MetricsError(
-                f"{self.path} cannot be written ({error.strerror}): free disk space, or check the permissions of the "
-                "folder"
-            ) from None
 
 
 def _line(step: int, response: Response) -> bytes:

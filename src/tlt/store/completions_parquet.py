@@ -11,6 +11,7 @@ from typing import Any
 
 from tlt.config import ConfigError
 from tlt.config.run import RunConfig
+from tlt.files import writing
 from tlt.metrics import MetricsError
 from tlt.store.completions import record
 from tlt.types import Group, PassCounts
@@ -45,16 +46,11 @@ class ParquetCompletions:
             return
         path = self._path(step)
         draft = path.with_name(path.name + ".partial")
-        try:
+        with writing(path, MetricsError):
             self.folder.mkdir(exist_ok=True)
             parquet.write_table(pyarrow.Table.from_pylist(rows, schema=_schema(pyarrow)), draft)
             draft.replace(path)
             self._drop_the_oldest()
-        except OSError as error:
-            raise MetricsError(
-                f"{path} cannot be written ({error.strerror or error}): free disk space, or check the permissions of "
-                "the folder"
-            ) from None
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.parquet"

@@ -49,13 +49,10 @@ def _completed(config: dict[str, Any], tokenizer: Any, has_json: bool) -> dict[s
     whether there is a tokenizer.json."""
     found = dict(config)
     template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
     if template:  # transformers 4.47 and older read only this field; newer versions prefer chat_template.jinja
-        several = (
-            [{"name": name, "template": text} for name, text in template.items()]
-            if isinstance(template, dict)
-            else None
-        )
-        found["chat_template"] = several or template
+        found["chat_template"] = template
     if isinstance(found.get("extra_special_tokens"), list):  # transformers 4 expects a mapping in this field
         found["additional_special_tokens"] = found.pop("extra_special_tokens")
     if not has_json:
