@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -61,8 +62,6 @@ def test_the_gain_of_help_by_hand() -> None:
     live, found = dict.fromkeys(range(4), 100), forecast()
     assert found.helping(live, [1, 3], 5.0) == pytest.approx(80 * 0.02 - 200 * 1e-4)
     assert found.helping(live, [3], 5.0) == pytest.approx(80 * 0.01 - 100 * 1e-4)
-    assert found.is_worth_helping(live, [1, 3], 5.0)
-    assert not found.is_worth_helping(live, [1, 3], 50.0), "it saves 0.14 s: not worth the trouble"
     assert found.rounds({1: 100, 2: 500}, 5.0) == pytest.approx(100), "a worker ends with its last row: 500 more tokens"
 
 
@@ -151,7 +150,9 @@ def test_counters_of_lost_workers_are_of_one_rollout() -> None:
 def test_one_worker_at_a_time_waits_for_rows_of_another() -> None:
     (allocation, _), live = allocation_of(0, 1, 2), dict.fromkeys(range(4), 9)
     allocation.shares[0] = Share(rows={seed: row(seed) for seed in live}, last=slice_of(live=live))
-    allocation.forecast.is_worth_helping = lambda *arguments: True
+    allocation.forecast.helping = lambda *arguments: 0.14
+    assert not allocation.ask_for_rows(1), "it saves 0.14 s: not worth the trouble"
+    allocation.forecast.helping = lambda *arguments: math.inf
     assert [allocation.ask_for_rows(worker) for worker in (1, 2)] == [True, False]
     allocation.handle_slice(0, slice_of(live=live))
     assert allocation.shares[0].helper == 1, "the call began before the worker was asked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -94,11 +95,20 @@ def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> Non
     assert losses == pytest.approx(undisturbed[1][1], rel=2e-6, abs=1e-12)
 
 
-@given(data=st.data())
-@settings(max_examples=6, phases=[Phase.generate])  # to shrink an example takes minutes
-def test_the_result_depends_on_no_schedule_and_no_lost_worker(
-    home: Path, undisturbed: Any, data: st.DataObject
-) -> None:
+def test_the_result_depends_on_no_schedule_and_no_lost_worker(home: Path, undisturbed: Any) -> None:
+    survived = list[int]()
+
+    @given(data=st.data())
+    @settings(max_examples=6, phases=[Phase.generate])  # to shrink an example takes minutes
+    def check(data: st.DataObject) -> None:
+        survived.append(lost_by_a_run_that_ends(home, undisturbed, data))
+
+    check()
+    assert any(survived), "no run lost a worker and ended nevertheless"
+
+
+def lost_by_a_run_that_ends(home: Path, undisturbed: Any, data: st.DataObject) -> int:
+    """Train with workers that are lost at random. Return how many a run lost that ended; 0 if it did not end."""
     random = data.draw(st.randoms(use_true_random=False))
     share = data.draw(st.sampled_from([0.0, 0.02, 0.1]))
     engine = {"max_rows": data.draw(st.integers(1, 5))}
@@ -116,8 +126,9 @@ def test_the_result_depends_on_no_schedule_and_no_lost_worker(
         found = train(config, choose=lambda n: random.randrange(n), loses=loses)
     if found is None:
         assert len(lost) >= WORKERS
-    else:
-        assert found[:2] == undisturbed, lost
+        return 0
+    assert found[:2] == undisturbed, lost
+    return len(lost)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +274,13 @@ def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tr
 
     def do(name: str, *arguments: Any) -> bool:
         asked.append(name)
-        idle.extend(arguments[1:2])
+        if name == "train":
+            idle.append(arguments[1])
         return name in possible
 
     for name in ("ask_for_rows", "update_early", "train", "decode_ahead"):
         setattr(work.allocation if name == "ask_for_rows" else work, name, partial(do, name))
-    work.start(1)
+    work.start(1, 0.2)
     assert asked == tried
     assert idle == [work.allocation.idle()] * ("train" in tried)
 
@@ -294,7 +306,7 @@ def test_the_only_idle_worker_trains_and_looks_ahead_in_turns(
     for name, possible in (("update_early", False), ("train", True), ("decode_ahead", has_requests)):
         setattr(work, name, partial(do, name, possible))
     for _ in range(4):
-        work.start(1)
+        work.start(1, 0.2)
     assert calls == started
 
 
@@ -315,11 +327,10 @@ def test_without_an_update_all_look_ahead_tokens_are_accepted(home: Path) -> Non
     assert seen["ahead_tokens"] >= seen["seen_ahead"], "nothing is seen that nobody decoded"
 
 
-@given(seed=st.integers(0, 2**31))
-@settings(max_examples=3, phases=[Phase.generate])
-def test_the_result_does_not_depend_on_look_ahead(home: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "lost"), [(0, False), (1, True), (2, True)])
+def test_the_result_does_not_depend_on_look_ahead(home: Path, seed: int, lost: bool) -> None:
     random = Random(seed)
-    workers, lost = random.choice([2, 3]), random.random() < 0.5
+    workers = random.choice([2, 3])
     few = {"look_ahead": random.randint(1, 3), "look_ahead_tokens": random.choice([40, 10**6])}
     config = config_of(home, workers, rollout=LONGER, speculation=LOOK_AHEAD | few)
 
@@ -372,7 +383,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
         self.crew.pool.log.extend([(index, "asks")] * helps)
         return helps
 
-    always = patch("tlt.cluster.allocation.Forecast.is_worth_helping", lambda *arguments: True)
+    always = patch("tlt.cluster.allocation.Forecast.helping", lambda *arguments: math.inf)
     with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Allocation, "ask_for_rows", asking):
         *found, pool = train(config_of(home, 2, rollout=LONGER, speculation=drafter), choose=lambda n: next(turn))
     assert found == [*train(config_of(home, 2, rollout=LONGER))[:2]]

@@ -121,6 +121,27 @@ def test_a_worker_that_still_waits_after_a_loss_is_replaced(monkeypatch: pytest.
     assert pool.replaced == [1, 0]
 
 
+def test_a_worker_that_hangs_is_noticed_after_a_joint_call_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an update worker 0 is lost, then worker 2, which cannot be replaced. Worker 1 hangs."""
+    pool = Scripted(lambda call: WorkerLost("gone") if call.index != 1 and call.method == "update" else "done", size=3)
+    crew, replace, late = Crew(pool, patience=0.02), pool.replace, time.monotonic() + 10
+    pool.ends = lambda call: (
+        (call.index == 0 or call.life > 0 or time.monotonic() > late)
+        or (call.index == 2 and (call.method != "update" or crew._broken == "update"))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "replace", lambda index: no_room() if index == 2 else replace(index))
+        with pytest.raises(ClusterError, match="no room"):
+            crew.call_jointly("update", {0: (), 1: (), 2: ()})
+    assert 1 not in pool.replaced
+    assert crew.call_all("rollback") == dict.fromkeys(range(3), "done")
+    assert 1 in pool.replaced
+
+
+def no_room() -> None:
+    raise ClusterError("no room")
+
+
 def test_a_worker_that_waits_for_the_state_of_a_hanging_one_is_not_replaced() -> None:
     """Worker 1 is lost at once. Worker 0, whose state is requested, stops answering until it is replaced."""
     pool: Any = Scripted(lambda call: WorkerLost("its process is gone") if call.method == "die" else "done", size=3)

@@ -32,7 +32,7 @@ from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
 
-SHORT, LONG = (3, 32, 5), (4, 40, 8)
+SHORT, LONG = (4, 32, 6), (4, 40, 10)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 
@@ -371,6 +371,17 @@ def test_the_candidate_of_a_lost_worker_is_not_published(training: Any, is_asked
     assert (training.version, training.in_use) == (0, None)
 
 
+def test_the_state_of_a_replacement_is_not_that_of_the_lost_worker(training: Any) -> None:
+    """Another worker asks for the state of worker 0, before the driver has handled the loss of worker 0."""
+    train_on(training, 0)
+    assert not training.next_call(1, [1], 0.5)
+    assert training.crew.taken() == [(0, "drafter_state")]
+    training.handle_result(Done(0, "state", None, lost=True))
+    training.handle_result(Done(0, "drafter_state", STATE))
+    assert training.next_call(1, [1], 0.5)
+    assert training.crew.taken() == [(1, "train_drafter", None, 0.5)]
+
+
 def test_the_training_of_a_lost_worker_is_lost(training: Any) -> None:
     train_on(training, 0, RULE.stretch - 1)
     training.next_call(0, [0], 0.5)
@@ -387,6 +398,7 @@ def schedule_fails(method: str, error: type[Exception] = ZeroDivisionError) -> A
 def test_a_failing_schedule_is_not_used_again(training: Any, method: str) -> None:
     with schedule_fails(method):
         train_on(training, 2, RULE.stretch)
+        training.next_call(2, [2], 0.5)
         training.handle_result(BETTER)
         training.rollout_ended(1.0, None)
         training.state()

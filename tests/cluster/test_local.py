@@ -138,6 +138,13 @@ def test_without_an_extra_share_there_is_no_trainer(tmp_path: Path) -> None:
         assert not rollout.training.is_on
 
 
+def test_the_end_waits_for_the_drafter_to_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, waited = make(config_of(tmp_path)), list[None]()
+    monkeypatch.setattr(training_of(rollout).saver, "wait", lambda: waited.append(None))
+    rollout.close()
+    assert waited == [None]
+
+
 def test_training_takes_its_share_of_time_and_no_more(tmp_path: Path) -> None:
     rollout = make(config_of(tmp_path))
     run(rollout, 2)

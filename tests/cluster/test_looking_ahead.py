@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def test_drafts_are_dropped_after_use_unless_their_request_is_repeated() -> None
     ahead.begin(requests(20), iter(()))
     assert ahead.store.length(10) == 0
     ahead.end(RolloutStats())
-    ahead.remember([known(20, 9)])
+    ahead.store.put([known(20, 9)])
     ahead.begin(requests(30), iter(()))
     assert ahead.store.length(20) == 9
 
@@ -230,11 +230,11 @@ def test_idle_workers_decode_the_next_step_while_rewards_are_computed(tmp_path: 
     coordinator, pool, _ = crewed(tmp_path)
     coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))
-    calls = [call for call in pool.calls.values() if call.method == "look_ahead"]
-    assert [(call.worker, seeds(call.arguments[0]), call.done) for call in calls] == [
-        (0, [20, 30, 40, 21], False),
-        (1, [31, 41], False),
-    ]
+    calls = [call for call in pool.calls.values() if call.method == "look_ahead" and not call.done]
+    assert [(call.worker, seeds(call.arguments[0]), call.arguments[1]) for call in calls] == [
+        (0, [31], 120.0),
+        (1, [41], 120.0),
+    ], "requests 20, 30, 40 and 21 were decoded in the rollout"
 
 
 def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
 def test_tokens_of_a_lost_worker_are_followed_by_the_rest_of_a_longer_draft() -> None:
     ahead, row = looking(Ahead(0, (0,), np.array([1, 2, 3, 4, 5], dtype=np.int32), 0, True)), Row(request(0), [1])
     for lost, tokens, kept in ((row, [1, 9, 3], [1, 9, 3, 4, 5]), (Row(request(1)), [7, 8], [7, 8])):
-        ahead.keep_reported(lost, tokens, version=7)
+        ahead.store.keep(replace(lost, tokens=tokens), version=7)
         found = ahead.store.get(lost.request)
         assert found
         assert (found.tokens.tolist(), found.version, found.ended) == (kept, 7, False)
@@ -275,10 +275,10 @@ def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Pa
     for part, name in ((idle.early, "next_call"), (idle.training, "next_call"), (idle.ahead, "work")):
         setattr(part, name, lambda *arguments, part=part: asked.append(type(part).__name__))
     idle.is_on = False
-    idle.start(0)
+    idle.start(0, 0.2)
     assert asked == []
     idle.is_on = True
-    idle.start(0)
+    idle.start(0, 0.2)
     assert asked == ["EarlyUpdate", "DrafterTraining", "LookingAhead"]
 
 

@@ -121,6 +121,14 @@ def test_a_worker_with_the_state_of_another_trains_on_its_own_data(tmp_path: Pat
     assert new.spot.trainer.trainer.heads[new.target.version] is new.target.head
 
 
+def test_a_worker_with_the_state_of_another_forgets_its_own(home: Path) -> None:
+    """It may have begun an update after it was given up."""
+    worker = updating(home)
+    worker._before = worker.state()
+    worker.take_state(worker.state()._replace(version=5))
+    assert worker.state().version == 5
+
+
 SHARD = random_batch(257, responses=5)
 """five micro-batches"""
 EITHER = pytest.mark.parametrize("epochs", [1, 2], ids=["gradients", "log-probs"])

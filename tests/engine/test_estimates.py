@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from tlt.draft.strategy import PLAIN, Strategy
@@ -29,6 +31,14 @@ def test_buckets_are_powers_of_two_and_of_four() -> None:
 def test_without_timed_rounds_the_profile_is_used(times: RoundTimes) -> None:
     assert [times.profiled(PLAIN, rows) for rows in (1, 2, 4, 9)] == [1.0, 1.5, 2.5, 2.5]
     assert times.seconds(CHAIN, FOUR) == 5.0
+
+
+def test_the_profile_does_not_keep_what_measured_it() -> None:
+    held = {"drafters"}
+    times, alive = RoundTimes(lambda held=held: {len(held): {PLAIN: 2.0}}), weakref.ref(held)
+    del held
+    assert times.profiled(PLAIN, 1) == 2.0
+    assert alive() is None
 
 
 def test_a_strategy_without_rounds_follows_the_plain_rounds_of_its_bucket(times: RoundTimes) -> None:
@@ -64,7 +74,7 @@ def test_chains_that_were_cut_count_only_their_verified_tokens() -> None:
     model.add(EAGLE, [3, 3], [4, 3])
     model.add(EAGLE, [2] * 10, [2] * 3 + [3] * 5 + [1] * 2)
     assert model.seen[EAGLE][:4].tolist() == [[12, 10], [10, 7], [2, 1], [0, 0]]
-    one = model.chances(EAGLE, 4, [0.5])
+    one = model.chances(EAGLE, 4, 0.5)
     assert one[:2] == pytest.approx([(10 + 2 * 0.5) / 14, (7 + 2 * one[0]) / 12])
     assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
 
@@ -75,12 +85,12 @@ def test_lasting_rates_are_over_more_rounds_and_change_only_with_their_own() -> 
     model.add(EAGLE, [2] * 8, [2] * 8)
     for _ in range(256):
         model.age()
-    assert model.chances(EAGLE, 2, [0.1]) == pytest.approx([0.1, 0.1], abs=0.1)
-    assert model.lasting(EAGLE, 2, 0.5) == pytest.approx([9 / 10, 0.9 * 2 / 10])
+    assert model.chances(EAGLE, 2, 0.1) == pytest.approx([0.1, 0.1], abs=0.1)
+    assert model.lasting(EAGLE, 0.5) == pytest.approx(9 / 10)
     model.add(EAGLE, [2] * 8, [1] * 8)
     kept = 255 / 256
-    assert model.lasting(EAGLE, 1, 0.5) == pytest.approx([(8 * kept + 1) / (8 * kept + 10)])
+    assert model.lasting(EAGLE, 0.5) == pytest.approx((8 * kept + 1) / (8 * kept + 10))
     model.forget("eagle")
-    assert model.lasting(EAGLE, 1, 0.5) == [0.5]
+    assert model.lasting(EAGLE, 0.5) == 0.5
     model.load_state([("eagle", 1, [[4.0, 2.0]])], {"eagle"})  # of an older version
-    assert model.chances(EAGLE, 1, [0.5]) == [0.5]
+    assert model.chances(EAGLE, 1, 0.5) == [0.5]

@@ -21,6 +21,7 @@ from tlt.draft.eagle import eagle_options
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine import drafting, noise
+from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.spot.buffer import Harvest
@@ -254,6 +255,33 @@ def test_look_ahead_rows_are_preempted_by_submitted_requests() -> None:
     assert by_seed(responses).keys() == {request.seed for request in requests()[5:8]}
     decode_ahead(looking)
     assert [kept(store, requests()[place]) for place in range(5)] == [whole(place) for place in range(5)]
+
+
+def test_look_ahead_rows_are_preempted_by_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round is then not timed, because the tuner chose for more rows."""
+    made = engine(AheadStore(10**6))
+    monkeypatch.setattr(made.tuner, "free_rows", lambda rows: 2)
+    made.start(requests()[2:3])
+    made.look_ahead(requests()[5:6])
+    for _ in range(2):
+        made.round()
+    assert [row.ahead for row in made.rows] == [False, True]
+    answers = iter([False, True, True])
+    monkeypatch.setattr(made.rollout.scheduler, "has_room", lambda nodes: next(answers))
+    assert made.make_room(AHEAD)
+    assert [row.ahead for row in made.rows] == [False]
+    assert made.stats.preemptions == 0
+
+
+def test_the_profile_is_measured_in_the_first_rollout() -> None:
+    """Earlier, other processes of the run start on the same cores."""
+    measured = list[None]()
+    tuner = Bandit([PLAIN], lambda: measured.append(None) or {1: {PLAIN: 1.0}})
+    made = Engine(target().decoder, EngineConfig(), [], tuner)
+    made.release()
+    assert not measured
+    made.start(())
+    assert measured == [None]
 
 
 def test_repeated_look_ahead_requests_continue_and_others_leave() -> None:

@@ -155,7 +155,7 @@ def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) 
 def test_a_round_prefills_few_tokens_of_look_ahead_rows() -> None:
     """A prefill cannot be interrupted, and the worker may be needed."""
     scheduler = scheduler_of(bound_tokens=40_000, max_rows=32, verify_tokens=1)
-    lengths = (300, 200, 200, 600, 10)
+    lengths = (60, 50, 50, 200, 10)  # prefill_tokens / 4 are 128
     rows = {n: Row(request(n, 2, 700), [0] * length, ahead=True) for n, length in enumerate(lengths)}
     scheduler.look_ahead(rows, most=16)
     assert [[row.request.seed for row in admit(scheduler, 16)] for _ in range(4)] == [[0, 1], [2], [3], [4]]

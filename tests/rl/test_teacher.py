@@ -77,6 +77,8 @@ def test_entries_of_earlier_turns_are_left_out(world: Any) -> None:
         entries = {entry for item in items for entry in range(item.start, item.end)}
         assert entries == set(range(first, whole.end))
     assert torch.equal(items[-1].features, whole.features[-3:])
+    sizes = [(item.features.untyped_storage().nbytes(), item.features.nbytes) for item in items]
+    assert all(held == own for held, own in sizes), "an item holds no memory of dropped ones"
 
 
 def test_the_head_of_a_version_does_not_change(world: Any) -> None:

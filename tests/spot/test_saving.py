@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ def state(model: Model, seed: int = 0) -> TrainerState:
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: torch.rand(t.shape, generator=generator) for n, t in (spot.state() or {}).items() if n != "steps"}
     return tensors | {"steps": torch.tensor(12.0, dtype=torch.float64)}
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    late = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < late
+        time.sleep(0.001)
 
 
 def loaded(model: Model, folder: Path) -> Saved:
@@ -129,8 +138,7 @@ def test_the_caller_does_not_wait_for_the_disk(model: Model, tmp_path: Path, mon
     monkeypatch.setattr(saving, "write", slow)
     saver = DrafterSaver(tmp_path, options(model))
     saver.save(1, state(model))
-    while saver._waiting:
-        pass
+    wait_until(lambda: not saver._waiting)
     for number in (2, 3, 4):
         saver.save(number, state(model))
     assert written == []
@@ -150,8 +158,7 @@ def test_a_failing_disk_only_costs_the_save(
     with monkeypatch.context() as patch:
         patch.setattr(saving, "save_drafter", full)
         saver.save(1, state(model))
-        while not caplog.records:
-            pass
+        wait_until(lambda: bool(caplog.records))
     saver.save(2, state(model))
     saver.wait()
     assert "No space left" in caplog.text

@@ -84,6 +84,22 @@ def state_of(spot: SpotTrainer) -> TrainerState:
     return state
 
 
+def test_an_interrupted_preparation_changes_nothing(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    first = spot.trainer.whitening
+    assert spot.train(0, lambda: True).micro_batches == 0
+    assert spot.trainer.whitening is first
+    assert spot.train(0).micro_batches == 1
+    second = spot.trainer.whitening
+    assert spot.train(0, lambda: spot.trainer.steps == 2).micro_batches == 1, "the step before it counts"
+    assert spot.trainer.whitening is second is not first
+
+
+def test_without_held_out_data_nothing_is_evaluated(model: Model, items: list[Harvest]) -> None:
+    worker = SpotWorker(make_spot(model, items, now=[]), lambda layer: None)
+    assert worker.evaluate_drafter(None, lambda: False) is None
+
+
 def test_an_evaluation_continues_from_the_given_state(model: Model, items: list[Harvest]) -> None:
     one, other = make_spot(model, items), make_spot(model, items)
     one.train(0)
@@ -124,6 +140,7 @@ def test_training_changes_neither_the_given_layer_nor_a_state(model: Model, item
 def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items: list[Harvest]) -> None:
     spot, looks = make_spot(model, items), count()
     spot.train(0)
+    spot.train(0)
     assert spot.train(0, lambda: next(looks) < 0).micro_batches == 1
     before = state_of(spot)
     for reached in range(last := next(looks)):
@@ -163,7 +180,7 @@ def test_the_first_step_is_prepared_on_training_data_alone(
     """Training from random weights begins with a linear map. A trained drafter keeps its weights."""
     calls: list[tuple[list[Harvest], bool]] = []
     monkeypatch.setattr(
-        DrafterTrainer, "prepare", lambda _, sample, from_scratch: calls.append((list(sample), from_scratch))
+        DrafterTrainer, "prepare", lambda _, sample, from_scratch, stop: calls.append((list(sample), from_scratch))
     )
     layer = fresh_layer(model)
     layer.acceptance_rate = 0.5 if is_trained else None
@@ -204,6 +221,7 @@ def test_drafters_are_evaluated_on_the_last_rollout_and_trained_on_others(model:
     sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
     assert sampled
     assert not any(is_new(item) for item in sampled)
+    assert spot.held_out()
     assert all(is_new(item) for item in spot.held_out())
     spot.rollout_ended()
     spot.target_moved()

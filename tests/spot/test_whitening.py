@@ -71,7 +71,7 @@ def test_a_random_drafter_begins_with_the_best_linear_map(model: Model) -> None:
 def test_white_inputs_have_unit_moments_except_for_the_floor(model: Model, kind: Kind) -> None:
     items = harvests(kind)
     layer = make_layer(model.decoder, kind, 8)
-    whitening = Moments(layer, model.decoder.embedding, items).whitening().numpy()
+    whitening = Moments(layer, model.decoder.embedding, torch.float64, items).whitening().numpy()
     x, _ = rows(model, kind, items)
     moments = x.T @ x / len(x)
     raised = moments + 0.1 * np.trace(moments) / len(moments) * np.eye(len(moments))

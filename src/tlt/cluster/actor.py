@@ -64,7 +64,9 @@ class Actor:
     def _build(self) -> Any:
         if self._placement.cores:
             os.sched_setaffinity(0, self._placement.cores)
-        host = _address_of_this_machine()
+        import ray
+
+        host = ray.util.get_node_ip_address()
         if interface := interface_of(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -96,13 +98,6 @@ def _write_to(path: str) -> None:
     os.close(file)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     faulthandler.enable()
-
-
-def _address_of_this_machine() -> str:
-    """Return the IP address of this machine in the Ray cluster."""
-    import ray
-
-    return ray.util.get_node_ip_address()
 
 
 def interface_of(address: str) -> str | None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import groupby
 from statistics import fmean
 
 from tlt.cluster.worker import AheadWork
@@ -61,15 +59,6 @@ class LookingAhead:
         self.store.forget(request.seed for request in self._given)
         for request in self._given:
             self._home.pop(request.seed, None)
-
-    def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Add look-ahead drafts for requests that will be decoded again."""
-        self.store.put(drafts)
-
-    def keep_reported(self, row: Row, tokens: Sequence[int], version: int) -> None:
-        """Store the tokens that a lost worker reported for this row as a draft. Another worker decodes the row again
-        and verifies the draft. `tokens`: all tokens of the row so far. `version`: target version that decoded them."""
-        self.store.keep(replace(row, tokens=list(tokens)), version)
 
     # -- assignment ----------------------------------------------------------------------------------------------------
 
@@ -180,8 +169,7 @@ def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
 
 def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows as one list for each prompt and epoch, in the order of the first row of each list."""
-    order: dict[tuple[int, int], int] = {}
+    groups: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        order.setdefault((row.request.prompt.prompt_id, row.request.epoch), len(order))
-    key = {id(row): order[row.request.prompt.prompt_id, row.request.epoch] for row in rows}
-    return [list(group) for _, group in groupby(sorted(rows, key=lambda row: key[id(row)]), lambda row: key[id(row)])]
+        groups.setdefault((row.request.prompt.prompt_id, row.request.epoch), []).append(row)
+    return list(groups.values())

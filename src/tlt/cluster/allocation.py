@@ -72,9 +72,6 @@ class Forecast:
         saved = self.round_time(len(live)) - self.round_time(max(len(moved), len(live) - len(moved)))
         return self.rounds(live, accept_length) * saved - self.prefill_seconds * sum(live[seed] for seed in moved)
 
-    def is_worth_helping(self, live: Mapping[int, int], moved: Sequence[int], accept_length: float) -> bool:
-        return self.helping(live, moved, accept_length) > _LEAST_SAVING
-
 
 def half_of(live: Mapping[int, int]) -> list[int]:
     """Return the seeds of every second row, sorted by decreasing length, beginning with the second longest. If these
@@ -186,7 +183,7 @@ class Allocation:
         else:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
-            if not self.forecast.is_worth_helping(live, wanted, accept_length):
+            if self.forecast.helping(live, wanted, accept_length) <= _LEAST_SAVING:
                 return False
         most.asked, most.helper = list(wanted), index
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from tlt.cluster.ahead import by_prompt
@@ -79,9 +80,8 @@ class Coordinator:
         idle.training.rollout_ended(seconds, stats.acceptance_rate.get(LEARNED))
         stats.seconds["spot"] = idle.train_longer(seconds)
         self._ended = time.monotonic()
-        for index in self.crew.free() if self._pause > self.idle.slice_seconds else ():
-            if not idle.update_early(index):
-                idle.decode_ahead(index)
+        if self._pause > idle.slice_seconds:
+            idle.work_until_update(self._pause)
         self.now = self._workers_now()
         idle.ahead.end(stats)
         return responses, stats
@@ -140,7 +140,7 @@ class Coordinator:
         new, share = self.allocation.take_rows(index), self.allocation.shares[index]
         if not share.rows:
             self.tracers[index].enter(COMPARE if self._plain else IDLE)
-            self.idle.start(index)
+            self.idle.start(index, self.idle.slice_seconds)
             return
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
@@ -163,7 +163,7 @@ class Coordinator:
         lost = self.allocation.reclaim(index)
         for seed, row in lost.rows.items():
             if reported := lost.reported.get(seed):
-                self.idle.ahead.keep_reported(row, [*row.tokens, *reported], self._version)
+                self.idle.ahead.store.keep(replace(row, tokens=[*row.tokens, *reported]), self._version)
         self.tracers[index].enter(IDLE if index in self.crew.present else ABSENT)
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:

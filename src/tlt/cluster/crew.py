@@ -70,9 +70,7 @@ class Crew:
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
         """Start a call of a worker's method. Return its handle; `done` returns its result. If the worker is not
         present, return None without a call. When it rejoins, it gets a copy of the run's state."""
-        if index not in self.present:
-            return None
-        return self.calls.submit(index, method, *arguments)
+        return self.calls.submit(index, method, *arguments) if index in self.present else None
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
         """Start a call that `break_off` can interrupt, such as drafter training, if the worker is present."""
@@ -233,24 +231,25 @@ class Crew:
         seconds is replaced. `meanwhile` is called repeatedly while waiting."""
         for index, own in arguments.items():
             self.call(index, method, *own)
-        results: dict[int, Any] = {}
-        until = math.inf
-        while waiting := [i for i in arguments if method in self.pending(i)]:
-            if time.monotonic() > until:
-                for index in waiting:
-                    self.replace(index, method, "it still waits for a lost worker")
-                    self._kept.append(Done(index, method, None, lost=True))
-                break
-            meanwhile()
-            for done in self._collect(0.5):
-                if done.method != method or done.lost:
-                    self._kept.append(done)
-                else:
-                    results[done.worker] = done.result
-                if done.lost or (done.method == method and isinstance(done.result, Broken)):
-                    until = min(until, time.monotonic() + _PATIENCE)
-                    self._broken = method
-        self._broken = ""
+        results, until = dict[int, Any](), math.inf
+        try:
+            while waiting := [i for i in arguments if method in self.pending(i)]:
+                if time.monotonic() > until:
+                    for index in waiting:
+                        self.replace(index, method, "it still waits for a lost worker")
+                        self._kept.append(Done(index, method, None, lost=True))
+                    break
+                meanwhile()
+                for done in self._collect(0.5):
+                    if done.method != method or done.lost:
+                        self._kept.append(done)
+                    else:
+                        results[done.worker] = done.result
+                    if done.lost or (done.method == method and isinstance(done.result, Broken)):
+                        until = min(until, time.monotonic() + _PATIENCE)
+                        self._broken = method
+        finally:
+            self._broken = ""
         return [results[i] for i in arguments] if until == math.inf else None
 
     def wait_until_ended(self, methods: Collection[str], patience: float) -> None:

@@ -101,7 +101,7 @@ class DrafterTraining(FaultBarrier):
         if due is None or self.under_way is not None or worker not in able:
             return False
         if not self.baton.is_free(worker):
-            if self.baton.holder_is_busy(able):
+            if self.baton.holder not in able:
                 self._ask_for_state(self.baton.holder)
             return False
         self.under_way, start = worker, self.baton.pass_to(worker)
@@ -127,6 +127,8 @@ class DrafterTraining(FaultBarrier):
     @contained(None)
     def handle_result(self, done: Done) -> None:
         """Handle a call that returned, or the loss of a worker, as far as it concerns drafter training."""
+        if done.method in METHODS and not done.lost and done.worker != self.under_way:
+            return  # the call was that of a lost worker's replacement, whose trainer state is not the one asked for
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None
             if done.lost:

@@ -184,4 +184,6 @@ class LocalRollout:
         return {}
 
     def close(self) -> None:
+        if self.training:
+            self.training.close()
         self.turns.close()

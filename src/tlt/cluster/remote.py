@@ -40,7 +40,7 @@ class ClusterRollout:
         return self.coordinator.rollout(requests, on_response, coming, early)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        self.coordinator.idle.ahead.remember(drafts)
+        self.coordinator.idle.ahead.store.put(drafts)
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         return self.coordinator.generate_plain(requests, on_response)

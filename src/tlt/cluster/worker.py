@@ -285,7 +285,6 @@ class Worker:
         self.membership.leave()
         if self._before:
             self._restore(self._before)
-            self._before = None
 
     def sync(self, version: int) -> None:
         """Load the policy's weights into the engine. After this the update can no longer be rolled back."""
@@ -316,6 +315,7 @@ class Worker:
         self.policy.forget_early()
         self.policy.load_state_dict(state.policy)
         self.policy.load_optimizer_state(state.optimizer)
+        self._before = None
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
         return self.policy.logprobs(batch)

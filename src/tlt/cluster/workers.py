@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tlt.cluster.actor import Actor, Placement, last_log_line
 from tlt.cluster.control import Control, accepts_no_token, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
@@ -43,7 +45,8 @@ class RayPool:
         """folder of the run's own Ray; empty if the run joined a cluster"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
-        self._threads = _give_up_threads()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the driver computes little, and a second thread would take a core from the workers
         try:
             with keep_signal_handlers():
                 self._join(config.cluster.address) if config.cluster.address else self._start()
@@ -179,7 +182,7 @@ class RayPool:
 
     def close(self) -> None:
         """Disconnect from Ray, and end it if it is the run's own."""
-        _take_threads(self._threads)
+        torch.set_num_threads(self._threads)
         with keep_signal_handlers():
             self._ray.shutdown()
         if self._sweeper and self._sweeper.stdin:
@@ -206,22 +209,6 @@ def _why(error: Exception) -> str:
     lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
     clause = lines[0].partition(". ")[0]
     return "its process is gone" if not clause or "connection error" in clause else clause
-
-
-def _give_up_threads() -> int:
-    """Limit PyTorch in the driver's process to one thread, and return the former number. The driver computes little and
-    the workers use all cores, so a second thread would make the first one wait for a core."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    return before
-
-
-def _take_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)
 
 
 def share_of_cores(index: int, workers: int) -> list[int]:

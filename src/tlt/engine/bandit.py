@@ -130,7 +130,7 @@ class Bandit:
         widths = [w for w in self._widths if w <= longest] + [w for w in self._widths if w > longest][:1]
         if _LOOK_AHEAD not in self.seen_ahead.seen:
             widths = widths[:1]  # a wide pass is expensive if nothing is accepted
-        rates = self.seen_ahead.chances(_LOOK_AHEAD, self._widths[-1], [_ACCEPTANCE_AHEAD])
+        rates = self.seen_ahead.chances(_LOOK_AHEAD, self._widths[-1], _ACCEPTANCE_AHEAD)
         expected = list(accumulate(accumulate([1.0, *rates], operator.mul)))  # tokens by length of the draft
         tokens = {PLAIN: 1.0, arm: self.tokens(arm)}
         best, most = arm, (1 + _MARGIN) * len(offers) * tokens[arm] / self._seconds_now(arm, bucket)
@@ -156,20 +156,20 @@ class Bandit:
 
     def tokens(self, arm: Strategy) -> float:
         """Return the expected tokens per row in a round, from the acceptance rates of recent rounds. For a drafter
-        without recent rounds, use the rates of its last rounds (`AcceptanceModel.lasting`)."""
-        return self._tokens(arm, self.seen.lasting((arm.drafter, 1), arm.depth, self.chances.get(arm.drafter, 0.0)))
+        without recent rounds, use the rate of its last rounds (`AcceptanceModel.lasting`)."""
+        return self._tokens(arm, self.seen.lasting((arm.drafter, 1), self.chances.get(arm.drafter, 0.0)))
 
     def _hoped_tokens(self, arm: Strategy) -> float:
         """Return the tokens per row that a round may reach. For a drafter without recent rounds, assume the acceptance
         rate of its last evaluation, or 0.8 if it was never evaluated."""
-        return self._tokens(arm, [self.chances.get(arm.drafter, _HOPED_ACCEPTANCE)])
+        return self._tokens(arm, self.chances.get(arm.drafter, _HOPED_ACCEPTANCE))
 
-    def _tokens(self, arm: Strategy, prior: Sequence[float]) -> float:
-        """Return the expected tokens per row in a round. `prior` has the assumed acceptance rate of each level, for a
+    def _tokens(self, arm: Strategy, prior: float) -> float:
+        """Return the expected tokens per row in a round. `prior`: assumed acceptance rate of the first level, for a
         drafter without recent rounds."""
-        rates = self.seen.chances((arm.drafter, 1), arm.depth, prior)
         if arm.branching > 1:  # a tree is accepted at least as often as a chain
-            rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior[0]) for rate in rates])
+            prior = max(prior, *self.seen.chances((arm.drafter, 1), 1, prior))
+        rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, prior)
         return 1.0 + sum(accumulate(rates, operator.mul))
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:

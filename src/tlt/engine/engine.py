@@ -138,7 +138,7 @@ class Engine(Generates):
         self.keep_ahead()
         vocab_size, most = self.target.options.vocab_size, self.config.prefill_tokens
         rows = {request.seed: self.store.row(request, vocab_size, most) for request in requests}
-        self.rollout.scheduler.look_ahead(rows, self._most_with_ahead())
+        self.rollout.scheduler.look_ahead(rows, self._most_with_ahead() if rows else 0)
 
     def keep_ahead(self) -> None:
         """Store the tokens so far of all look-ahead rows as drafts."""
@@ -254,11 +254,11 @@ class Engine(Generates):
         """Make room in the cache for the trees of a round. If needed, preempt the youngest rows. Return whether any
         were preempted."""
         scheduler = self.rollout.scheduler
-        if self.busy and not scheduler.has_room(strategy.nodes):
+        if full := self.busy and not scheduler.has_room(strategy.nodes):
             self._preempt_ahead()
         left = scheduler.make_room(strategy.nodes)
         self.stats.preemptions += left
-        return left > 0
+        return full or left > 0
 
     def open_round(self, strategy: Strategy) -> Round:
         rows = tuple(self.rows)

@@ -18,6 +18,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 
 _WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each strategy in a bucket
 _ENOUGH_ROUNDS = 4  # rounds of a look-ahead strategy before their seconds replace the profile's
+_PRIOR_ROUNDS = 4  # number of rounds that the profile counts as, because the first rounds of a strategy may be slow
 
 X = TypeVar("X", bound=float)
 _DEEPEST = 64  # levels of a draft whose acceptance is counted
@@ -64,6 +65,7 @@ class RoundTimes:
     @cached_property
     def profile(self) -> dict[int, dict[Strategy, float]]:
         profile = self._measure()
+        del self._measure  # it holds drafters and their key-value cache
         return {rows: dict(profile[rows]) for rows in sorted(profile)}
 
     def profiled(self, arm: Strategy, rows: int) -> float:
@@ -84,7 +86,7 @@ class RoundTimes:
         expected, rounds = self.profiled(arm, 2**bucket.rows) * scale, self.rounds(arm, bucket)
         if not rounds or (arm.ahead and rounds < _ENOUGH_ROUNDS):
             return expected  # a limit that looks slow is not tried again, so one slow round could exclude it
-        return (rounds * self._medians[bucket, arm] + expected) / (rounds + 1)  # the profile counts as one round
+        return (rounds * self._medians[bucket, arm] + _PRIOR_ROUNDS * expected) / (rounds + _PRIOR_ROUNDS)
 
     def share(self, arm: Strategy, rows: int) -> float:
         """Return the seconds of a round with `rows` rows, divided by the seconds with the largest number of rows in the
@@ -145,14 +147,14 @@ class AcceptanceModel:
         self.seen[source] = self.seen.get(source, 0.0) + counts
         self._lasting[source] = _KEPT_LASTING * self._lasting.get(source, 0.0) + counts
 
-    def lasting(self, source: Source, depth: int, prior: float) -> list[float]:
-        """Return the acceptance rates of the first `depth` levels, from more rounds than `chances` uses. They do not
-        change while the source is not used. The assumed rate `prior` counts as 2 rows."""
-        return _rates(self._lasting.get(source), depth, [prior])
+    def lasting(self, source: Source, prior: float) -> float:
+        """Return the acceptance rate of the first level, from more rounds than `chances` uses. It does not change while
+        the source is not used. The assumed rate `prior` counts as 2 rows."""
+        return _rates(self._lasting.get(source), 1, prior)[0]
 
-    def chances(self, source: Source, depth: int, prior: Sequence[float]) -> list[float]:
-        """Return the acceptance rates of the first `depth` levels. `prior[level]` is an assumed rate, which counts as 2
-        rows. A level beyond the given priors uses the rate of the level before it as its prior."""
+    def chances(self, source: Source, depth: int, prior: float) -> list[float]:
+        """Return the acceptance rates of the first `depth` levels. `prior` is an assumed rate of the first level, which
+        counts as 2 rows. The prior of each further level is the rate of the level before it."""
         return _rates(self.seen.get(source), depth, prior)
 
     def assume(self, drafter: str, chance: float) -> None:
@@ -180,11 +182,11 @@ class AcceptanceModel:
                     padded[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
 
 
-def _rates(counts: np.ndarray | None, depth: int, prior: Sequence[float]) -> list[float]:
+def _rates(counts: np.ndarray | None, depth: int, prior: float) -> list[float]:
     """Return the acceptance rates of the first `depth` levels, see `AcceptanceModel.chances`."""
     found = list[float]()
     known = counts[:depth].tolist() if counts is not None else [(0.0, 0.0)] * depth
-    for level, (reached, right) in enumerate(known):
-        expected = prior[level] if level < len(prior) else found[-1]
-        found.append((right + _PRIOR_ROWS * expected) / (reached + _PRIOR_ROWS))
+    for reached, right in known:
+        prior = (right + _PRIOR_ROWS * prior) / (reached + _PRIOR_ROWS)
+        found.append(prior)
     return found

@@ -81,8 +81,9 @@ class Scheduler:
 
         An admission costs one prefill and one call for noise, for any number of rows. So a full batch waits until an
         eighth of its slots is free. Look-ahead rows are admitted only if no other row waits. At most 4 of them are
-        admitted per round (several only if one prefill pass computes them), and only up to `most_ahead` active rows in
-        total, because the worker may soon be needed for other work, and a prefill cannot be interrupted.
+        admitted per round (several only if together they have at most `prefill_tokens` / 4 tokens), and only up to
+        `most_ahead` active rows in total, because the worker may soon be needed for other work, and a prefill cannot be
+        interrupted.
         """
         live = len(self.rows)
         admitted: list[Row] = []
@@ -94,7 +95,7 @@ class Scheduler:
                 return admitted
         elif (slots := self.max_rows) - live < min(len(line), slots // 8):
             return admitted
-        longest, room = self._longest(), self.prefill_tokens if line is self.ahead else math.inf
+        longest, room = self._longest(), self.prefill_tokens // _AHEAD_AT_ONCE if line is self.ahead else math.inf
         while line and live + len(admitted) < slots and (room >= line[0].kv_length or not admitted):
             room -= line[0].kv_length
             with_next = max(longest, line[0].kv_length)

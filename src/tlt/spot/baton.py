@@ -6,7 +6,6 @@ length 6.15 against 5.55).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Generic, TypeVar
 
 State = TypeVar("State")
@@ -25,11 +24,6 @@ class Baton(Generic[State]):
     def is_free(self, worker: int) -> bool:
         """Return whether this worker may train: no other worker has trained beyond `state`."""
         return self.holder in (None, worker)
-
-    def holder_is_busy(self, idle: Collection[int]) -> bool:
-        """Return whether a worker has trained beyond `state` and is not among the `idle` workers. If so, no idle worker
-        can train."""
-        return self.holder is not None and self.holder not in idle
 
     def pass_to(self, worker: int) -> State | None:
         """Let this worker train next. Return the trainer state that it must load first; None if it need not load

@@ -79,7 +79,8 @@ class Recompute:
         if (length - first) % size:
             starts.append(max(first, length - size))
         whole = Harvest(self.teacher.version, 0, transcript.prompt_length, tokens[1:], features)
-        return [whole.cut(low, size) for low in starts]
+        cuts = (whole.cut(low, size) for low in starts)
+        return [cut._replace(features=cut.features.clone()) for cut in cuts]  # a view would keep all of `features`
 
     def _waiting(self, past: bool) -> list[Transcript]:
         return self._past if past else self._latest

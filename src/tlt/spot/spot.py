@@ -10,7 +10,8 @@ import copy
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class SpotTrainer:
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
         """Train on one micro-batch. Return its number of entries (token positions). Raises Interrupted."""
         if self.trainer.steps == 0:
-            self._prepare()
+            self._prepare(stop)
         if self._is_new_task:
             self.trainer.reach, self._is_new_task = 0.0, False
         self.trainer.rate_scale = max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)
@@ -132,15 +133,16 @@ class SpotTrainer:
         self.trainer.step(batch, stop)
         self._follow()
         if self.trainer.steps.bit_count() == 1:
-            self._prepare()
+            with suppress(Interrupted):  # the micro-batch is complete, so it counts
+                self._prepare(stop)
         return len(batch.tokens)
 
-    def _prepare(self) -> None:
+    def _prepare(self, stop: Callable[[], bool]) -> None:
         """Estimate the matrix that whitens the inputs of the layer `fc`. This is done before the first step and after
-        1, 2, 4, ... steps, because later data have more prompts."""
+        1, 2, 4, ... steps, because later data have more prompts. Raises Interrupted."""
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, self.trainer.steps
         sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
-        self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
+        self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained, stop=stop)
 
     def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
         """Compute the hidden states of one waiting response. It is from the rollout before the last finished one if
@@ -194,7 +196,8 @@ class SpotTrainer:
             self._restart()
             return Evaluation()
         began, done = time.perf_counter(), list[Evaluation]()
-        layers = [self.in_use, _put(self._weights(), self.candidate)]
+        self.candidate.load_state_dict(self._weights())
+        layers = [self.in_use, self.candidate]
         try:
             while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
                 if not self._recompute_one(stop, past=False):
@@ -217,13 +220,6 @@ class SpotTrainer:
     def publish(self, state: TrainerState, acceptance: float | None) -> EagleLayer:
         """Make the weights of this trainer state the drafter in use, and return a separate copy for
         `engine.draft_with`. `acceptance`: measured acceptance rate of its first draft token."""
-        _put(weights_of(state), self.in_use)
+        self.in_use.load_state_dict(weights_of(state))
         self.in_use.acceptance_rate = acceptance
         return copy.deepcopy(self.in_use)
-
-
-@torch.no_grad()
-def _put(weights: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
-    for name, tensor in layer.state_dict().items():
-        tensor.copy_(weights[name])
-    return layer

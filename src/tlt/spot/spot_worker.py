@@ -107,10 +107,12 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def evaluate_drafter(self, start: TrainerState | None, stop: Stop) -> Evaluation | None:
-        """Compare the drafter in training with the one in use. If `start` is given, load this trainer state first."""
+        """Compare the drafter in training with the one in use. If `start` is given, load this trainer state first.
+        Return None if there are no held-out data."""
         if start:
             self._sound.load_state(start)
-        return self._sound.evaluate(stop)
+        found = self._sound.evaluate(stop)
+        return found if found.entries or found.interrupted else None
 
     @contained(None)
     def drafter_state(self) -> TrainerState | None:

@@ -43,6 +43,14 @@ class Interrupted(Exception):
     changed nothing."""
 
 
+def _until(stop: Callable[[], bool], sample: Iterable[Harvest]) -> Iterator[Harvest]:
+    """Yield the items of a sample. If `stop` returns True, raise Interrupted, also after the last item."""
+    for item in sample:
+        yield item
+        if stop():
+            raise Interrupted
+
+
 class DrafterTrainer:
     """Owner of the drafter in training (`layer`), in float32 or wider, and of its optimizer. Each step reads the
     embedding and the head of the target's current version. The distribution to learn is that of the version which
@@ -70,12 +78,13 @@ class DrafterTrainer:
         cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
-    def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
+    def prepare(self, sample: Iterable[Harvest], from_scratch: bool, stop: Callable[[], bool] = lambda: False) -> None:
         """Estimate the whitening of fc's inputs, and choose the draft vocabulary, from a sample of the training data.
         If `from_scratch`, also set the layer to the best linear map to the next hidden state. (Not for eagle3, because
-        its fc does not read the embedding.) A sample that is not finite is ignored."""
+        its fc does not read the embedding.) A sample that is not finite is ignored. If `stop` returns True, raise
+        Interrupted."""
         sample = list(sample)
-        moments = Moments(self.layer, self.target.embedding.to(self.dtype), sample)
+        moments = Moments(self.layer, self.target.embedding, self.dtype, _until(stop, sample))
         if not moments.inputs.isfinite().all():
             return
         self.whitening = moments.whitening().to(self.dtype)
@@ -93,16 +102,15 @@ class DrafterTrainer:
         entries of the sample."""
         mass = torch.zeros(self.target.options.vocab_size, dtype=self.dtype, device=self.target.device)
         for batch in islice(packs(sample, _COUNTED, self.target.device, random.Random(0)), 1):
-            teacher = self._teacher(batch)[batch.counted][:_COUNTED]
+            teacher, head = self._teacher(batch)[batch.counted][:_COUNTED], self.heads[batch.version].to(self.dtype)
             for rows in teacher.split(max(1, LOGITS // len(mass))):
-                mass += torch.softmax(F.linear(rows, self.heads[batch.version].to(self.dtype)), dim=-1).sum(0)
+                mass += torch.softmax(F.linear(rows, head), dim=-1).sum(0)
         return mass.topk(count).indices.sort().values
 
     def _rows(self, head: Tensor) -> Tensor:
         """Return the rows of an output head [V, D] for the draft vocabulary, over which the distributions of target and
         drafter are compared. Without a draft vocabulary, return all rows."""
-        rows = self.layer.head(head).to(self.dtype)
-        return rows.to(product_dtype(rows))
+        return self.layer.head(head).to(product_dtype(head.device, self.dtype))
 
     def target_moved(self, held: Collection[int]) -> None:
         """Record that the target has new weights. Keep its head, and the heads of the versions in `held`, which have
@@ -215,7 +223,7 @@ class DrafterTrainer:
     def _unrolled(self, layer: EagleLayer, batch: Pack, depth: int, roots: Tensor | None = None) -> Iterable[Tensor]:
         """Return the drafter's outputs at each depth (inputs of the target's head), as `unroll` yields them."""
         batch = batch._replace(features=batch.features.to(self.dtype))
-        return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, depth, roots)
+        return unroll(layer, self.target.embedding, self.cos_sin, batch, depth, roots)
 
     def _teacher(self, batch: Pack) -> Tensor:
         """Return the target's last hidden states [T, D], which are the inputs of its head."""

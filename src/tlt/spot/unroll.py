@@ -109,7 +109,7 @@ def unroll(
             g, places = g[roots], roots
             blocks = _blocks(batch, roots, o.window)
         with _fast_products(g):
-            x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding), g)
+            x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding).to(g.dtype), g)
             projected = [p(x).to(g.dtype) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
         at = (batch.positions[places] + t).clamp(max=len(cos_sin[0]) - 1)
         query, key, value = (heads.view(len(places), -1, o.head_dim) for heads in projected)
@@ -127,19 +127,19 @@ def unroll(
         yield out
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for matrix products of tensors like x: bfloat16 if x is float32 and its device has hardware for
-    bfloat16 products, else the dtype of x. Lower precision is safe, because no token depends on how a drafter
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for matrix products of `dtype` tensors: bfloat16 if `dtype` is float32 and the device has
+    hardware for bfloat16 products, else `dtype`. Lower precision is safe, because no token depends on how a drafter
     rounds."""
-    if x.device.type == "cpu":
+    if device.type == "cpu":
         is_fast = torch.cpu.get_capabilities().get("amx_bf16", False)
     else:
-        is_fast = x.device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if is_fast and x.dtype == torch.float32 else x.dtype
+        is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if is_fast and dtype == torch.float32 else dtype
 
 
 def _fast_products(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, torch.bfloat16, enabled=product_dtype(x) != x.dtype)
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=product_dtype(x.device, x.dtype) != x.dtype)
 
 
 class _Block(NamedTuple):

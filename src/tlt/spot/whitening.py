@@ -23,16 +23,16 @@ class Moments:
     """Second moments of a sample, summed over its entries in float64: `inputs` [I, I] of fc's inputs with themselves,
     and `following` [D, I] of the next hidden states with the inputs.
 
-    `embedding` [V, D] is the target's embedding. Products are computed in its dtype.
+    `embedding` [V, D] is the target's embedding. Products are computed in `dtype`.
     """
 
-    def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:
+    def __init__(self, layer: EagleLayer, embedding: Tensor, dtype: torch.dtype, sample: Iterable[Harvest]) -> None:
         size, out = layer.fc.in_features, layer.fc.out_features
         self.inputs = torch.zeros(size, size, dtype=torch.float64, device=embedding.device)
         self.following = torch.zeros(out, size, dtype=torch.float64, device=embedding.device)
         self.entries = 0
         for item in sample:
-            x = fc_inputs(layer, embedding, item)
+            x = fc_inputs(layer, embedding, dtype, item)
             self.inputs += x.T @ x
             self.following += item.features[1:, -out:].to(x).T @ x[:-1]
             self.entries += len(x)
@@ -51,10 +51,10 @@ class Moments:
         return self.inputs + share * mean * torch.eye(len(self.inputs)).to(self.inputs)
 
 
-def fc_inputs(layer: EagleLayer, embedding: Tensor, item: Harvest) -> Tensor:
-    """Return the inputs [N, I] of the drafter's layer `fc` at each entry of an item of training data."""
-    features = item.features.to(embedding)
+def fc_inputs(layer: EagleLayer, embedding: Tensor, dtype: torch.dtype, item: Harvest) -> Tensor:
+    """Return the inputs [N, I] of the drafter's layer `fc` at each entry of an item of training data, in `dtype`."""
+    features = item.features.to(embedding.device, dtype)
     if layer.options.kind == "eagle3":
         return features[:, : layer.fc.in_features]
-    embedded = F.embedding(item.tokens.to(embedding.device), embedding)
+    embedded = F.embedding(item.tokens.to(embedding.device), embedding).to(dtype)
     return torch.cat([embedded, features[:, -layer.options.hidden_size :]], dim=-1)
