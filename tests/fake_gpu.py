@@ -91,24 +91,3 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[Trips]:
     patch.delenv("TLT_AUDIT", raising=False)  # the ledger reads what a pass is made of
     with FakeTensorMode(allow_non_fake_inputs=False), _FromLists():
         yield trips
-
-
-def bytes_of(*things: Any) -> int:
-    """Return the bytes of all distinct tensors in these objects."""
-    seen: dict[int, int] = {}
-    stack = list(things)
-    visited: set[int] = set()
-    while stack:
-        thing = stack.pop()
-        if id(thing) in visited:
-            continue
-        visited.add(id(thing))
-        if isinstance(thing, Tensor):
-            seen[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
-        elif isinstance(thing, dict):
-            stack += thing.values()
-        elif isinstance(thing, list | tuple):
-            stack += thing
-        elif type(thing).__module__.startswith("tlt"):
-            stack += vars(thing).values() if hasattr(thing, "__dict__") else []
-    return sum(seen.values())

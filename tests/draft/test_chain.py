@@ -84,9 +84,11 @@ def trees(
     assert len(buffers) == len({(chain.shape.rows, chain.shape.depth) for chain in drafter.chains.values()})
     chains = [weakref.ref(chain.replayed) for chain in drafter.chains.values()]
     gc.disable()
-    drafter.begin(drafter.window)
-    assert all(chain() is None for chain in chains), "a graph that the collector frees amid a capture spoils it"
-    gc.enable()
+    try:
+        drafter.begin(drafter.window)
+        assert all(chain() is None for chain in chains), "a graph that the collector frees amid a capture spoils it"
+    finally:
+        gc.enable()
     return found
 
 

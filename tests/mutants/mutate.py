@@ -223,21 +223,8 @@ def _opposite(function: Function) -> Iterator[Change]:
                 yield lambda it=place: it.put(ast.Break())
 
 
-def _nothing(function: Function) -> Iterator[Change]:
-    """A returned or assigned value becomes None."""
-    for place in places(function):
-        if isinstance(place.parent, ast.Return | ast.Assign) and place.field == "value":
-            yield lambda it=place: it.put(ast.Constant(None))
-
-
-def _decorator(function: Function) -> Iterator[Change]:
-    """A decorator is left out."""
-    for i in range(len(function.decorator_list)):
-        yield lambda i=i: function.decorator_list.__delitem__(i)
-
-
 _ALL = (_compare, _operator, _negate, _always, _never, _drop, _swap, _constant, _less, _operand, _argument, _element)
-OPERATORS = {it.__name__[1:]: it for it in (*_ALL, _unwrap, _opposite, _nothing, _decorator)}
+OPERATORS = {it.__name__[1:]: it for it in (*_ALL, _unwrap, _opposite)}
 
 
 # -- a mutated module --------------------------------------------------------------------------------------------------
