@@ -57,6 +57,11 @@ def waits(prompt: Any, answer: str) -> float:
     return 1.0
 
 
+async def waits_in_a_thread(prompt: Any, answer: str) -> float:
+    await asyncio.to_thread(time.sleep, float(answer))
+    return 1.0
+
+
 async def asks_a_server(prompt: Any, answer: str, length: int) -> float:
     await asyncio.sleep(float(answer))
     return float(length)

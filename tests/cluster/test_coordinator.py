@@ -274,13 +274,12 @@ def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tr
 
     def do(name: str, *arguments: Any) -> bool:
         asked.append(name)
-        if name == "train":
-            idle.append(arguments[1])
+        idle.extend(arguments[1:2])
         return name in possible
 
     for name in ("ask_for_rows", "update_early", "train", "decode_ahead"):
         setattr(work.allocation if name == "ask_for_rows" else work, name, partial(do, name))
-    work.start(1, 0.2)
+    work.start(1)
     assert asked == tried
     assert idle == [work.allocation.idle()] * ("train" in tried)
 
@@ -306,7 +305,7 @@ def test_the_only_idle_worker_trains_and_looks_ahead_in_turns(
     for name, possible in (("update_early", False), ("train", True), ("decode_ahead", has_requests)):
         setattr(work, name, partial(do, name, possible))
     for _ in range(4):
-        work.start(1, 0.2)
+        work.start(1)
     assert calls == started
 
 

@@ -230,11 +230,11 @@ def test_idle_workers_decode_the_next_step_while_rewards_are_computed(tmp_path: 
     coordinator, pool, _ = crewed(tmp_path)
     coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))
-    calls = [call for call in pool.calls.values() if call.method == "look_ahead" and not call.done]
-    assert [(call.worker, seeds(call.arguments[0]), call.arguments[1]) for call in calls] == [
-        (0, [31], 120.0),
-        (1, [41], 120.0),
-    ], "requests 20, 30, 40 and 21 were decoded in the rollout"
+    calls = [call for call in pool.calls.values() if call.method == "look_ahead"]
+    assert [(call.worker, seeds(call.arguments[0]), call.done) for call in calls] == [
+        (0, [20, 30, 40, 21], False),
+        (1, [31, 41], False),
+    ]
 
 
 def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
@@ -275,10 +275,10 @@ def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Pa
     for part, name in ((idle.early, "next_call"), (idle.training, "next_call"), (idle.ahead, "work")):
         setattr(part, name, lambda *arguments, part=part: asked.append(type(part).__name__))
     idle.is_on = False
-    idle.start(0, 0.2)
+    idle.start(0)
     assert asked == []
     idle.is_on = True
-    idle.start(0, 0.2)
+    idle.start(0)
     assert asked == ["EarlyUpdate", "DrafterTraining", "LookingAhead"]
 
 

@@ -273,6 +273,12 @@ def test_all_calls_of_an_async_function_share_an_event_loop(
         assert score_all(terms, [(PROMPT, Answer("", "", 1))] * 2) == [Verdict(1.0, scores={terms[0].name: 1.0})] * 2
 
 
+def test_threads_of_async_calls_that_hang_keep_no_place() -> None:
+    with judges(config("waits_in_a_thread", timeout_seconds=1.0)) as made:
+        assert scored(made, "0", *["60"] * 40) == [(1.0, "")] + [(None, "timeout")] * 40
+        assert scored(made, "0") == [(1.0, "")]
+
+
 def test_one_async_call_that_hangs_is_lost_alone() -> None:
     found = outcome_of("asks_a_server", "0.1", "99", "0.1", timeout_seconds=1.5)
     assert found == [(3.0, ""), (None, "timeout"), (3.0, "")]

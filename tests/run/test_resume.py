@@ -58,7 +58,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
         {"model": {"path": "elsewhere"}},
         {"data": {"path": "copy.jsonl"}},
         {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999, "long_prompts": "drop"}},
-        {"reward": {"name": "exact", "memory_mb": 99}},
+        {"reward": {"name": "exact", "timeout_seconds": 99}},
         {"speculation": {"training": {"extra": 0.5, "learning_rate": 0.1}}},
         {"cluster": {"patience": 9.0}},
         {"eval": {"samples": 7}},

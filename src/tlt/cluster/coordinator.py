@@ -80,8 +80,9 @@ class Coordinator:
         idle.training.rollout_ended(seconds, stats.acceptance_rate.get(LEARNED))
         stats.seconds["spot"] = idle.train_longer(seconds)
         self._ended = time.monotonic()
-        if self._pause > idle.slice_seconds:
-            idle.work_until_update(self._pause)
+        for index in self.crew.free() if self._pause > self.idle.slice_seconds else ():
+            if not idle.update_early(index):
+                idle.decode_ahead(index)
         self.now = self._workers_now()
         idle.ahead.end(stats)
         return responses, stats
@@ -140,7 +141,7 @@ class Coordinator:
         new, share = self.allocation.take_rows(index), self.allocation.shares[index]
         if not share.rows:
             self.tracers[index].enter(COMPARE if self._plain else IDLE)
-            self.idle.start(index, self.idle.slice_seconds)
+            self.idle.start(index)
             return
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]

@@ -29,7 +29,6 @@ class IdleWork:
     def __init__(self, crew: Crew, allocation: Allocation, tracers: Sequence[Tracer], config: Config) -> None:
         self.crew, self.allocation, self.tracers = crew, allocation, tracers
         self.slice_seconds = config.cluster.slice_seconds
-        self._longest = config.cluster.patience / 4  # seconds of a slice; a longer call might count as a lost worker
         options, speculation = decoder_options(read_config(config.model.path)), config.speculation
         self.early = EarlyUpdate(crew, config.train)
         self.training = DrafterTraining(crew, crew.pool.put, config, options, starting_drafter(config, options))
@@ -39,33 +38,25 @@ class IdleWork:
         """whether idle workers do more than take rows of another worker"""
         self._trained_last: int | None = None  # worker whose training was the last idle work that was started
 
-    def start(self, index: int, seconds: float) -> None:
+    def start(self, index: int) -> None:
         """Start the first possible kind of idle work on a worker without rows: take rows of another worker, early
-        update (for `seconds`), drafter training, look-ahead (for 2 * `seconds`). While the worker waits for rows, it
-        looks ahead, because look-ahead stops within a round. If it is the only idle worker, it trains and looks ahead
-        in turns."""
+        update, drafter training, look-ahead. While the worker waits for rows, it looks ahead, because look-ahead stops
+        within a round. If it is the only idle worker, it trains and looks ahead in turns."""
         waits, idle = self.allocation.ask_for_rows(index), self.allocation.idle()
-        if not waits and self.update_early(index, seconds):
+        if not waits and self.update_early(index):
             return
         looks_first = waits or (index == self._trained_last and len(idle) == 1)
         self._trained_last = None
-        if looks_first and self.decode_ahead(index, _SLICES * seconds):
+        if looks_first and self.decode_ahead(index):
             return
-        if not waits and self.train(index, idle, _SLICES * seconds):
+        if not waits and self.train(index, idle, _SLICES * self.slice_seconds):
             self._trained_last = index
         elif not looks_first:
-            self.decode_ahead(index, _SLICES * seconds)
+            self.decode_ahead(index)
 
-    def work_until_update(self, seconds: float) -> None:
-        """Start idle work on all workers, for the expected seconds from the end of the rollout to the update. Meanwhile
-        the driver waits for rewards and starts no calls."""
-        self.end_all()  # else a worker would be idle after its current call
-        for index in self.crew.free():
-            self.start(index, min(seconds, self._longest))
-
-    def update_early(self, index: int, seconds: float) -> bool:
-        """Let an idle worker compute a shard of the early update for about `seconds`. Return whether there was one."""
-        due = self.is_on and self.early.next_call(index, self.allocation.lengths(), seconds)
+    def update_early(self, index: int) -> bool:
+        """Let an idle worker compute a shard of the early update. Return whether there was one."""
+        due = self.is_on and self.early.next_call(index, self.allocation.lengths(), self.slice_seconds)
         if due:
             self.tracers[index].enter(EARLY)
         return due
@@ -78,13 +69,13 @@ class IdleWork:
             self.tracers[index].enter(SPOT)
         return due
 
-    def decode_ahead(self, index: int, seconds: float) -> bool:
-        """Decode look-ahead requests on an idle worker for about `seconds`. Return whether there were any."""
+    def decode_ahead(self, index: int) -> bool:
+        """Start decoding look-ahead requests on an idle worker. Return whether there were any."""
         looks_ahead = self.looks_ahead and self.is_on
         work = self.ahead.work(index, self.allocation.number, len(self.allocation.idle())) if looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
-            self.crew.call_idle(index, "look_ahead", work, seconds)
+            self.crew.call_idle(index, "look_ahead", work, _SLICES * self.slice_seconds)
         return work is not None
 
     def train_longer(self, rollout_seconds: float) -> float:

@@ -79,7 +79,7 @@ def _temporary_folder(near: Path) -> tempfile.TemporaryDirectory[str]:
     """Make a temporary folder in the folder `near` or in the nearest parent of it that exists."""
     place = next(folder for folder in (near, *near.parents) if folder.is_dir())
     with errors_as(ConfigError, f"{place} cannot be written to", "set another --run.folder"):
-        return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place)
+        return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place, ignore_cleanup_errors=True)
 
 
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:

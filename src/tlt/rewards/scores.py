@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -203,7 +204,10 @@ async def _all_at_once(function: Callable[..., Any], filled: dict[str, Fill], as
         except TimeoutError:
             return TimeoutError(f"no answer in {limit:g} s")
 
-    return await asyncio.gather(*(one(*pair) for pair in asked), return_exceptions=True)
+    found = await asyncio.gather(*(one(*pair) for pair in asked), return_exceptions=True)
+    if any(isinstance(one, TimeoutError) for one in found):  # threads of late calls would keep their places
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    return found
 
 
 def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
     *("run.tracker_completions", "run.watts_per_core", "run.price_per_hour"),
-    *("reward.timeout_seconds", "reward.memory_mb", "reward.workers", "reward.folder"),
+    *("reward.timeout_seconds", "reward.workers", "reward.folder"),
     *("model.hub", "data.hub"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     "data.long_prompts",

@@ -19,7 +19,6 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256, num_weights
-from tlt.report import Page
 from tlt.rewards import sources_sha256
 from tlt.rewards.tools import with_tools
 from tlt.rl.groups import from_plain, to_plain
@@ -144,7 +143,6 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
     except Exception as error:
         stop.run_ends()
         error.add_note(_rescue(run))
-        Page(folder.path).write()
         raise
     except KeyboardInterrupt as error:  # a second signal, after which nothing is saved
         error.add_note(_saved_before(run))
