@@ -155,10 +155,16 @@ def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) 
 def test_a_round_prefills_few_tokens_of_look_ahead_rows() -> None:
     """A prefill cannot be interrupted, and the worker may be needed."""
     scheduler = scheduler_of(bound_tokens=40_000, max_rows=32, verify_tokens=1)
-    lengths = (60, 50, 50, 200, 10)  # prefill_tokens / 4 are 128
+    lengths = (100, 20, 120, 600, 10)  # prefill_tokens / 4 are 128
     rows = {n: Row(request(n, 2, 700), [0] * length, ahead=True) for n, length in enumerate(lengths)}
     scheduler.look_ahead(rows, most=16)
     assert [[row.request.seed for row in admit(scheduler, 16)] for _ in range(4)] == [[0, 1], [2], [3], [4]]
+
+
+def test_admission_counts_the_longest_row() -> None:
+    scheduler = scheduler_of(bound_tokens=150, max_rows=8, verify_tokens=1)
+    scheduler.submit([request(1, 80, 8), request(2, 2, 8)])
+    assert [row.request.seed for row in admit(scheduler)] == [1], "two rows as long as the first do not fit"
 
 
 def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> None:
