@@ -131,7 +131,8 @@ class AcceptanceModel:
         self.seen: dict[Source, np.ndarray] = {}
         """recent counts per source, [_DEEPEST, 2]: rows that reached each level, and rows whose token there was
         accepted"""
-        self._lasting: dict[Source, np.ndarray] = {}  # the same over more rounds, aged only in rounds of the source
+        self._lasting: dict[Source, np.ndarray] = {}
+        """the first level's counts over more rounds, [1, 2]; aged only in rounds of the source"""
 
     def age(self) -> None:
         """Reduce the weight of all recent rounds."""
@@ -145,7 +146,7 @@ class AcceptanceModel:
         right, level = np.minimum(np.array(tokens)[:, None] - 1, drafted), np.arange(_DEEPEST)
         counts = np.stack([(level <= np.minimum(right, drafted - 1)).sum(0), (level < right).sum(0)], axis=1)
         self.seen[source] = self.seen.get(source, 0.0) + counts
-        self._lasting[source] = _KEPT_LASTING * self._lasting.get(source, 0.0) + counts
+        self._lasting[source] = _KEPT_LASTING * self._lasting.get(source, 0.0) + counts[:1]
 
     def lasting(self, source: Source, prior: float) -> float:
         """Return the acceptance rate of the first level, from more rounds than `chances` uses. It does not change while
@@ -175,11 +176,12 @@ class AcceptanceModel:
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Load the counts that `state` returned, for these drafters only."""
-        for drafter, branching, *saved in state:
+        for drafter, branching, levels, *lasting in state:
             if drafter in drafters:
-                for counts, levels in zip((self.seen, self._lasting), saved, strict=False):  # older states have one
-                    padded = counts[drafter, branching] = np.zeros((_DEEPEST, 2))
-                    padded[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
+                padded = self.seen[drafter, branching] = np.zeros((_DEEPEST, 2))
+                padded[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
+                if any(lasting):  # states of older versions lack it, or have more levels
+                    self._lasting[drafter, branching] = np.array(lasting[0][:1])
 
 
 def _rates(counts: np.ndarray | None, depth: int, prior: float) -> list[float]:
