@@ -127,12 +127,12 @@ class DrafterTraining(FaultBarrier):
     @contained(None)
     def handle_result(self, done: Done) -> None:
         """Handle a call that returned, or the loss of a worker, as far as it concerns drafter training."""
-        if done.method in METHODS and not done.lost and done.worker != self.under_way:
-            return  # the call was that of a lost worker's replacement, whose trainer state is not the one asked for
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None
             if done.lost:
                 self._to_publish = None  # the worker's replacement has weights that were not evaluated
+        elif done.method in METHODS and not done.lost:
+            return  # the result is that of a lost worker's replacement, whose trainer state is not the one asked for
         match done:
             case Done(lost=True):
                 self._lost(done.worker)
