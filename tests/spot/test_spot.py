@@ -98,6 +98,10 @@ def test_an_interrupted_preparation_changes_nothing(model: Model, items: list[Ha
 def test_without_held_out_data_nothing_is_evaluated(model: Model, items: list[Harvest]) -> None:
     worker = SpotWorker(make_spot(model, items, now=[]), lambda layer: None)
     assert worker.evaluate_drafter(None, lambda: False) is None
+    worker = SpotWorker(make_spot(model, items), lambda layer: None)
+    found = worker.evaluate_drafter(None, lambda: True)
+    assert found, "an interrupted evaluation continues in the next call"
+    assert found.interrupted
 
 
 def test_an_evaluation_continues_from_the_given_state(model: Model, items: list[Harvest]) -> None:
