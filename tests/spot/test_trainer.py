@@ -66,6 +66,13 @@ def make_trainer(model: Model, **config: Any) -> DrafterTrainer:
     return DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(**config))
 
 
+def test_an_embedding_of_another_type_is_converted_after_the_lookup(model: Model) -> None:
+    """The whole embedding in float32 would need gigabytes for a large vocabulary."""
+    made, batch, low = make_trainer(model), pack(mixed_items(), CPU), model.decoder.embedding.bfloat16()
+    found, wanted = (list(unroll(made.layer, one, made.cos_sin, batch, 2)) for one in (low, low.to(made.dtype)))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
 def test_the_loss_is_the_mean_over_draft_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Column t of entry i predicts token i + t + 2. Its teacher is the head on the target's last state of entry i + t +
     1. Later columns count at every fourth entry of the pack, another one in each step. Sixteen times the smooth L1
