@@ -66,10 +66,14 @@ def make_trainer(model: Model, **config: Any) -> DrafterTrainer:
     return DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(**config))
 
 
-def test_an_embedding_of_another_type_is_converted_after_the_lookup(model: Model) -> None:
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_only_the_tokens_of_a_batch_are_converted_from_the_embedding(model: Model, kind: str) -> None:
     """The whole embedding in float32 would need gigabytes for a large vocabulary."""
-    made, batch, low = make_trainer(model), pack(mixed_items(), CPU), model.decoder.embedding.bfloat16()
-    found, wanted = (list(unroll(made.layer, one, made.cos_sin, batch, 2)) for one in (low, low.to(made.dtype)))
+    layer, batch, low = make_layer(model.decoder, kind, 8), pack(mixed_items(), CPU), model.decoder.embedding.bfloat16()
+    cos_sin = make_trainer(model).cos_sin
+    if kind == "eagle1":
+        batch = batch._replace(features=batch.features[:, -16:])
+    found, wanted = (list(unroll(layer, one, cos_sin, batch, 2)) for one in (low, low.double()))
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 

@@ -109,7 +109,7 @@ def unroll(
             g, places = g[roots], roots
             blocks = _blocks(batch, roots, o.window)
         with _fast_products(g):
-            x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding).to(g.dtype), g)
+            x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding), g)
             projected = [p(x).to(g.dtype) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
         at = (batch.positions[places] + t).clamp(max=len(cos_sin[0]) - 1)
         query, key, value = (heads.view(len(places), -1, o.head_dim) for heads in projected)
