@@ -6,8 +6,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
+from contextlib import contextmanager
+from types import FrameType, MappingProxyType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -100,38 +100,32 @@ class StopRequest(SignalRecord):
         self.over = False
 
 
-def recorded_signals(record: SignalRecord) -> AbstractContextManager[None]:
-    """Return a context in which `record` receives SIGTERM, SIGINT and SIGHUP. A signal that the process ignores stays
-    ignored, such as SIGHUP under nohup."""
-    return _handled(dict.fromkeys(not_ignored(), record.receive_signal))
-
-
 @contextmanager
 def stop_request(patience: float) -> Iterator[StopRequest]:
     """Yield a `StopRequest` that handles signals in the `with` block. After the first signal, the current step has
     `patience` seconds to end, or twice as long if it has updated the weights. Before the run has progress to save, the
     first signal ends it at once."""
     request = StopRequest(patience)
-    with _handled(dict.fromkeys(not_ignored(), request.receive_signal) | {signal.SIGALRM: request.time_is_up}):
+    with handled(request.receive_signal, {signal.SIGALRM: request.time_is_up}):
         try:
             yield request
         finally:
             request.step_has_ended()
 
 
-def not_ignored() -> list[signal.Signals]:
-    """Return SIGTERM, SIGINT and SIGHUP, without those that the process ignores, such as SIGHUP under nohup."""
-    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
-def _handled(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
-    """Install the handlers for the block. Outside the main thread none is installed, because Python allows signal
-    handlers only there."""
+def handled(handler: Handler, others: Mapping[signal.Signals, Handler] = MappingProxyType({})) -> Iterator[None]:
+    """Let `handler` receive SIGTERM, SIGINT and SIGHUP in the `with` block, and `others` further signals. Of the three,
+    a signal that the process ignores stays ignored, such as SIGHUP under nohup. Outside the main thread no handler is
+    installed, because Python allows signal handlers only there."""
+    handlers = {number: handler for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN} | dict(others)
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

@@ -73,6 +73,10 @@ def test_the_oldest_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.bytes == 8
 
 
+def test_a_later_copy_of_a_row_replaces_the_earlier_one() -> None:
+    assert left(row(1, 2, 3), row(1, 2, 3)).bytes == 4
+
+
 def test_the_drafter_gets_its_hidden_states_back_in_the_next_turn() -> None:
     cache: Any = Cache()
     window: Any = Window()

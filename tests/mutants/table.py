@@ -243,7 +243,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("refuse_loss", "drop", 0, "A loss that is not finite ends the run."),
     ],
     ("rewards.scores", "rewards/test_scores.py"): [
-        ("exact", "opposite", 0, "One right answer is enough."),
+        ("exactly", "opposite", 0, "One right answer is enough."),
         ("length_penalty", "opposite", 0, "The length penalty is at most 1."),
     ],
     ("rewards.scores", "rewards/test_pool.py"): [

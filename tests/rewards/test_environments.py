@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import time
@@ -85,6 +86,20 @@ def test_an_instance_lasts_as_long_as_its_rollout() -> None:
     for rollout, said, count in [(1, ("a",), 1), (1, ("a", "b"), 1), (2, ("a", "b", "c"), 2)]:
         environments.answer_all([(PROMPT, Turn(rollout, 1, said))])
         assert len(made) == count
+
+
+class Sleeper:
+    def reset(self, prompt: Prompt) -> None: ...
+
+    async def step(self, text: str) -> tuple[str, bool, float]:
+        await asyncio.to_thread(time.sleep, float(text))
+        return "", True, 1.0
+
+
+def test_threads_of_steps_that_hang_keep_no_place() -> None:
+    environments = Environments(Sleeper, 0.5)
+    answers = [environments.answer_all([(PROMPT, Turn(1, seed, (said,)))]) for seed, said in enumerate(("4", "4", "0"))]
+    assert [verdict.outcome for (verdict,) in answers] == ["timeout", "timeout", ""]
 
 
 def test_replayed_turns_share_one_timeout() -> None:

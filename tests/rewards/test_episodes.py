@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import small
@@ -377,6 +378,18 @@ def test_replies_are_recorded_once_and_read_without_a_torn_line(tmp_path: Path) 
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
     again.forget_before(4)
     assert again.find(3, 2**64 - 1, ("a",)) is None
+
+
+def test_a_process_killed_while_it_rewrites_the_file_loses_no_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "replies.jsonl"
+    kept(path).add(3, 7, (), Verdict(0.5, reply="a"))
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            kept(path, resume=True)
+    assert kept(path, resume=True).find(3, 7, ()) == Verdict(0.5, reply="a")
 
 
 def test_a_recorded_reply_to_another_conversation_is_not_used(tmp_path: Path) -> None:

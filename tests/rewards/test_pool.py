@@ -110,7 +110,8 @@ class Stand:
     def processor_seconds(self) -> float:
         return self.worked
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.runs = False
 
 
 @contextmanager
@@ -191,6 +192,14 @@ def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
     with pool_of(start) as pool:
         score_many(pool, 6)
     assert started.is_set()
+
+
+def test_a_process_that_starts_while_the_pool_is_closed_ends() -> None:
+    late = Stand(0.0)
+    with pool_of(lambda: Stand(0.0)) as pool:
+        pass
+    pool._serve(late)  # type: ignore[arg-type]
+    assert not late.runs
 
 
 def test_entries_with_one_key_go_to_one_process() -> None:
@@ -277,6 +286,23 @@ def test_threads_of_async_calls_that_hang_keep_no_place() -> None:
     with judges(config("waits_in_a_thread", timeout_seconds=1.0)) as made:
         assert scored(made, "0", *["60"] * 40) == [(1.0, "")] + [(None, "timeout")] * 40
         assert scored(made, "0") == [(1.0, "")]
+
+
+def test_each_call_of_a_batch_has_a_thread() -> None:
+    found = outcome_of("waits_in_a_thread", *["60"] * 15, "0", timeout_seconds=1.0)
+    assert found == [(None, "timeout")] * 15 + [(1.0, "")]
+
+
+def test_a_process_full_of_threads_that_hang_is_replaced(tmp_path: Path) -> None:
+    process = IsolatedScore(config("waits_in_a_thread", timeout_seconds=0.3), tmp_path / "reward.log")
+    calls = count(1)
+    while process.runs and next(calls) < 9:
+        found = process.score_all([(PROMPT, Answer("", "60", 1))] * 16)
+        assert [verdict.outcome for verdict in found] == ["timeout"] * 16
+    assert next(calls) == 6, "with 5 x 16 threads and its own two, more than 64 + 16"
+    (verdict,) = process.score_all([(PROMPT, Answer("", "0", 1))])
+    assert (verdict.reward, process.runs) == (1.0, True)
+    process.close()
 
 
 def test_one_async_call_that_hangs_is_lost_alone() -> None:

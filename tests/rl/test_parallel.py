@@ -8,7 +8,6 @@ import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,8 +27,8 @@ from tlt.rl.parallel import (
     Processes,
     ProcessGroup,
     Rendezvous,
+    all_shards,
     numbers_of,
-    own_shards,
     sum_gradients,
     take_gradients,
 )
@@ -38,10 +37,6 @@ from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
 VOCAB = 31
-
-
-def member(rank: int, size: int, shards: int) -> Any:
-    return SimpleNamespace(rank=rank, size=size, shards=shards)
 
 
 class Steady:
@@ -53,7 +48,8 @@ def test_shards_are_complete_and_need_about_equal_work(tokens: list[int], shards
     size, everyone = data.draw(st.integers(1, shards)), range(len(tokens))
 
     def dealt(rank: int, size: int) -> list[list[int]]:
-        return own_shards([[i] for i in everyone], lambda part: tokens[part[0]], member(rank, size, shards))
+        found = all_shards([[i] for i in everyone], lambda part: tokens[part[0]], shards)
+        return [found[number] for number in numbers_of(rank, size, shards)]
 
     owned = [dealt(rank, size) for rank in range(size)]
     assert {len(own) for own in owned} <= {shards // size, -(-shards // size)}
@@ -79,7 +75,7 @@ def test_responses_to_a_prompt_stay_together(sizes: list[int], shards: int, expe
     """A prompt has 10 tokens, and a response 4."""
     numbers = iter(range(sum(sizes)))
     groups = [[next(numbers) for _ in range(size)] for size in sizes]
-    assert own_shards(groups, lambda part: 10 + 4 * len(part), member(0, 1, shards)) == expected
+    assert all_shards(groups, lambda part: 10 + 4 * len(part), shards) == expected
 
 
 def together(size: int, act: Any, shards: int = 0) -> list[Any]:

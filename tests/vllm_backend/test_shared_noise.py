@@ -191,7 +191,7 @@ def test_a_preempted_request_of_runner_v1_keeps_its_slot(target: Any, tested_ver
 def test_draws_within_a_prompt_do_not_change_the_record() -> None:
     """A long prompt is computed in parts, and once more after a preemption."""
     table, slot = table_of(), torch.tensor([0])
-    table.add(0, Draw(1, 5, 900, 1.0, 0, 1.0), 256)
+    table.add(0, Draw(1, 5, 900, 1.0, 0, 1.0), 900 + 256)
     for position in range(899, 899 + 256):
         table.apply(torch.randn(1, 9), slot, torch.tensor([position]))
     before = table._logprobs[0, :256].clone()

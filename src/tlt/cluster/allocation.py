@@ -161,7 +161,11 @@ class Allocation:
             for row in done.released:
                 del share.rows[row.request.seed]
                 share.reported.pop(row.request.seed, None)
-            self._promise(share.helper, done.released)
+            if share.helper is not None and share.helper in self.crew.ready:
+                self.shares[share.helper].promised += done.released
+                self.crew.break_off()
+            elif done.released:
+                self.requeue(done.released)
             share.helper = None
         return done.responses
 
@@ -187,13 +191,6 @@ class Allocation:
                 return False
         most.asked, most.helper = list(wanted), index
         return True
-
-    def _promise(self, helper: int | None, rows: list[Row]) -> None:
-        if helper is not None and helper in self.crew.ready:
-            self.shares[helper].promised += rows
-            self.crew.break_off()
-        elif rows:
-            self.requeue(rows)
 
     def reclaim(self, index: int) -> Share:
         """Put the rows of the lost worker `index` back into the queue, and return the share that it had. Other workers

@@ -164,7 +164,8 @@ class Crew:
             if method != "take_state":
                 if not isinstance(error, ValueError):  # the text of a ValueError is complete for the user
                     error.add_note(f"raised by worker {index} during {method}")
-                self._leave_under_way()
+                self.break_off()
+                self.calls.forget_other_calls()
                 raise
             self.replace(index, method, str(error))  # for example, the new worker's node lacks the model
             return Done(index, method, None, lost=True)
@@ -177,11 +178,6 @@ class Crew:
         if method == "update":  # an update needs the most memory, so a worker that completes one is healthy
             self._in_a_row[index] = 0
         return Done(index, method, result)
-
-    def _leave_under_way(self) -> None:
-        """Forget all running calls except `take_state`, because the run ends without their results."""
-        self.break_off()
-        self.calls.forget_all_but("take_state")
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from tlt.sampling import make_requests
 from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import Pack, packs
-from tlt.stopping import SignalRecord, Stopped, recorded_signals
+from tlt.stopping import SignalRecord, Stopped, handled
 from tlt.store.hub import from_hub
 from tlt.types import Request
 from tlt.wording import counted
@@ -90,7 +90,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     torch.manual_seed(config.run.seed)
     layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
     began, signals = time.perf_counter(), SignalRecord()
-    with recorded_signals(signals):
+    with handled(signals.receive_signal):
         buffer = harvest(bench, layer, harvest_tokens, lambda: bool(signals))
     if signals:
         raise Stopped(
@@ -108,7 +108,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     if not taught:
         raise ConfigError(f"too few tokens of training data ({buffer.tokens}): {more_data}")
     held_back = [item for item in buffer.items if item.prompt_id in held]
-    with recorded_signals(signals):
+    with handled(signals.receive_signal):
         curve = fit(trainer, taught, held_back, seconds, lambda: bool(signals))
     facts = {
         "harvest_tokens": buffer.tokens,

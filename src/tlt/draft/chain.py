@@ -40,7 +40,7 @@ class ReplayedChain:
         self.shape = shape
         rows, entries, depth, *_ = shape
         device = drafter.target.device
-        vocab_size = drafter.options.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
+        vocab_size = drafter.options.vocab_size if drafter.fused.vocabulary is None else len(drafter.fused.vocabulary)
         # shared by chains of equal rows and depth, because noise for 64 rows, 5 levels and 151,936 tokens takes 185 MiB
         alike = [chain.noise for chain in drafter.chains.values() if chain.noise.shape[:2] == (rows, depth)]
         self.noise = alike[0] if alike else torch.zeros(rows, depth, vocab_size, device=device)
@@ -56,7 +56,7 @@ class ReplayedChain:
         """Return draft tokens [B, depth], and each level's two highest noisy scores [B, depth, 2]. `noise` is
         [B, depth, V], also if the drafter can propose only some tokens."""
         count = len(noise)
-        self.noise[:count] = noise if drafter.vocabulary is None else noise[..., drafter.vocabulary]
+        self.noise[:count] = noise if drafter.fused.vocabulary is None else noise[..., drafter.fused.vocabulary]
         for fixed, given in zip(self.sampling, (sampling.temperature, sampling.top_k, sampling.top_p), strict=True):
             fixed[:count] = given
         rows, entries = self.shape.rows, self.shape.entries

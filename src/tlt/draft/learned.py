@@ -59,11 +59,6 @@ class EagleDrafter:
         self.fused = FusedLayer(layer, target)
         self.whole_chains = target.cuda_graphs
 
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """Ids of the tokens that the drafter can propose; None: all tokens."""
-        return self.fused.vocabulary
-
     def begin(self, window: FeatureView | None) -> None:
         assert window is not None, "the learned drafter needs the target's hidden states"
         assert window.layout == self.options.layout, "the window must have this drafter's layout"
@@ -99,7 +94,8 @@ class EagleDrafter:
         log_q = self.fused.log_q(self.hidden, level.tokens.shape, level.sampling)
         if missing and missing.blind:
             log_q[self._tensor(np.array(missing.blind))] = -torch.inf
-        return Candidates(None if self.vocabulary is None else self.vocabulary.expand_as(log_q), log_q)
+        vocabulary = self.fused.vocabulary
+        return Candidates(None if vocabulary is None else vocabulary.expand_as(log_q), log_q)
 
     @torch.inference_mode()
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:

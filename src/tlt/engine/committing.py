@@ -54,8 +54,7 @@ def _pass(now: Round, trees: Sequence[DraftTree], rollout: RolloutState) -> Samp
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:
     """Return the places of rows whose values were all finite before this pass and no longer are."""
-    finite = sampled.finite or [True] * len(now.rows)
-    return [place for place, row in enumerate(now.rows) if row.finite and not finite[place]]
+    return [place for place, row in enumerate(now.rows) if row.finite and not sampled.finite[place]]
 
 
 def commit_tokens(

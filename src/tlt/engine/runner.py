@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,8 +35,8 @@ class Sampled(NamedTuple):
     tokens: list[list[int]]
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
-    finite: list[bool] | None
-    """[B] whether a row's values are finite at all nodes; None if all values are finite"""
+    finite: list[bool]
+    """[B] whether a row's values are finite at all nodes"""
     features: Tensor | None = None
     """[B, N, F] hidden states for the feature window; None if there is no window"""
 
@@ -133,7 +132,7 @@ class Runner:
         found = (_padded(torch.cat(x)[:, 0], trees) for x in zip(*parts, strict=True))
         features = [_padded(x.flatten(0, 1), trees) for x in features]
         tokens, logprobs, full = to_host(*found)
-        finite = None if math.isfinite(full.sum()) else [bool(row.all()) for row in np.isfinite(full)]
+        finite = [bool(row.all()) for row in np.isfinite(full)]
         return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, *features)
 
     def _pass(

@@ -75,18 +75,14 @@ class Clock:
 
 
 TARGET, LOOK_AHEAD = ".", "a"
-"""letters in `Row.proposed` for a token that was in no draft, and for an accepted look-ahead token"""
-
-
-def source_of(tree: DraftTree, drafter: str) -> str:
-    """Return the letter for tokens of this draft: `LOOK_AHEAD`, or the first letter of the drafter's name."""
-    return LOOK_AHEAD if tree.ahead else drafter[:1]
+"""letters in `Row.proposed` for a token that was in no draft, and for an accepted look-ahead token; the letter of a
+drafter's token is the first one of the drafter's name"""
 
 
 def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
     """Count a row's part of a round: `taken` committed tokens, the first `right` of them from the draft. Add the source
     of each token to `row.proposed`. For a look-ahead row, `stats` counts only the tokens."""
-    row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
+    row.proposed += (LOOK_AHEAD if tree.ahead else drafter[:1]) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
         return

@@ -52,6 +52,8 @@ class TurnStore:
     def _keep(self, place: int, row: Row) -> None:
         entries = self.window.save(place) if self.window else None
         kept = _Kept(row.context[:-1], self.cache.save(place, row.kv_length), entries)
+        if row.request.seed in self._kept:
+            self._drop(row.request.seed)
         self._kept[row.request.seed] = kept
         self.bytes += kept.bytes
         while self.bytes > _MOST_BYTES:

@@ -123,8 +123,8 @@ class Server:
     def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
         if engine.busy:
             raise RuntimeError("weights cannot be loaded while requests are active: wait for them or abort them first")
-        _end_rollout(self.training, engine.stats)
         engine.target.load(weights, engine.target.version + 1)
+        _end_rollout(self.training, engine.stats)
         engine.start(())
         self.training.worker.target_moved()
 

@@ -102,10 +102,15 @@ def is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+def checkpointable_layers(model: Any) -> list[Any]:
+    """Return the layers of transformers' model that support activation checkpointing, which are its decoder layers."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def checkpoint_layers(model: Any) -> None:
     """Turn on activation checkpointing: the backward pass computes the activations of each layer again. Raises
     ModelError if the model does not support it."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = checkpointable_layers(model)
     if not (layers and model.supports_gradient_checkpointing):
         raise ModelError(
             f"models of type {model.config.model_type} have no gradient checkpointing in transformers: set "

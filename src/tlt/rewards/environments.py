@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from tlt.config import Config
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
+from tlt.rewards.async_calls import AsyncCalls
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt
@@ -28,30 +28,22 @@ class Turn(NamedTuple):
 
 class Environments:
     """Environments in one process, one for each unfinished episode. `make` creates an environment. `timeout` is the
-    time limit for one reply, in seconds."""
+    time limit for one reply, in seconds. `at_once`: largest number of turns in a call."""
 
-    def __init__(self, make: Callable[[], Any], timeout: float) -> None:
-        self.make, self.timeout = make, timeout
+    def __init__(self, make: Callable[[], Any], timeout: float, at_once: int = 1) -> None:
+        self.make, self._calls = make, AsyncCalls(at_once, timeout)
         self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # seed -> (environment, turns it has received)
         self._rollout = 0
-        self._loop = asyncio.new_event_loop()
 
     def answer_all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
         if (rollout := asked[0][1].rollout) != self._rollout:
             self._live, self._rollout = {}, rollout
-        return self._loop.run_until_complete(self._all(asked))
-
-    async def _all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
-        return await asyncio.gather(*(self._answer(prompt, turn) for prompt, turn in asked))
+        found = self._calls.run(self._answer(prompt, turn) for prompt, turn in asked)
+        return [failed(one) if isinstance(one, BaseException) else one for one in found]
 
     async def _answer(self, prompt: Prompt, turn: Turn) -> Verdict:
         known = self._live.pop(turn.seed, None)
-        try:
-            instance, verdict = await asyncio.wait_for(self._step(prompt, turn, known), self.timeout)
-        except TimeoutError:
-            return Verdict(None, "timeout", f"no answer in {self.timeout:g} s")
-        except Exception as error:
-            return failed(error)
+        instance, verdict = await self._step(prompt, turn, known)
         if verdict.reply is not None:
             self._live[turn.seed] = instance, turn.texts
         return verdict
@@ -84,7 +76,7 @@ def open_environments(config: Config, columns: Collection[str]) -> tuple[Callabl
         if not callable(getattr(make, method, None)):
             raise RewardError(f"reward.environment = {name!r} has no method {method}: see docs/environments.md")
     several = inspect.iscoroutinefunction(make.step)
-    return Environments(make, config.reward.timeout_seconds).answer_all, several
+    return Environments(make, config.reward.timeout_seconds, config.reward.batch_size).answer_all, several
 
 
 async def _result(value: Any) -> Any:

@@ -31,6 +31,7 @@ from tlt.types import Prompt
 START_SECONDS = 120.0  # timeout for the start of a process, which imports the user's module
 _GRACE_SECONDS = 1.0  # added to the timeout of a call that may have several responses
 _CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
+_LATE_THREADS = 64  # largest number of threads of calls that timed out; a process with more is replaced
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # signals that reward processes ignore, because the run ends them after its current step
 
@@ -83,7 +84,7 @@ def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, boo
 
 class IsolatedScore:
     """Separate process that runs user code and is kept between calls. If it does not answer in time, it is killed. The
-    next call starts a new process.
+    next call starts a new process. This also happens if many threads of the user's async calls do not end.
 
     The process is spawned, not forked, because torch's threads do not survive a fork.
     """
@@ -111,7 +112,10 @@ class IsolatedScore:
         try:
             self._connection.send(list(asked))
             if self._answers(patience):
-                return [Verdict(*verdict) for verdict in self._connection.recv()]
+                verdicts, goes_on = self._connection.recv()
+                if not goes_on:
+                    self.close()
+                return [Verdict(*verdict) for verdict in verdicts]
             verdict = Verdict(None, "timeout", f"no answer in {limit:g} s")
         except (EOFError, OSError):
             verdict = DIED
@@ -212,12 +216,14 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
         connection.send((str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", False))
         return
     connection.send(("", many))
+    most_threads = _LATE_THREADS + config.reward.batch_size * max(1, len(config.reward.all_terms))
     for count, asked in enumerate(_received(connection)):
         if log and output and count == 0:
             output.into(log)
         if output:
             output.bound()
-        connection.send([tuple(verdict) for verdict in answers(asked)])
+        verdicts = [tuple(verdict) for verdict in answers(asked)]
+        connection.send((verdicts, threading.active_count() <= most_threads))
 
 
 def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:

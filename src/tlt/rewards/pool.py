@@ -90,7 +90,8 @@ class ScorePool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for server in self._servers:
+            servers = list(self._servers)
+        for server in servers:
             server.scorer.close()
 
     # -- number of processes -------------------------------------------------------------------------------------------
@@ -127,6 +128,9 @@ class ScorePool:
         with self._changed:
             self._starting -= started
             self._servers.append(server)
+            is_late = self._closed
+        if is_late:
+            scorer.close()
         threading.Thread(target=self._work, args=(server,), daemon=True).start()
 
     # -- one process ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class ReplyRecord:
             return
         self._put(key, *known)
         self._seconds[key] = seconds
-        self._write(_line(key, *known), "a")
+        self._write(_line(key, *known))
 
     def _put(self, key: Key, text: str, verdict: Verdict) -> None:
         """Store a reply in memory. Remove replies to later turns, which belong to another conversation."""
@@ -61,24 +61,28 @@ class ReplyRecord:
         """Drop the replies of the first `done` steps, because a checkpoint of these steps was saved. Keep those of a
         later step that has begun, because a resumed run repeats it."""
         self.forget_before(done)
-        self._write("".join(_line(key, *known) for key, known in self._known.items()), "w")
+        self._write("".join(_line(key, *known) for key, known in self._known.items()), replaces=True)
 
     def keep(self, path: Path, resume: bool) -> None:
         """Write replies to the file `path` from now on. If the run is resumed, first read the replies in the file,
         without an incomplete last line. Otherwise empty the file."""
         self.path = path
         lines = path.read_bytes().split(b"\n")[:-1] if resume and path.is_file() else []
-        self._write("".join(f"{line.decode()}\n" for line in lines), "w")
+        self._write("".join(f"{line.decode()}\n" for line in lines), replaces=True)
         for line in map(json.loads, lines):
             key = line.pop("step"), line.pop("seed"), line.pop("turn")
             self._put(key, line.pop("said"), Verdict(**line))
 
-    def _write(self, text: str, mode: str) -> None:
+    def _write(self, text: str, replaces: bool = False) -> None:
+        """Append `text` to the file. If `replaces`, write a new file in its place, so that it always has the old
+        content or the new."""
         if not self.path:
             return
+        place = self.path.with_name(f"{NAME}.partial") if replaces else self.path
         try:
-            with self.path.open(mode, encoding="utf-8") as file:
+            with place.open("w" if replaces else "a", encoding="utf-8") as file:
                 file.write(text)
+            place.replace(self.path)
         except OSError as error:
             log.warning("%s cannot be written (%s); a resumed run calls environments again", self.path, error.strerror)
             self.path = None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib
 import inspect
@@ -12,8 +11,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +21,7 @@ from tlt.config.registry import REWARDS, maker
 from tlt.data.prompts import task_dataset
 from tlt.rewards.answers import Answer, RewardError, right_answers, same
 from tlt.rewards.arguments import Fill, fills
+from tlt.rewards.async_calls import AsyncCalls
 from tlt.rewards.mathematics import equal
 from tlt.types import Prompt
 from tlt.wording import counted
@@ -87,30 +85,18 @@ def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
 
 
 def exactly(term: RewardTerm, config: Config) -> Score:
-    return exact
+    """Return the reward `exact`: 1 if the answer equals a right answer of the prompt, else 0."""
+    return lambda prompt, answer: float(any(same(gold, answer.answer) for gold in right_answers(prompt)))
 
 
 def formatted(term: RewardTerm, config: Config) -> Score:
-    return partial(matches, term.pattern)
+    """Return the reward `format`: 1 if `pattern` matches anywhere in the response, else 0."""
+    return lambda prompt, answer: float(re.search(term.pattern, answer.text) is not None)
 
 
 def brief(term: RewardTerm, config: Config) -> Score:
-    return partial(length, term.length_from, term.length_to)
-
-
-def exact(prompt: Prompt, answer: Answer) -> float:
-    """Return 1 if the answer equals a right answer of the prompt, else 0."""
-    return float(any(same(gold, answer.answer) for gold in right_answers(prompt)))
-
-
-def matches(pattern: str, prompt: Prompt, answer: Answer) -> float:
-    """Return 1 if the regular expression matches anywhere in the response, else 0."""
-    return float(re.search(pattern, answer.text) is not None)
-
-
-def length(start: int, end: int, prompt: Prompt, answer: Answer) -> float:
-    """Return the `length_penalty` of the response: 0 up to `start` tokens, -1 from `end` tokens on."""
-    return length_penalty(answer.tokens, start, end)
+    """Return the reward `length`: 0 up to `length_from` tokens, -1 from `length_to` tokens on."""
+    return lambda prompt, answer: length_penalty(answer.tokens, term.length_from, term.length_to)
 
 
 def length_penalty(tokens: int, start: int, end: int) -> float:
@@ -173,17 +159,21 @@ def _users(
     field = "reward.terms" if config.terms else "reward.name"
     function = imported(term.name, config.folder, field, "module:function")
     filled = fills(function, f"{field} = {term.name!r}", columns, term.batched)
-    runner = asyncio.Runner()  # one event loop for all calls, because clients and semaphores of the user belong to one
-    late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    if late and not term.batched:
-        return lambda asked: runner.run(_all_at_once(function, filled, asked, config.timeout_seconds)), True
+    calls = AsyncCalls(config.batch_size, config.timeout_seconds)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    if is_async and not term.batched:
+
+        async def late(prompt: Prompt, answer: Answer) -> Any:
+            return await function(**_arguments(filled, prompt, answer))
+
+        return lambda asked: calls.run(late(*one) for one in asked), True
     if not term.batched:
         return one_by_one(lambda *one: function(**_arguments(filled, *one))), False
 
     def scores(asked: Asked) -> list[Any]:
         try:
             given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
-            given = runner.run(given) if inspect.iscoroutine(given) else given
+            given = calls.runner.run(given) if inspect.iscoroutine(given) else given
             if isinstance(given, str | bytes | Mapping | Set):  # these types are iterable too
                 raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
             found = list(given)
@@ -195,19 +185,6 @@ def _users(
         return found
 
     return scores, True
-
-
-async def _all_at_once(function: Callable[..., Any], filled: dict[str, Fill], asked: Asked, limit: float) -> list[Any]:
-    async def one(prompt: Prompt, answer: Answer) -> Any:
-        try:
-            return await asyncio.wait_for(function(**_arguments(filled, prompt, answer)), limit)
-        except TimeoutError:
-            return TimeoutError(f"no answer in {limit:g} s")
-
-    found = await asyncio.gather(*(one(*pair) for pair in asked), return_exceptions=True)
-    if any(isinstance(one, TimeoutError) for one in found):  # threads of late calls would keep their places
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-    return found
 
 
 def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[str, Any]:

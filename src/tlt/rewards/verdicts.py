@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 DIED = Verdict(None, "crash", "its process ended")
 
 
-def failed(error: Exception) -> Verdict:
+def failed(error: BaseException) -> Verdict:
     """Return the verdict for an exception that user code raised. Print the traceback, once for each place and type."""
     if isinstance(error, TimeoutError):
         return Verdict(None, "timeout", _text(str, error))
@@ -42,7 +42,7 @@ def failed(error: Exception) -> Verdict:
     return Verdict(None, "error", f"{place}{type(error).__name__}: {_text(str, error)}")
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     """Return the innermost line of the traceback that is in a file of the user, such as `/home/me/rewards.py:12: `, or
     an empty text if there is none."""
     found = ""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.config import Config, ConfigError
 from tlt.engine.memory import free_bytes
+from tlt.models.hugging_face import checkpointable_layers
 from tlt.rl.batching import Layout
 from tlt.rl.early import most_early_gradients, most_responses
 from tlt.rl.logprobs import last_hidden
@@ -133,7 +133,7 @@ class _Need:
             fixed=_copies(policy, config) * _trained_bytes(policy),
             saved=saved,
             logits=model.config.vocab_size * width,
-            layers=max(1, len(_layers(model))),
+            layers=max(1, len(checkpointable_layers(model))),
             hidden=model.config.hidden_size * width,
         )
 
@@ -204,15 +204,11 @@ def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
             torch.cuda.empty_cache()
 
 
-def _layers(model: Any) -> list[Any]:
-    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-
-
 @contextmanager
 def _without_checkpoints(model: Any) -> Iterator[None]:
     """Turn gradient checkpointing off in the `with` block, because tensors that the backward pass recomputes cannot be
     measured."""
-    before = [(layer, layer.training) for layer in _layers(model)]
+    before = [(layer, layer.training) for layer in checkpointable_layers(model)]
     for layer, _ in before:
         layer.training = False
     try:

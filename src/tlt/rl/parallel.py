@@ -98,14 +98,6 @@ def numbers_of(rank: int, size: int, shards: int) -> range:
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
-def own_shards(
-    groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], group: ProcessGroup
-) -> list[list[int]]:
-    """Return this member's shards: a contiguous range of the result of `all_shards`."""
-    shards = all_shards(groups, work, group.shards)
-    return [shards[number] for number in numbers_of(group.rank, group.size, group.shards)]
-
-
 def all_shards(groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int) -> list[list[int]]:
     """Return `count` shards of response indices, each in prompt order. Some may be empty.
 

@@ -51,12 +51,17 @@ def take_weights(target: Target, policy: Weighed, version: int) -> None:
 def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> None:
     """Compare the next-token distributions of target and policy on a short text.
 
-    They are compared at each token, or with vLLM at the last token only. If `with_drafts`, the target also verifies a
-    part of the text as draft tokens. Raises ModelError if the distributions differ by more than rounding explains. If
-    the policy is sharded, all its members make this call."""
-    count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
+    They are compared at each token, or with vLLM at the last token only. If `with_drafts`, the second half of the text
+    is verified as draft tokens and not prefilled. vLLM prefills all of it. Raises ModelError if the distributions
+    differ by more than rounding explains. If the policy is sharded, all its members make this call."""
+    in_vllm = isinstance(target, VllmTarget)
+    count = min(_TOKENS, target.longest - 1 if in_vllm else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
-    decoded = _logits(target, tokens, with_drafts)
+    if in_vllm:
+        decoded = target.text_logits(tokens)
+    else:
+        assert isinstance(target, Decoder), "targets are decoders or vLLM"
+        decoded = speculative_logits(target, tokens.to(target.device), count // (1 + with_drafts))
     before = count - len(decoded)
     trained = policy.logits(tokens)[before:]
     apart = _distributions(trained, "policy", target.version) - _distributions(decoded, "engine", target.version)
@@ -72,16 +77,6 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
             f"{before + int(apart.argmax()) + 1} tokens their next-token distributions differ by {worst:.2g} in total "
             f"variation, and rounding in {dtype} explains at most {allowed:g}: {remedy}"
         )
-
-
-def _logits(target: Target, tokens: Tensor, with_drafts: bool) -> Tensor:
-    """Return the target's next-token logits after each token of a text [N]: [N, V]. With vLLM, return only those after
-    the last token: [1, V]. If `with_drafts`, the second half of the text is verified as draft tokens and not prefilled.
-    vLLM prefills all of it."""
-    if isinstance(target, VllmTarget):
-        return target.text_logits(tokens)
-    assert isinstance(target, Decoder), "targets are decoders or vLLM"
-    return speculative_logits(target, tokens.to(target.device), len(tokens) // (1 + with_drafts))
 
 
 def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tensor:

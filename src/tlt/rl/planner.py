@@ -10,7 +10,7 @@ import torch
 from tlt.config import TrainConfig
 from tlt.rl.batching import Layout, MicroBatch, by_prompt, pack, pack_shared, plan, plan_shared, shared_tokens
 from tlt.rl.early import Counts, counts_early, cut, has_early_shards, has_gradient, needs_logprobs, owners_of
-from tlt.rl.parallel import ProcessGroup, all_shards, own_shards
+from tlt.rl.parallel import ProcessGroup, all_shards
 from tlt.rl.shard_sum import Plan, Shard
 from tlt.types import TrainBatch
 
@@ -30,13 +30,9 @@ class Packer:
     shares: bool
     """whether responses to one prompt may share one copy of it in a micro-batch"""
 
-    def shards(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-        """Return this process's shards of the responses `members`. Responses to one prompt stay together if that
-        reduces the work of the largest shard."""
-        return own_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), group)
-
     def all_shards(self, batch: TrainBatch, members: Sequence[int], count: int) -> list[list[int]]:
-        """Return `count` shards of the responses `members`, for all processes of the group."""
+        """Return `count` shards of the responses `members`, for all processes of the group. Responses to one prompt
+        stay together if that reduces the work of the largest shard."""
         return all_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), count)
 
     def work(self, batch: TrainBatch, members: Sequence[int]) -> int:

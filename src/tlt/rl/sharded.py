@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.models import weights
-from tlt.models.hugging_face import save_model
+from tlt.models.hugging_face import checkpointable_layers, save_model
 from tlt.rl.batching import MicroBatch
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
@@ -184,7 +183,7 @@ class Gathered(Mapping[str, Tensor]):
 
 
 def _shard_layers(model: Any, mesh: DeviceMesh) -> None:
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = checkpointable_layers(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
         layer.set_gradient_divide_factor(1.0)  # the sum over members, not the mean

@@ -17,43 +17,6 @@ from tlt.rl.finite import refuse_weights
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, sum_gradients
 
 
-def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters. Norms and biases have no weight decay. `fused`: whether to use
-    torch's fused kernels."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
-    stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
-    return torch.optim.AdamW(
-        [group for group in (decays, stays) if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        fused=fused,
-    )
-
-
-def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return Adam's moments and step counts by name "parameter/moment". The dict is empty before the first update."""
-    names = {id(p): n for n, p in model.named_parameters()}
-    return {
-        f"{names[id(p)]}/{key}": value.detach().contiguous()
-        for p, moments in optimizer.state.items()
-        for key, value in moments.items()
-    }
-
-
-def load_moments(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Tensor], steps: torch.device
-) -> None:
-    """Replace Adam's moments by copies of `state` on the devices of the parameters. `steps`: device of Adam's step
-    counts."""
-    parameters = dict(model.named_parameters())
-    optimizer.state.clear()
-    for key, value in state.items():
-        name, _, moment = key.rpartition("/")
-        place = steps if moment == "step" else parameters[name].device
-        optimizer.state[parameters[name]][moment] = value.to(place, copy=True)
-
-
 class TrainedModel:
     """Hugging Face model with AdamW. Master weights are float32, or float64 if `dtype` is float64. If `dtype` is
     bfloat16, passes run under autocast.
@@ -82,7 +45,15 @@ class TrainedModel:
         return load_model(folder, dtype, self.home or self.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        return adamw(self.model, self.config, self.fused)
+        trained, config = trained_parameters(self.model), self.config
+        decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
+        stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
+        return torch.optim.AdamW(
+            [group for group in (decays, stays) if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            fused=self.fused,
+        )
 
     def own_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the weights by name. A sharded policy returns only this member's part of each weight."""
@@ -143,10 +114,22 @@ class TrainedModel:
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """Return Adam's state by name "parameter/moment". It is empty before the first update."""
-        return moments_of(self.optimizer, self.model)
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        return {
+            f"{names[id(p)]}/{key}": value.detach().contiguous()
+            for p, moments in self.optimizer.state.items()
+            for key, value in moments.items()
+        }
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        load_moments(self.optimizer, self.model, state, torch.device("cpu") if not self.fused else self.device)
+        """Replace Adam's state by copies of `state` on the devices of the parameters."""
+        parameters = dict(self.model.named_parameters())
+        steps = self.device if self.fused else torch.device("cpu")
+        self.optimizer.state.clear()
+        for key, value in state.items():
+            name, _, moment = key.rpartition("/")
+            place = steps if moment == "step" else parameters[name].device
+            self.optimizer.state[parameters[name]][moment] = value.to(place, copy=True)
 
     def load_optimizer(self, folder: Path) -> None:
         self.load_optimizer_state(load_file(folder / "optimizer.safetensors"))

@@ -14,7 +14,7 @@ from tlt.rl.early import fixed_logprobs, has_gradient, needs_logprobs
 from tlt.rl.finite import refuse_loss
 from tlt.rl.logprobs import FixedLogprobs, exchange, old_logprobs, penalized, rollout_logprobs
 from tlt.rl.measure import TokenMetrics
-from tlt.rl.parallel import ProcessGroup
+from tlt.rl.parallel import ProcessGroup, numbers_of
 from tlt.rl.passes import BACKWARD_PASSES, Passes
 from tlt.rl.planner import Held, Planner
 from tlt.rl.shard_sum import TOTALS, Plan, ShardSum
@@ -126,8 +126,9 @@ class Update:
         sample = untaught[::_ONE_IN]
         count, drawn = (sum(map(batch.num_sampled, some)) for some in (untaught, sample))
         carried = passes.carried(batch)
-        for shard in passes.packer.shards(batch, sample, self.group):
-            for micro in passes.micro_batches([passes.model], batch, shard, self.group):
+        shards = passes.packer.all_shards(batch, sample, self.group.shards)
+        for number in numbers_of(self.group.rank, self.group.size, self.group.shards):
+            for micro in passes.micro_batches([passes.model], batch, shards[number], self.group):
                 logprobs, entropy = passes.logprobs(passes.model, micro)
                 old = old_logprobs(batch, micro, logprobs, carried)
                 tokens.add(old, rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)

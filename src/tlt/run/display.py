@@ -225,7 +225,8 @@ class Display:
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
         rates = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
-        learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
+        training = "at rest" if spot.get("rests") else "in training"
+        learned = f"learned drafter: version {spot['version']:.0f}, {training}; " if "version" in spot else ""
         accepted = f"first token accepted: {rates}" * bool(rates)
         found = against_plain(m.rollout["against_plain"] for m in self.history)
         faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
@@ -255,11 +256,6 @@ def _from_look_ahead(m: StepMetrics) -> str:
     """Return text with the share of a step's tokens from look-ahead; empty if it is 0 %."""
     share = f"{_seen_ahead(m):.0%}"
     return "" if share == "0%" else f"{share} of tokens from look-ahead  "
-
-
-def _training(spot: dict[str, float]) -> str:
-    """Return text that says whether training of the drafter is going on or paused."""
-    return ", at rest" if spot["rests"] else ", in training"
 
 
 def _seen_ahead(m: StepMetrics) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from tlt.stopping import SIGNALS, not_ignored
+from tlt.stopping import SIGNALS, handled
 
 LOST = 75
 """exit code of a run that lost its workers or its Ray cluster, or ran out of memory (EX_TEMPFAIL in sysexits.h)"""
@@ -60,12 +60,8 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
         if number == signal.SIGTERM and children:
             children[0].send_signal(number)
 
-    before = {number: signal.signal(number, record_and_forward) for number in not_ignored()}
-    try:
+    with handled(record_and_forward):
         children.append(subprocess.Popen([sys.executable, "-m", "tlt", *arguments]))
         if signals:  # received before the child had started
             children[0].terminate()
         return children[0].wait(), bool(signals)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

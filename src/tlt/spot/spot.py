@@ -111,13 +111,13 @@ class SpotTrainer:
         """Train for about `seconds`. If `ready` is False, return at once. Without `recompute`, at least one micro-batch
         is trained. With `recompute` there may be none, because the seconds include the computation of hidden states. If
         `stop` returns True, drop the current micro-batch and return."""
-        began, report, spent = time.perf_counter(), SpotReport(), 0.0
-        while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
+        began, report = time.perf_counter(), SpotReport()
+        while self.ready and (report.seconds < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:
                 self._recompute_one(stop)
                 trained = self._micro_batch(stop) if self.buffer.past_tokens >= self.enough else 0
-            except Interrupted:
-                break
+            except Interrupted:  # the dropped micro-batch took time too
+                return report._replace(seconds=time.perf_counter() - began)
             spent = time.perf_counter() - began
             report = SpotReport(report.micro_batches + (trained > 0), report.tokens + trained, spent)
         return report

@@ -1,4 +1,4 @@
-"""Modes of `tlt verify`: all kinds of speculative decoding, and plain decoding."""
+"""Modes of `tlt verify`: all kinds of speculative decoding by our own engine or by vLLM, and plain decoding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from tlt.build import open_target
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
@@ -28,6 +29,8 @@ from tlt.models.int8 import can_quantize
 from tlt.rewards.turns import Turns
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, spoiled
 from tlt.verify.several import SeveralWorkers
+from tlt.vllm.engine import VllmEngine
+from tlt.vllm.target import VllmTarget
 
 _WIDE = (3, 4, 12)  # depth, branching, number of tree nodes to verify (with the root)
 _CHAIN, _TREE = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
@@ -36,9 +39,12 @@ _AHEAD = 16  # maximum number of look-ahead tokens in a draft
 
 
 def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """Return the rollout of each mode by name. All engines share the target.
+    """Return the rollout of each mode by name. The first mode of a step queries the environment; the others reuse its
+    replies. Our own engines share the target.
 
     The learned drafter is loaded from `speculation.path`. Without a path its weights are random."""
+    if config.engine.backend == "vllm":
+        return _vllm_modes(config, target, tokenizer, turns)
     make = _Maker(config, target, tokenizer, turns)
     # plain is last, because the next step starts from its state
     return {
@@ -49,6 +55,29 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict
         "swapped every round": make.swapped_drafter(),
         "plain": make.rollout([], Fixed(PLAIN)),
     }
+
+
+def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
+    """Return the modes of vLLM. Each has its own vLLM, except plain decoding by our own engine with `target`."""
+    spell = Detokenizer(tokenizer)
+
+    def engine(drafter: str, store: AheadStore | None = None) -> VllmEngine:
+        speculation = config.speculation.model_copy(update={"drafter": drafter})
+        vllm = open_target(config.model_copy(update={"speculation": speculation}), config.model.path)
+        assert isinstance(vllm, VllmTarget), "engine.backend must be vllm"
+        return VllmEngine(vllm, config.engine, spell, store=store)
+
+    store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
+    found: dict[str, Rollout] = {
+        "vllm": LocalRollout(engine("off"), turns=turns),
+        "vllm, look-ahead": LookAheadRollout(engine("adaptive", store), older, turns),
+    }
+    if config.speculation.path:
+        found["vllm, learned"] = LocalRollout(engine("eagle"), turns=turns)
+    # n-gram lookup is the last vLLM: it loads numba, and then no other vLLM starts in the same process
+    found["vllm, n-gram"] = LocalRollout(engine("suffix"), turns=turns)
+    # plain is last, because the next step starts from its state
+    return found | {"plain": LocalRollout(Engine(target, config.engine, detokenize=spell), turns=turns)}
 
 
 class _Maker:
@@ -112,7 +141,7 @@ class _Maker:
         def engine(store: AheadStore, kv_tokens: int) -> Engine:
             return self._engine(self._all(), InTurn(strategies), store, kv_tokens)
 
-        return SeveralWorkers(engine, self.target, self._swap, self.turns)
+        return SeveralWorkers(engine, self._swap, self.turns)
 
     def rollout(self, drafters: Sequence[Drafter], tuner: Tuner) -> Rollout:
         return LocalRollout(self._engine(drafters, tuner), turns=self.turns)

@@ -9,19 +9,14 @@ handling of any of them could let a row attend to the keys and values of another
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from tlt.draft.ahead import Ahead, AheadStore
+from tlt.cluster.local import LocalRollout
+from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
-from tlt.loop import Trainable
-from tlt.models.decoder import Decoder
 from tlt.rewards.turns import Turns
 from tlt.rl.early import EarlyGroups
-from tlt.rl.parity import take_weights
-from tlt.rl.policy import Policy
-from tlt.trace import Span
-from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
+from tlt.types import Request, Response, RolloutStats, Row
 from tlt.verify.look_ahead import MOST_TOKENS
 
 _WORKERS = 3
@@ -29,22 +24,13 @@ _SPARE = 64  # tokens that a cache needs beyond its longest row
 _AHEAD = 4  # maximum number of requests for which a worker decodes look-ahead tokens
 
 
-class SeveralWorkers:
-    """Rollout by several engines that share `target`. `make` returns a worker's engine, given its look-ahead store and
+class SeveralWorkers(LocalRollout):
+    """Rollout by several engines that share a target. `make` returns a worker's engine, given its look-ahead store and
     the size of its KV cache in tokens. `swap` replaces an engine's drafter."""
 
-    def __init__(
-        self,
-        make: Callable[[AheadStore, int], Engine],
-        target: Decoder,
-        swap: Callable[[Engine], None],
-        turns: Turns,
-    ) -> None:
-        self.make, self.target, self.swap, self.turns = make, target, swap, turns
-
-    def sync(self, policy: Trainable, version: int) -> None:
-        assert isinstance(policy, Policy), "the policy must be in this process"
-        take_weights(self.target, policy, version)
+    def __init__(self, make: Callable[[AheadStore, int], Engine], swap: Callable[[Engine], None], turns: Turns) -> None:
+        super().__init__(make(AheadStore(0), _SPARE), turns=turns)
+        self.make, self.swap = make, swap
 
     def generate(
         self,
@@ -57,7 +43,7 @@ class SeveralWorkers:
         shared = AheadStore(MOST_TOKENS)
         stores = [shared] * (_WORKERS - 1) + [AheadStore(MOST_TOKENS)]
         engines = [self.make(store, 2 * longest + _SPARE) for store in stores]
-        rng, line, responses = random.Random(self.target.version), self.turns.begin(requests), list[Response]()
+        rng, line, responses = random.Random(self.engine.target.version), self.turns.begin(requests), list[Response]()
         rng.shuffle(line)
         while line or self.turns.awaits or any(engine.busy for engine in engines):
             engine = rng.choice(engines)
@@ -97,37 +83,6 @@ class SeveralWorkers:
             else:
                 resumed.append(row)
         _submit(taker, restarted, resumed)
-
-    # -- the rest of the protocol --------------------------------------------------------------------------------------
-
-    def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        responses = []
-        longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
-        for response in self.make(AheadStore(0), 2 * longest + _SPARE).plain_engine().generate(requests):
-            responses.append(response)
-            on_response(response)
-        return responses
-
-    def remember(self, drafts: Iterable[Ahead]) -> None: ...
-
-    def release(self) -> None:
-        """Do nothing, because engines and their caches end with each rollout."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-    def now(self) -> list[WorkerNow]:
-        return []
-
-    def trace(self) -> list[list[Span]]:
-        return []
-
-    def peak_memory(self) -> dict[str, dict[str, float]]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 def _own(engine: Engine) -> list[Row]:

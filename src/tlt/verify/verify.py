@@ -31,7 +31,6 @@ from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.progress import Work, working
 from tlt.rewards.tools import with_tools
-from tlt.rewards.turns import Turns
 from tlt.rl.policy import Policy
 from tlt.run.parts import make_parts
 from tlt.store.hub import from_hub
@@ -66,7 +65,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
-    rollouts = _modes(config, target, tokenizer, parts.turns)
+    rollouts = modes(config, target, tokenizer, parts.turns)
     runs = {name: ModeRun(name) for name in rollouts}
     forks: list[Fork] = []
     tokens = 0
@@ -96,16 +95,6 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
         found = {"forks": [asdict(f) for f in forks], "oracle": oracle, "look_ahead": look_ahead}
         write_json(json_file, {**result, **found, **provenance()})
     return agree
-
-
-def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """Return the rollout of each mode by name. The first mode of a step queries the environment; the others reuse its
-    replies."""
-    if config.engine.backend == "tlt":
-        return modes(config, target, tokenizer, turns)
-    from tlt.verify.vllm_modes import vllm_modes  # vLLM is an optional dependency
-
-    return vllm_modes(config, target, tokenizer, turns)
 
 
 def _verify_config(config: Config, dtype: str, full: bool) -> Config:

@@ -12,7 +12,6 @@ from tlt.draft.eagle import EagleLayer
 from tlt.engine.protocol import Target
 from tlt.engine.spelling import Detokenizer
 from tlt.models.choose import folder_weights
-from tlt.models.device import torch_device, torch_dtype
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.spot.buffer import Transcript
 from tlt.trace import Tracer
@@ -41,7 +40,7 @@ class VllmBackend:
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
-        target = _make_target(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
+        target = VllmTarget(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
         if folder:
             target.load(folder_weights(folder, target.dtype), 0)
         return target
@@ -68,7 +67,7 @@ class VllmBackend:
         detokenize: Detokenizer,
         longest: int | None,
     ) -> VllmEngine:
-        return VllmEngine(_make_target(model, engine, _without_look_ahead(speculation), longest), engine, detokenize)
+        return VllmEngine(VllmTarget(model, engine, _without_look_ahead(speculation), longest), engine, detokenize)
 
     def about_cache(self, config: Config) -> str:
         return ""
@@ -80,18 +79,6 @@ class VllmBackend:
             return f"look-ahead, with vLLM{unused}"
         learned = f" with {path}" if path else ""
         return f"{drafter}{learned}, with vLLM"
-
-
-def _make_target(
-    model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int | None, sleeps: bool = False
-) -> VllmTarget:
-    """Start vLLM and return it as a target. `longest` is the maximum length of a prompt with its response, in tokens
-    (default: the model's limit). If `sleeps` is True, vLLM can free its KV cache on a GPU. Raises ModelError or
-    VllmError."""
-    options = decoder_options(read_config(model.path))
-    model = model.model_copy(update={"dtype": str(torch_dtype(model)).removeprefix("torch.")})
-    longest = longest or options.max_positions
-    return VllmTarget(model, engine, speculation, options, torch_device(model), longest, sleeps)
 
 
 def _refuse_other_heads(config: Config) -> None:

@@ -112,11 +112,11 @@ class NoiseTable:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add(self, slot: int, draw: Draw | None, most_tokens: int) -> bool:
+    def add(self, slot: int, draw: Draw | None, longest: int) -> bool:
         """Put a request into a slot, and remove the slot's previous request. If `draw` is None, the request's logits
         stay unchanged. Return whether `draw` is given.
 
-        `most_tokens` is the maximum length of the response, in tokens.
+        `longest` is the maximum length of the prompt with its response, in tokens.
         """
         self.leave(slot)
         self._ours[slot] = draw is not None
@@ -130,6 +130,7 @@ class NoiseTable:
         self._top_k[slot] = draw.top_k
         self._top_p[slot] = draw.top_p
         slots, tokens, _ = self._logprobs.shape
+        most_tokens = longest - draw.prompt_tokens
         if most_tokens + 1 > tokens:
             more = max(most_tokens + 1, 2 * tokens) - tokens
             self._logprobs = torch.cat([self._logprobs, self._logprobs.new_zeros(slots, more, 2)], dim=1)

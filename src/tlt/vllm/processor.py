@@ -29,12 +29,7 @@ class SharedNoise(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         draw = Draw.of(sampling_params.extra_args)
-        return self.table.add(req_idx, draw, sampling_params.max_tokens + _before(draw, self.req_states, req_idx))
+        return self.table.add(req_idx, draw, int(self.req_states.prompt_len.np[req_idx]) + sampling_params.max_tokens)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         return self.table.apply(logits, ctx.expanded_idx_mapping, ctx.pos)
-
-
-def _before(draw: Draw | None, req_states: Any, slot: int) -> int:
-    """Return the number of tokens in the request's vLLM prompt that already belong to its response."""
-    return int(req_states.prompt_len.np[slot]) - draw.prompt_tokens if draw else 0

@@ -18,7 +18,8 @@ from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, load_drafter
 from tlt.draft.formats import method, write_drafter
 from tlt.files import read_json
-from tlt.models.families import DecoderOptions, read_config
+from tlt.models.device import torch_device, torch_dtype
+from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import as_in_files
 from tlt.sampling import gumbel_noise
 from tlt.vllm.noise import Draw
@@ -34,26 +35,27 @@ class VllmTarget:
         model: ModelConfig,
         engine: EngineConfig,
         speculation: SpeculationConfig,
-        options: DecoderOptions,
-        device: torch.device,
-        longest: int,
+        longest: int | None = None,
         sleeps: bool = False,
     ) -> None:
         """Start vLLM.
 
-        `longest` is the maximum length of a prompt with its response, in tokens. If `sleeps` is True, `release` frees
-        the KV cache on a GPU. Only one vLLM per process may be started with `sleeps`. Raises VllmError if vLLM cannot
-        start.
+        `longest` is the maximum length of a prompt with its response, in tokens (default: the model's limit). If
+        `sleeps` is True, `release` frees the KV cache on a GPU. Only one vLLM per process may be started with `sleeps`.
+        Raises ModelError, or VllmError if vLLM cannot start.
         """
+        self._config = read_config(model.path)
+        self.options = options = decoder_options(self._config)
+        self.dtype, self.device = torch_dtype(model), torch_device(model)
+        model = model.model_copy(update={"dtype": str(self.dtype).removeprefix("torch.")})
         require_vllm()
         set_environment()
-        self.options, self.dtype, self.device = options, getattr(torch, model.dtype), device
         self.version = 0
-        self.longest = min(longest, options.max_positions)
+        self.longest = min(longest or options.max_positions, options.max_positions)
         self.looks_ahead = speculation.drafter == "adaptive"
         self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
-        self._keys, self._config = itertools.count(), read_config(model.path)
-        self._sleeps, self._asleep = sleeps and device.type == "cuda", False
+        self._keys = itertools.count()
+        self._sleeps, self._asleep = sleeps and self.device.type == "cuda", False
         self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # the learned drafter in vLLM's format
 
         def export() -> tuple[str, str]:
