@@ -263,6 +263,23 @@ def test_the_exit_code_of_verify_is_its_verdict(
     assert exit_code("verify", recipe) == code
 
 
+@pytest.mark.parametrize("command", ["verify", "bench rollout", "draft eval", "draft train"])
+def test_results_that_cannot_be_written_are_refused_at_once(
+    command: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    option, place = "--out" if command == "draft train" else "--json", tmp_path / "file" / "result"
+    assert exit_code(*command.split(), recipe, option, str(place)) == 2
+    assert f"argument {option}: {place} cannot be written" in capsys.readouterr().err
+
+
+def test_a_response_longer_than_the_model_supports_names_the_option(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "2 + 2", "--max-new-tokens", "9999")
+    assert said.endswith("lower --max-new-tokens")
+
+
 def test_a_learned_drafter_needs_its_folder(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     said = refusal(capsys, "generate", str(home / "model"), "--prompt", "2 + 2", "--drafter", "eagle")
     assert "--drafter eagle needs --drafter-path" in said

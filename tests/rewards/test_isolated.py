@@ -56,7 +56,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("infinite", "not a number", "-inf"),
         ("word", "not a number", "'good'"),
         ("nothing", "does not apply", "None"),
-        ("exit", "crash", "its process ended"),
+        ("exit", "error", "SystemExit: 3"),
         ("die", "crash", "its process ended"),
     ],
 )

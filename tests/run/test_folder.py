@@ -133,7 +133,10 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
     copy = shutil.copytree(previous, home / "copy")
     assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
-    with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"already contains a run: it has no checkpoint to continue from, so set --run\.overwrite true",
+    ):
         train(short(home))
     with failing(f"nothing is saved yet; the previous run is in {previous}$"):
         train(afresh(home), display=Failing(0, "update"))
@@ -211,7 +214,10 @@ def test_an_existing_log_and_another_file_named_latest_are_kept(home: Path) -> N
 def test_a_file_with_an_incomplete_beginning_belongs_to_a_run(tmp_path: Path) -> None:
     torn = b'{"ste'
     (tmp_path / "metrics.jsonl").write_bytes(torn)
-    with pytest.raises(ConfigError, match=r"already contains a run: set --run\.overwrite true"):  # and not --resume
+    with pytest.raises(
+        ConfigError,
+        match=r"already contains a run: it has no checkpoint to continue from, so set --run\.overwrite true",
+    ):  # and not --resume
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
     with RunFolder(RunConfig(folder=str(tmp_path), overwrite=True), resume=False) as folder:
         folder.move_previous_run()

@@ -106,7 +106,7 @@ def test_a_killed_run_restarts_and_ends_like_an_uninterrupted_one(tmp_path: Path
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(5))
 
 
-def test_resume_auto_starts_a_run_without_checkpoints(tmp_path: Path) -> None:
+def test_resume_auto_starts_a_run_without_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = recovery.write_recipe(tmp_path, train={"steps": 1})
     folder = tmp_path / "run"
     folder.mkdir()
@@ -114,6 +114,7 @@ def test_resume_auto_starts_a_run_without_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", str(path), "--resume", "auto"])
     assert ended.value.code == 0
+    assert "there is no checkpoint in" in capfd.readouterr().out
     assert (folder / "latest").resolve().name == "step_00000001"
 
 

@@ -33,7 +33,12 @@ OURS = ("row", "index", "response", "finish_reason")
 _SHOWN, _CHAT = ("prompt_column", "template", "prefill"), ("system", "chat_arguments", "now")
 """fields of the section [data] that determine how the model sees a prompt: those that always apply (`_SHOWN`), and
 those that apply only with the chat template (`_CHAT`)"""
-_OPTIONS = {"data.prompt_column": "--prompt-column", "data.chat = true": "--chat on", "data.chat = false": "--chat off"}
+_OPTIONS = {
+    "data.prompt_column": "--prompt-column",
+    "data.chat = true": "--chat on",
+    "data.chat = false": "--chat off",
+    "rollout.max_new_tokens": "--max-new-tokens",
+}
 """field of a recipe -> option of `tlt generate`, for error messages"""
 
 
@@ -51,6 +56,21 @@ class Asked(NamedTuple):
     system: str
 
 
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Replace the names of recipe fields by options of this command in the message of an error."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for field, option in _OPTIONS.items():
+            text = text.replace(field, option)
+        if text == str(error):
+            raise
+        raise type(error)(text) from None
+
+
+@_naming_options()
 def generate(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -68,8 +88,7 @@ def generate(
     console = progress.console()
     model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
     tokenizer = load_tokenizer(model.path)
-    with _naming_options():
-        prompts = _prompts(asked, tokenizer, _data_of_the_run(Path(model.path)))
+    prompts = _prompts(asked, tokenizer, _data_of_the_run(Path(model.path)))
     if out:
         refuse_our_columns(prompts, asked.file)
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
@@ -91,18 +110,6 @@ def generate(
     if out:
         console.print(f"{counted(len(requests), 'response')} written to {out}", soft_wrap=True)
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
-
-
-@contextmanager
-def _naming_options() -> Iterator[None]:
-    """Replace the names of recipe fields by options of this command in the message of a DataError."""
-    try:
-        yield
-    except DataError as error:
-        text = str(error)
-        for field, option in _OPTIONS.items():
-            text = text.replace(field, option)
-        raise DataError(text) from None
 
 
 def _data_of_the_run(policy: Path) -> Mapping[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 RECIPE = "TOML file, such as recipes/quickstart.toml"
@@ -28,6 +30,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", _Help)
         super().__init__(**options)
+
+
+def output(text: str) -> Path:
+    """Return the path of a file or folder that a command will write. Make the folder that it will be in. Raises
+    argparse.ArgumentTypeError if nothing can be written there."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}): give another path") from None
 
 
 def joined(words: Sequence[str]) -> list[str]:

@@ -72,8 +72,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(arguments.recipe, overrides)
     if arguments.restarts:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
-    resume = arguments.resume is not None
-    if arguments.resume == "auto" and not _has_checkpoints(config):
+    resume, starts_anew = arguments.resume is not None, arguments.resume == "auto" and not _has_checkpoints(config)
+    if starts_anew:
         overrides = [*overrides, "--run.overwrite", "true"]  # the folder has no checkpoint to lose
         resume, config = False, load_config(arguments.recipe, overrides)
     with shown(not arguments.quiet and not arguments.json):
@@ -81,6 +81,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             from tlt.run.train import train
             from tlt.run.views import open_view
         view = open_view(arguments.quiet, arguments.json)
+        if starts_anew:
+            view.note(f"there is no checkpoint in {config.run.folder}: starting a new run")
         summary = train(config, resume, view, force=arguments.force)
     view.end(summary, config.run.folder)
     return 0

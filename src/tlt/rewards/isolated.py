@@ -24,7 +24,7 @@ from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.processes import Output, descendants, memory, processor_seconds
 from tlt.rewards.scores import Term, make_terms
-from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
+from tlt.rewards.verdicts import DIED, LARGEST, Verdict, failed, number
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
@@ -222,8 +222,11 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
             output.into(log)
         if output:
             output.bound()
-        verdicts = [tuple(verdict) for verdict in answers(asked)]
-        connection.send((verdicts, threading.active_count() <= most_threads))
+        try:
+            verdicts = answers(asked)
+        except SystemExit as error:  # with several responses it is not known which one is the cause
+            verdicts = [failed(error)] * (len(asked) == 1)
+        connection.send(([tuple(verdict) for verdict in verdicts], threading.active_count() <= most_threads))
 
 
 def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:
