@@ -69,7 +69,7 @@ def test_the_saved_memory_of_a_pass_equals_what_stays_allocated(home: Path) -> N
     assert hidden.requires_grad
     assert module._saved_bytes(policy, 64) == pytest.approx(left, rel=0.05)
     assert module._Need.measured(saving, config).saved == module._Need.measured(policy, config).saved
-    assert any(layer.training for layer in module._layers(saving.model)), "they are on again"
+    assert any(layer.training for layer in module.checkpointable_layers(saving.model)), "they are on again"
 
 
 def test_logits_are_counted_with_their_gradient(home: Path) -> None:

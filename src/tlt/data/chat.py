@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TRIES = 8  # number of renderings that detect a template which chooses between texts at random
+_TRIES = 32  # number of renderings that detect a template which chooses between texts at random
 
 
 # -- messages of a file's row ------------------------------------------------------------------------------------------
