@@ -268,9 +268,10 @@ def test_results_that_cannot_be_written_are_refused_at_once(
     command: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    option, place = "--out" if command == "draft train" else "--json", tmp_path / "file" / "result"
-    assert exit_code(*command.split(), recipe, option, str(place)) == 2
-    assert f"argument {option}: {place} cannot be written" in capsys.readouterr().err
+    option, wrong = ("--out", tmp_path / "file") if command == "draft train" else ("--json", tmp_path)
+    for place, said in [(tmp_path / "file" / "result", "cannot be written"), (wrong, "is a f")]:
+        assert exit_code(*command.split(), recipe, option, str(place)) == 2
+        assert f"argument {option}: {place} {said}" in capsys.readouterr().err
 
 
 def test_a_response_longer_than_the_model_supports_names_the_option(

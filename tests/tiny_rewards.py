@@ -57,6 +57,13 @@ def waits(prompt: Any, answer: str) -> float:
     return 1.0
 
 
+async def exits(prompt: Any, answer: str) -> float:
+    if answer == "exit":
+        sys.exit(3)
+    await asyncio.sleep(0.1)
+    return float(answer)
+
+
 async def waits_in_a_thread(prompt: Any, answer: str) -> float:
     await asyncio.to_thread(time.sleep, float(answer))
     return 1.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
-from tlt.commands.options import OVERRIDES, RECIPE, Parser, joined, output
+from tlt.commands.options import OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
 from tlt.commands.train import add_train
 from tlt.config import (
     ConfigError,
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="number format")
     verify.add_argument("--backend", choices=["tlt", "vllm"], help="engine to be checked (engine.backend)")
     verify.add_argument("--full", action="store_true", help="use all prompts of a step instead of at most 8")
-    verify.add_argument("--json", type=output, help="write the result to this file")
+    verify.add_argument("--json", type=output_file, help="write the result to this file")
     verify.set_defaults(command=_verify)
 
     config = commands.add_parser(
@@ -132,7 +132,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--prompt-column", help="column of --data with the prompt (default: that of the run's recipe, else question)"
     )
-    generate.add_argument("--out", type=output, help="write the responses to this JSONL file")
+    generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
     generate.add_argument(
         "--chat",
         default="auto",
@@ -157,7 +157,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("source", type=Path, help="folder of a run, of a model or of a drafter, or a name on the hub")
-    export.add_argument("out", type=output, help="folder to write; a run's drafter goes into drafter/")
+    export.add_argument("out", type=output_folder, help="folder to write; a run's drafter goes into drafter/")
     export.add_argument(
         "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load the export"
     )
@@ -190,7 +190,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         choices=["auto", "none"],
         help="also measure other engines; auto: the installed ones, but none if engine.backend is vllm",
     )
-    rollout.add_argument("--json", type=output, help="write the result to this file")
+    rollout.add_argument("--json", type=output_file, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
 
 
@@ -198,14 +198,14 @@ def _add_draft(draft: argparse.ArgumentParser) -> None:
     kinds = draft.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="train a drafter for the recipe's model", epilog=OVERRIDES)
     train.add_argument("recipe", help=RECIPE)
-    train.add_argument("--out", type=output, required=True, help="folder for the drafter")
+    train.add_argument("--out", type=output_folder, required=True, help="folder for the drafter")
     train.add_argument("--tokens", type=int, default=100_000, help="tokens of training data")
     train.add_argument("--seconds", type=float, default=300, help="training time in seconds, evaluations included")
     train.set_defaults(command=_draft_train)
     judge = kinds.add_parser("eval", help="measure a drafter on held-out prompts", epilog=OVERRIDES)
     judge.add_argument("recipe", help=RECIPE)
     judge.add_argument("--seconds", type=float, default=120, help="decoding time in seconds")
-    judge.add_argument("--json", type=output, help="write the result to this file")
+    judge.add_argument("--json", type=output_file, help="write the result to this file")
     judge.set_defaults(command=_draft_eval)
 
 

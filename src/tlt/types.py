@@ -134,7 +134,7 @@ class Row:
     decoded: PassCounts = field(default_factory=PassCounts)
     """counters of the target passes over this row"""
     proposed: str = ""
-    """one letter per token: the source of the draft token that was accepted (`engine.state.source_of`), or `.` if none
+    """one letter per token: the source of the draft token that was accepted (`engine.state.count_row`), or `.` if none
     was"""
     replies: list[Reply] = field(default_factory=list)
     """replies of the environment so far"""

@@ -96,6 +96,18 @@ class Sleeper:
         return "", True, 1.0
 
 
+class Exits(tiny_environments.Echo):
+    def step(self, text: str) -> tuple[str, bool, float]:
+        return sys.exit(3) if text == "exit" else super().step(text)
+
+
+def test_a_step_that_exits_is_an_error_of_its_episode() -> None:
+    environments = Environments(Exits, 20.0)
+    found = environments.answer_all([(PROMPT, Turn(1, seed, (said,))) for seed, said in enumerate(("a", "exit", "b"))])
+    assert [verdict.outcome for verdict in found] == ["", "error", ""]
+    assert "SystemExit: 3" in found[1].detail
+
+
 def test_threads_of_steps_that_hang_keep_no_place() -> None:
     environments = Environments(Sleeper, 0.5)
     answers = [environments.answer_all([(PROMPT, Turn(1, seed, (said,)))]) for seed, said in enumerate(("4", "4", "0"))]

@@ -135,7 +135,7 @@ def test_the_previous_run_can_be_resumed_until_the_new_one_has_saved(home: Path)
     assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
     with pytest.raises(
         ConfigError,
-        match=r"already contains a run: it has no checkpoint to continue from, so set --run\.overwrite true",
+        match=r"already contains a run, without a checkpoint: set --run\.overwrite true",
     ):
         train(short(home))
     with failing(f"nothing is saved yet; the previous run is in {previous}$"):
@@ -216,7 +216,7 @@ def test_a_file_with_an_incomplete_beginning_belongs_to_a_run(tmp_path: Path) ->
     (tmp_path / "metrics.jsonl").write_bytes(torn)
     with pytest.raises(
         ConfigError,
-        match=r"already contains a run: it has no checkpoint to continue from, so set --run\.overwrite true",
+        match=r"already contains a run, without a checkpoint: set --run\.overwrite true",
     ):  # and not --resume
         RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
     with RunFolder(RunConfig(folder=str(tmp_path), overwrite=True), resume=False) as folder:

@@ -65,9 +65,9 @@ def _naming_options() -> Iterator[None]:
         text = str(error)
         for field, option in _OPTIONS.items():
             text = text.replace(field, option)
-        if text == str(error):
-            raise
-        raise type(error)(text) from None
+        if text != str(error):
+            error.args = (text,)
+        raise
 
 
 @_naming_options()

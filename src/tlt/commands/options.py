@@ -32,13 +32,28 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
 
 
-def output(text: str) -> Path:
-    """Return the path of a file or folder that a command will write. Make the folder that it will be in. Raises
-    argparse.ArgumentTypeError if nothing can be written there."""
+def output_file(text: str) -> Path:
+    """Return the path of a file that a command will write. Make its folder. Raises argparse.ArgumentTypeError if it
+    cannot be written."""
     path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    return _checked(path, path.parent)
+
+
+def output_folder(text: str) -> Path:
+    """Return the path of a folder that a command will write. Make its parent folder. Raises argparse.ArgumentTypeError
+    if it cannot be written."""
+    path = Path(text)
+    if path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
+    return _checked(path, path if path.is_dir() else path.parent)
+
+
+def _checked(path: Path, within: Path) -> Path:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):
+        within.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=within):
             return path
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}): give another path") from None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+_MORE_THREADS = 32  # threads for `asyncio.to_thread` in addition to one per call; asyncio itself has at most 32
+_LATE = "late"
+"""name of threads of calls that timed out"""
 T = TypeVar("T")
 
 
@@ -30,13 +34,30 @@ class AsyncCalls:
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         return await asyncio.gather(*map(self._one, calls), return_exceptions=True)
 
-    async def _one(self, call: Awaitable[T]) -> T:
+    async def _one(self, call: Awaitable[T]) -> T | BaseException:
         try:
-            return await asyncio.wait_for(call, self.limit)
+            return await asyncio.wait_for(_without_exit(call), self.limit)
         except TimeoutError:
-            raise TimeoutError(f"no answer in {self.limit:g} s") from None
+            return TimeoutError(f"no answer in {self.limit:g} s")
 
     def _renew_threads(self) -> None:
-        """Give `asyncio.to_thread` new threads, one per call. A thread cannot be cancelled, so that of a late call
-        would keep its place."""
-        self.runner.get_loop().set_default_executor(ThreadPoolExecutor(self.at_once))
+        """Give `asyncio.to_thread` new threads. A thread cannot be cancelled, so that of a late call would keep its
+        place."""
+        name = f"calls {id(self)}"
+        for thread in threading.enumerate():
+            if thread.name.startswith(name):
+                thread.name = _LATE
+        self.runner.get_loop().set_default_executor(ThreadPoolExecutor(self.at_once + _MORE_THREADS, name))
+
+
+async def _without_exit(call: Awaitable[T]) -> T | BaseException:
+    """Await a call. Return a SystemExit that it raises, because it would end the event loop with all other calls."""
+    try:
+        return await call
+    except SystemExit as error:
+        return error
+
+
+def late_threads() -> int:
+    """Return the number of threads that still run for calls that timed out."""
+    return sum(thread.name == _LATE for thread in threading.enumerate())

@@ -22,16 +22,18 @@ from typing import Any
 
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
+from tlt.rewards.async_calls import late_threads
 from tlt.rewards.processes import Output, descendants, memory, processor_seconds
 from tlt.rewards.scores import Term, make_terms
-from tlt.rewards.verdicts import DIED, LARGEST, Verdict, failed, number
+from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # timeout for the start of a process, which imports the user's module
 _GRACE_SECONDS = 1.0  # added to the timeout of a call that may have several responses
 _CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
-_LATE_THREADS = 64  # largest number of threads of calls that timed out; a process with more is replaced
+_MOST_LATE = 64  # largest number of threads of calls that timed out; a process with more is replaced
+_MB_OF_A_THREAD = 32  # four times its stack, so that late threads use at most a quarter of reward.memory_mb
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # signals that reward processes ignore, because the run ends them after its current step
 
@@ -216,17 +218,14 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
         connection.send((str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", False))
         return
     connection.send(("", many))
-    most_threads = _LATE_THREADS + config.reward.batch_size * max(1, len(config.reward.all_terms))
+    most_late = min(_MOST_LATE, config.reward.memory_mb // _MB_OF_A_THREAD or _MOST_LATE)
     for count, asked in enumerate(_received(connection)):
         if log and output and count == 0:
             output.into(log)
         if output:
             output.bound()
-        try:
-            verdicts = answers(asked)
-        except SystemExit as error:  # with several responses it is not known which one is the cause
-            verdicts = [failed(error)] * (len(asked) == 1)
-        connection.send(([tuple(verdict) for verdict in verdicts], threading.active_count() <= most_threads))
+        verdicts = [tuple(verdict) for verdict in answers(asked)]
+        connection.send((verdicts, late_threads() <= most_late))
 
 
 def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:

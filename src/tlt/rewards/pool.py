@@ -90,8 +90,7 @@ class ScorePool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            servers = list(self._servers)
-        for server in servers:
+        for server in self._servers:
             server.scorer.close()
 
     # -- number of processes -------------------------------------------------------------------------------------------
@@ -128,9 +127,6 @@ class ScorePool:
         with self._changed:
             self._starting -= started
             self._servers.append(server)
-            is_late = self._closed
-        if is_late:
-            scorer.close()
         threading.Thread(target=self._work, args=(server,), daemon=True).start()
 
     # -- one process ---------------------------------------------------------------------------------------------------
@@ -147,6 +143,7 @@ class ScorePool:
             if not server.scorer.runs:
                 self._free_keys(server)
             self._give(taken, verdicts)
+        server.scorer.close()  # it may have started while the pool was closed
 
     def _take(self, server: _Server) -> list[Waiting]:
         """Wait for entries for this process, remove them from the queue and return them. If the pool is closed, return

@@ -82,7 +82,8 @@ class ReplyRecord:
         try:
             with place.open("w" if replaces else "a", encoding="utf-8") as file:
                 file.write(text)
-            place.replace(self.path)
+            if replaces:
+                place.replace(self.path)
         except OSError as error:
             log.warning("%s cannot be written (%s); a resumed run calls environments again", self.path, error.strerror)
             self.path = None

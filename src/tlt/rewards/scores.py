@@ -74,7 +74,7 @@ def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
         for prompt, answer in asked:
             try:
                 found.append(score(prompt, answer))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 found.append(error)
         return found
 
@@ -159,16 +159,16 @@ def _users(
     field = "reward.terms" if config.terms else "reward.name"
     function = imported(term.name, config.folder, field, "module:function")
     filled = fills(function, f"{field} = {term.name!r}", columns, term.batched)
-    calls = AsyncCalls(config.batch_size, config.timeout_seconds)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    if is_async and not term.batched:
+    if not (is_async or term.batched):
+        return one_by_one(lambda *one: function(**_arguments(filled, *one))), False
+    calls = AsyncCalls(config.batch_size, config.timeout_seconds)
+    if not term.batched:
 
         async def late(prompt: Prompt, answer: Answer) -> Any:
             return await function(**_arguments(filled, prompt, answer))
 
         return lambda asked: calls.run(late(*one) for one in asked), True
-    if not term.batched:
-        return one_by_one(lambda *one: function(**_arguments(filled, *one))), False
 
     def scores(asked: Asked) -> list[Any]:
         try:
@@ -177,7 +177,7 @@ def _users(
             if isinstance(given, str | bytes | Mapping | Set):  # these types are iterable too
                 raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
             found = list(given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return [error] * len(asked)
         if len(found) != len(asked):
             given, wanted = counted(len(found), "number"), counted(len(asked), "response")

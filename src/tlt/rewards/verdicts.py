@@ -54,7 +54,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def number(value: Any) -> tuple[float, Verdict | None]:
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         return math.nan, failed(value)
     try:
         score = float(value)

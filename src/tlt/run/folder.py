@@ -81,9 +81,10 @@ class RunFolder:
         saved = has_checkpoints(self.path)
         # the first checkpoint of a new run deletes previous runs
         if (saved or self.kept() or _has_steps(self.path)) and not overwrite:
-            goes_on = "continue it with --resume, or" if saved else "it has no checkpoint to continue from, so"
+            without, goes_on = ("", "continue it with --resume, or ") if saved else (", without a checkpoint", "")
             raise ConfigError(
-                f"{self.path} already contains a run: {goes_on} set --run.overwrite true or another --run.folder"
+                f"{self.path} already contains a run{without}: {goes_on}set --run.overwrite true or another "
+                "--run.folder"
             )
 
     def move_previous_run(self) -> None:

@@ -76,7 +76,7 @@ class NoisySampling:
                 self._free.append(slot)
             request = self.runner.requests[name]
             params, slot = request.sampling_params, self._free.pop()
-            self.table.add(slot, Draw.of_params(params), len(request.prompt_token_ids) + params.max_tokens)
+            self.table.add(slot, Draw.of_params(params), len(request.prompt_token_ids or ()) + params.max_tokens)
             self._slots[name] = slot
         return self._slots[name]
 
