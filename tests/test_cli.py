@@ -263,14 +263,25 @@ def test_the_exit_code_of_verify_is_its_verdict(
     assert exit_code("verify", recipe) == code
 
 
-@pytest.mark.parametrize("command", ["verify", "bench rollout", "draft eval", "draft train"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("verify recipe", "--json"),
+        ("bench rollout recipe", "--json"),
+        ("draft eval recipe", "--json"),
+        ("draft train recipe", "--out"),
+        ("export model", "out"),
+    ],
+)
 def test_results_that_cannot_be_written_are_refused_at_once(
-    command: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A file is no folder, and nobody can make files in /proc."""
     (tmp_path / "file").touch()
-    option, wrong = ("--out", tmp_path / "file") if command == "draft train" else ("--json", tmp_path)
-    for place, said in [(tmp_path / "file" / "result", "cannot be written"), (wrong, "is a f")]:
-        assert exit_code(*command.split(), recipe, option, str(place)) == 2
+    wrong = tmp_path if option == "--json" else tmp_path / "file"
+    refused = [(tmp_path / "file" / "a", "cannot be written"), ("/proc/a", "cannot be written"), (wrong, "is a f")]
+    for place, said in refused:
+        assert exit_code(*command.split(), *[option] * option.startswith("-"), str(place)) == 2
         assert f"argument {option}: {place} {said}" in capsys.readouterr().err
 
 

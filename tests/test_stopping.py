@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -41,3 +42,14 @@ def test_a_save_has_no_timer_and_a_signal_before_in_or_after_it_is_kept(when: st
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert [("when its state is saved" in text) for text in said] == [when == "in"]
+
+
+def test_a_run_in_another_thread_has_no_handlers() -> None:
+    """Python allows them only in the main thread."""
+
+    def handlers() -> list[object]:
+        with stop_request(60.0):
+            return [signal.getsignal(number) for number in signal.Signals]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handlers).result() == [signal.getsignal(number) for number in signal.Signals]

@@ -90,12 +90,14 @@ async def wait_in_line(prompts: list[Any], answers: list[str]) -> list[float]:
 def of_lists(prompts: list[Any], answers: list[str], task: list[str]) -> list[float | None]:
     """Return the number of responses in the call, and None for an empty answer."""
     match answers:
-        case ["raise", *_]:
-            raise KeyError("bonus")
         case ["few", *_]:
             return []
         case [("dict" | "set" | "str" | "bytes") as kind, *_]:
             return {"dict": {1: 0.0, 2: 0.0}, "set": {1, 2}, "str": "12", "bytes": b"12"}[kind]  # type: ignore[return-value]
+    if "exit" in answers:
+        sys.exit(3)
+    if "raise" in answers:
+        raise KeyError("bonus")
     if "hang" in answers:
         time.sleep(3600)
     return [float(len(answers)) if answer else None for answer in answers]

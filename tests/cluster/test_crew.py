@@ -329,3 +329,16 @@ def test_errors_of_several_workers_end_the_run_once_with_the_name_of_the_first()
         crew.call_all("logprobs")
     assert raised.value.__notes__ == ["raised by worker 0 during logprobs"]
     assert crew.call_all("rollback") == dict.fromkeys(range(3), "rollback")
+
+
+def test_an_error_of_a_worker_interrupts_idle_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the run would save late, because the worker is busy."""
+    pool, told = Scripted(lambda call: ValueError("a bug") if call.method == "decode" else call.method), list[int]()
+    pool.ends = lambda call: call.method == "decode"
+    monkeypatch.setattr(pool, "interrupt", lambda index, number: told.append(index))
+    crew = Crew(pool, patience=60.0)
+    crew.call_idle(0, "look_ahead")
+    crew.call(1, "decode")
+    with pytest.raises(ValueError, match="a bug"):
+        crew.done()
+    assert told == [0]

@@ -16,8 +16,8 @@ import pytest
 
 from tlt.config import Config, parse_config
 from tlt.rewards import AtOnce, make_reward
-from tlt.rewards.isolated import IsolatedScore, Verdict, score
-from tlt.rewards.scores import Answer, Term, one_by_one
+from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
+from tlt.rewards.scores import Answer, Term, make_terms, one_by_one
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
@@ -135,6 +135,15 @@ def test_a_signal_cannot_interrupt_the_start_of_the_first_process(tmp_path: Path
         [sys.executable, tmp_path / "mask.py"], capture_output=True, text=True, timeout=120, check=True
     )
     assert ran.stdout.split() == ["True"]
+
+
+@pytest.mark.parametrize(("fault", "detail"), [("exit", "SystemExit: 3"), ("raise", "KeyError: 'bonus'")])
+def test_a_fault_in_a_batch_is_that_of_one_response(fault: str, detail: str) -> None:
+    terms = make_terms(config("tiny_rewards:of_lists", batched=True))
+    asked = [(Prompt(5, "", (1,), {"task": ""}), answer(text)) for text in ("a", fault, "b")]
+    found = score_all(terms, asked)
+    assert [verdict.outcome for verdict in found] == ["", "error", ""]
+    assert detail in found[1].detail
 
 
 def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> None:

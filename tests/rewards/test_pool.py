@@ -322,9 +322,8 @@ def test_a_function_of_lists_is_called_once() -> None:
     terms = make_terms(config("of_lists", batched=True))
     asked = [(PROMPT, Answer(text, text, 1)) for text in ("a", "", "c")]
     assert [(v.reward, v.outcome) for v in score_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
-    for word, said in (("raise", "KeyError: 'bonus'"), ("few", "returned 0 numbers for 2 responses")):
-        verdicts = score_all(terms, [(PROMPT, Answer(text, text, 1)) for text in (word, "b")])
-        assert [(v.outcome, said in v.detail) for v in verdicts] == [("error", True)] * 2
+    verdicts = score_all(terms, [(PROMPT, Answer(text, text, 1)) for text in ("few", "b")])
+    assert [(v.outcome, "returned 0 numbers for 2 responses" in v.detail) for v in verdicts] == [("error", True)] * 2
 
 
 @pytest.mark.parametrize("word", ["dict", "set", "str", "bytes"])

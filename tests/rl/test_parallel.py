@@ -162,6 +162,14 @@ def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, si
         assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
 
 
+def test_tokens_without_gradient_count_once_in_a_group(folder: Path) -> None:
+    batch = random_batch(VOCAB, responses=6)
+    batch.advantages[-1] = 0.0
+    ((alone, _),) = updated(folder, 1, batch)
+    for metrics, _ in updated(folder, 2, batch):
+        assert metrics["entropy"] == pytest.approx(alone["entropy"], rel=1e-10)
+
+
 @pytest.mark.parametrize(
     ("way", "shared"),
     [({"kl_weight": 0.1}, False), ({"kl_weight": 0.1, "kl_in": "reward"}, True), ({"epochs": 2}, True)],

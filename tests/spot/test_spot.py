@@ -154,6 +154,9 @@ def test_an_interrupted_call_does_not_apply_its_micro_batch(model: Model, items:
         assert report.seconds > 0.0, "the schedule counts the time of dropped micro-batches too"
         assert same(before, state_of(spot))
     assert last >= 2 * spot.trainer.depth
+    looks = count()
+    report = spot.train(60.0, lambda: next(looks) > last)
+    assert report.micro_batches > 0, "those before the dropped one count"
     spot.train(0)
     assert not same(before, state_of(spot))
 

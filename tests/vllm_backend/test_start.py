@@ -39,6 +39,16 @@ def test_the_longest_responses_of_training_and_evaluation_fit(started: list[fake
         assert started[-1].longest == longest
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [("float64", torch.float64), ("auto", torch.float32)])
+def test_vllm_has_the_dtype_of_the_recipe_and_at_most_the_positions_of_the_model(
+    dtype: str, expected: torch.dtype, started: list[fake_vllm.LLM], tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, model={"dtype": dtype, "device": "cpu"})
+    made = target.VllmTarget(config.model, config.engine, config.speculation, 10**6)
+    assert (started[-1].arguments["dtype"], made.dtype) == (str(expected).removeprefix("torch."), expected)
+    assert started[-1].longest == made.options.max_positions
+
+
 def with_arguments(monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
     """Let vLLM's engine be its arguments, which are of this type."""
     contents = {

@@ -177,8 +177,8 @@ def _users(
             if isinstance(given, str | bytes | Mapping | Set):  # these types are iterable too
                 raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
             found = list(given)
-        except (Exception, SystemExit) as error:
-            return [error] * len(asked)
+        except (Exception, SystemExit) as error:  # which responses are called together depends on timing
+            return [error] if len(asked) == 1 else [scores([one])[0] for one in asked]
         if len(found) != len(asked):
             given, wanted = counted(len(found), "number"), counted(len(asked), "response")
             return [ValueError(f"it returned {given} for {wanted}")] * len(asked)
