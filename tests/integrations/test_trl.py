@@ -72,7 +72,7 @@ def test_completions_and_final_weights_do_not_depend_on_the_drafter(home: Path, 
     """The run has accumulation, several generations per global step, two iterations over each, and evaluations."""
     turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
     clock = SimpleNamespace(perf_counter=lambda: next(turns) * 1e-3)
-    with patch("tlt.spot.schedule.Schedule.rests", False), patch("tlt.cluster.local.time", clock):
+    with patch("tlt.spot.schedule.Schedule._spend"), patch("tlt.cluster.local.time", clock):
         found = run(home, Rollout(speculation=modes(home)[mode]), **HARD, **EVALUATED)
     assert found.completions == plain.completions
     assert found.sha256 == plain.sha256

@@ -35,7 +35,7 @@ def modes(folder: Path) -> dict[str, Any]:
                 time.sleep(0.2)  # the other one waits for it
             return mine(prompts, trainer)
 
-        with patch("tlt.spot.schedule.Schedule.rests", False):  # however short the run
+        with patch("tlt.spot.schedule.Schedule._spend"):  # however short the run
             result = run(folder, uneven, **PARTS, **HARD)
         tokens = sum(log.get("tlt/drafter_tokens", 0.0) for log in result.logs)
         found[mode] = {"sha256": result.sha256, "completions": result.completions, "drafter_tokens": tokens}
