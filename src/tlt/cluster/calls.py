@@ -63,7 +63,7 @@ class PendingCalls:
 
     def returned(self, timeout: float) -> Iterator[Handle]:
         """Yield the handles of calls that have returned: at least one, unless `timeout` seconds pass first. A call is
-        skipped if `forget` or `forget_other_calls` removes it in the meantime."""
+        skipped if `forget` or `forget_all_but` removes it in the meantime."""
         for handle in self.pool.wait(list(self._running), timeout):
             if handle in self._running:
                 yield handle
@@ -87,9 +87,9 @@ class PendingCalls:
         """Remove all calls of a lost worker."""
         self._running = {handle: call for handle, call in self._running.items() if call[0] != index}
 
-    def forget_other_calls(self) -> None:
-        """Remove all calls except those of `take_state`, because the run ends without their results."""
-        self._running = {handle: call for handle, call in self._running.items() if call[1] == "take_state"}
+    def forget_all_but(self, method: str) -> None:
+        """Remove all calls of other methods."""
+        self._running = {handle: call for handle, call in self._running.items() if call[1] == method}
 
 
 class Deadlines:

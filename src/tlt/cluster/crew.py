@@ -165,7 +165,7 @@ class Crew:
                 if not isinstance(error, ValueError):  # the text of a ValueError is complete for the user
                     error.add_note(f"raised by worker {index} during {method}")
                 self.break_off()
-                self.calls.forget_other_calls()
+                self.calls.forget_all_but("take_state")  # the run ends without the results of other calls
                 raise
             self.replace(index, method, str(error))  # for example, the new worker's node lacks the model
             return Done(index, method, None, lost=True)
