@@ -225,8 +225,10 @@ class Display:
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
         rates = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
-        training = "at rest" if spot.get("rests") else "in training"
-        learned = f"learned drafter: version {spot['version']:.0f}, {training}; " if "version" in spot else ""
+        learned = ""
+        if "version" in spot:
+            training = "at rest" if spot["rests"] else "in training"
+            learned = f"learned drafter: version {spot['version']:.0f}, {training}; "
         accepted = f"first token accepted: {rates}" * bool(rates)
         found = against_plain(m.rollout["against_plain"] for m in self.history)
         faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
