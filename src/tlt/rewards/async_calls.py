@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class AsyncCalls:
-    """Event loop for all calls, because clients and semaphores of the user belong to one event loop. At most `at_once`
-    calls run at the same time. `limit`: timeout of a call in seconds."""
+    """Event loop for all calls, because clients and semaphores of the user belong to one event loop.
+    `at_once`: largest number of calls that `run` is given. `limit`: timeout of a call in seconds."""
 
     def __init__(self, at_once: int, limit: float) -> None:
         self.at_once, self.limit = at_once, limit
