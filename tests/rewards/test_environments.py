@@ -88,6 +88,58 @@ def test_an_instance_lasts_as_long_as_its_rollout() -> None:
         assert len(made) == count
 
 
+async def shout(text: str) -> str:
+    await asyncio.sleep(0)
+    return text.upper()
+
+
+class Client:
+    """Environment with plain methods that runs an event loop for each call of a server."""
+
+    def reset(self, prompt: Prompt) -> str:
+        return asyncio.run(shout("go"))
+
+    def step(self, text: str) -> Any:
+        return asyncio.run(shout(text)), False, 0.0
+
+
+class AsyncOpening(Client):
+    async def reset(self, prompt: Prompt) -> str:  # type: ignore[override]
+        return await shout("go")
+
+
+class Decorated(Client):
+    """Environment whose `step` is not seen to be async."""
+
+    def step(self, text: str) -> Any:
+        async def answered() -> Any:
+            return await shout(text), False, 0.0
+
+        return answered()
+
+
+class OneLoop(Client):
+    """Environment that uses the event loop of `step` from its beginning."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def reset(self, prompt: Prompt) -> str:
+        self.opening = self.loop.create_task(shout("go"))
+        return "GO"
+
+    async def step(self, text: str) -> Any:  # type: ignore[override]
+        return await shout(text) if await self.opening == "GO" else "", False, 0.0
+
+
+@pytest.mark.parametrize("made", [Client, AsyncOpening, Decorated, OneLoop])
+def test_an_environment_may_use_event_loops_as_it_could_alone(made: type) -> None:
+    environments = Environments(made, 20.0)
+    for turns, reply in [((), "GO"), (("a",), "A"), (("a", "b"), "B")]:
+        assert environments.answer_all([(PROMPT, Turn(1, 1, turns))]) == [Verdict(0.0, reply=reply)]
+    assert environments.answer_all([(PROMPT, Turn(1, 2, ("a", "c")))]) == [Verdict(0.0, reply="C")], "replayed"
+
+
 class Sleeper:
     def reset(self, prompt: Prompt) -> None: ...
 

@@ -113,6 +113,8 @@ class Stand:
     def close(self) -> None:
         self.runs = False
 
+    kill = close
+
 
 @contextmanager
 def pool_of(start: Any, computing: int = 1) -> Iterator[ScorePool]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _MORE_THREADS = 32  # threads for `asyncio.to_thread` in addition to one per call; asyncio itself has at most 32
 _LATE = "late"
@@ -20,7 +20,7 @@ class AsyncCalls:
 
     def __init__(self, at_once: int, limit: float) -> None:
         self.at_once, self.limit = at_once, limit
-        self.runner = asyncio.Runner()
+        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # not the loop of the user's plain code
         self._renew_threads()
 
     def run(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
@@ -29,6 +29,13 @@ class AsyncCalls:
         found = self.runner.run(self._all(calls))
         if any(isinstance(one, TimeoutError) for one in found):
             self._renew_threads()
+        return found
+
+    def result(self, call: Awaitable[T]) -> T:
+        """Await one call and return its result."""
+        (found,) = self.run([call])
+        if isinstance(found, BaseException):
+            raise found
         return found
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
@@ -56,6 +63,18 @@ async def _without_exit(call: Awaitable[T]) -> T | BaseException:
         return await call
     except SystemExit as error:
         return error
+
+
+def outside(call: Coroutine[Any, Any, T]) -> T | BaseException:
+    """Run a coroutine that never waits, outside any event loop, so that plain code in it may run one. Return its result
+    or the exception that it raised."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return end.value
+    except (Exception, SystemExit) as error:
+        return error
+    raise AssertionError("the coroutine waits")
 
 
 def late_threads() -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tlt.config import Config
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
-from tlt.rewards.async_calls import AsyncCalls
+from tlt.rewards.async_calls import AsyncCalls, outside
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt
@@ -28,17 +28,23 @@ class Turn(NamedTuple):
 
 class Environments:
     """Environments in one process, one for each unfinished episode. `make` creates an environment. `timeout` is the
-    time limit for one reply, in seconds. `at_once`: largest number of turns in a call."""
+    time limit for one reply, in seconds. `at_once`: largest number of turns in a call.
+
+    If `step` is async, everything runs in one event loop. Otherwise plain methods run outside any, because they may
+    call `asyncio.run`.
+    """
 
     def __init__(self, make: Callable[[], Any], timeout: float, at_once: int = 1) -> None:
         self.make, self._calls = make, AsyncCalls(at_once, timeout)
+        self.is_async = inspect.iscoroutinefunction(getattr(make, "step", None))
         self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # seed -> (environment, turns it has received)
         self._rollout = 0
 
     def answer_all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
         if (rollout := asked[0][1].rollout) != self._rollout:
             self._live, self._rollout = {}, rollout
-        found = self._calls.run(self._answer(prompt, turn) for prompt, turn in asked)
+        calls = [self._answer(prompt, turn) for prompt, turn in asked]
+        found = self._calls.run(calls) if self.is_async else map(outside, calls)
         return [failed(one) if isinstance(one, BaseException) else one for one in found]
 
     async def _answer(self, prompt: Prompt, turn: Turn) -> Verdict:
@@ -57,13 +63,19 @@ class Environments:
             instance = known[0]
         else:
             instance = self.make()
-            opening = await _result(instance.reset(prompt))
+            opening = await self._result(instance.reset(prompt))
             if not turn.texts:
                 return instance, Verdict(0.0, reply="" if opening is None else _reply(opening, "reset"))
             for text in turn.texts[:-1]:
-                await _result(instance.step(text))
-        verdict = _stepped(await _result(instance.step(turn.texts[-1])))
+                await self._result(instance.step(text))
+        verdict = _stepped(await self._result(instance.step(turn.texts[-1])))
         return instance, verdict._replace(scores=_scores(instance)) if not verdict.outcome else verdict
+
+    async def _result(self, value: Any) -> Any:
+        """Return what a method of the environment returned, and await it if it is awaitable."""
+        if not isinstance(value, Awaitable):
+            return value
+        return await value if self.is_async else self._calls.result(value)
 
 
 def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
@@ -75,12 +87,8 @@ def open_environments(config: Config, columns: Collection[str]) -> tuple[Callabl
     for method in ("reset", "step"):
         if not callable(getattr(make, method, None)):
             raise RewardError(f"reward.environment = {name!r} has no method {method}: see docs/environments.md")
-    several = inspect.iscoroutinefunction(make.step)
-    return Environments(make, config.reward.timeout_seconds, config.reward.batch_size).answer_all, several
-
-
-async def _result(value: Any) -> Any:
-    return await value if isinstance(value, Awaitable) else value
+    environments = Environments(make, config.reward.timeout_seconds, config.reward.batch_size)
+    return environments.answer_all, environments.is_async
 
 
 def _stepped(found: Any) -> Verdict:

@@ -23,7 +23,8 @@ from typing import Any
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.async_calls import late_threads
-from tlt.rewards.processes import Output, descendants, memory, processor_seconds
+from tlt.rewards.inherited import make_usual
+from tlt.rewards.processes import Output, kill_descendants, memory, processor_seconds, zombies
 from tlt.rewards.scores import Term, make_terms
 from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
@@ -33,9 +34,9 @@ START_SECONDS = 120.0  # timeout for the start of a process, which imports the u
 _GRACE_SECONDS = 1.0  # added to the timeout of a call that may have several responses
 _CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
 _MOST_LATE = 64  # largest number of threads of calls that timed out; a process with more is replaced
+_MOST_ZOMBIES = 64  # largest number of ended programs without a parent that waits; a process with more is replaced
 _MB_OF_A_THREAD = 32  # four times its stack, so that late threads use at most a quarter of reward.memory_mb
 _PR_SET_CHILD_SUBREAPER = 36
-_NOT_FOR_US = SIGNALS  # signals that reward processes ignore, because the run ends them after its current step
 
 
 def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
@@ -86,7 +87,8 @@ def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, boo
 
 class IsolatedScore:
     """Separate process that runs user code and is kept between calls. If it does not answer in time, it is killed. The
-    next call starts a new process. This also happens if many threads of the user's async calls do not end.
+    next call starts a new process. This also happens if many threads of the user's async calls do not end, or if many
+    programs have ended that nothing waits for.
 
     The process is spawned, not forked, because torch's threads do not survive a fork.
     """
@@ -116,14 +118,14 @@ class IsolatedScore:
             if self._answers(patience):
                 verdicts, goes_on = self._connection.recv()
                 if not goes_on:
-                    self.close()
+                    self.kill()
                 return [Verdict(*verdict) for verdict in verdicts]
             verdict = Verdict(None, "timeout", f"no answer in {limit:g} s")
         except (EOFError, OSError):
             verdict = DIED
         except MemoryError as error:
             verdict = Verdict(None, "crash", str(error))
-        self.close()
+        self.kill()
         return [verdict] if len(asked) == 1 else []
 
     def _answers(self, patience: float) -> bool:
@@ -155,7 +157,15 @@ class IsolatedScore:
         return self._process is not None
 
     def close(self) -> None:
-        """End the process. The next call of `score_all` starts a new one."""
+        """End the process, which computes nothing now. Exit handlers of the user have reward.timeout_seconds."""
+        process = self._process  # another thread may kill it
+        if process is not None:
+            self._connection.close()
+            process.join(self.config.reward.timeout_seconds)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process at once. The next call of `score_all` starts a new one."""
         if self._process is not None:
             self._ended_seconds = self.processor_seconds()
             self._end()
@@ -166,7 +176,7 @@ class IsolatedScore:
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self.config, self.log, self.columns, self.opens))
         resource_tracker.ensure_running()  # here, because its start unblocks SIGINT and SIGTERM
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until the process ignores them itself
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the process handles them
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
@@ -182,7 +192,7 @@ class IsolatedScore:
         self.at_once = self.config.reward.batch_size if many else 1
         self._starting_seconds = processor_seconds(process.pid)
         if fault:
-            self.close()
+            self.kill()
             names_field = "reward.name" in fault or "reward.environment" in fault
             raise RewardError(fault if names_field else f"reward {self.config.reward.named} cannot start: {fault}")
 
@@ -191,9 +201,7 @@ def _end(process: BaseProcess, connection: Connection) -> None:
     with suppress(OSError):  # another thread may have closed it
         connection.close()
     assert process.pid is not None, "the process was started"
-    for pid in descendants(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_descendants(process.pid)
     with suppress(ProcessLookupError):  # the process has ended, or has no process group of its own yet
         os.killpg(process.pid, signal.SIGKILL)  # includes the processes that it started
     process.kill()
@@ -203,9 +211,7 @@ def _end(process: BaseProcess, connection: Connection) -> None:
 def _serve(connection: Connection, config: Config, log: Path | None, columns: Collection[str], opens: Open) -> None:
     os.setsid()
     _adopt_orphans()
-    for each in _NOT_FOR_US:
-        signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_US)
+    make_usual(connection)
     threading.Thread(target=_die_with_the_run, daemon=True).start()
     if limit := config.reward.memory_mb * 2**20:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -225,11 +231,15 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
         if output:
             output.bound()
         verdicts = [tuple(verdict) for verdict in answers(asked)]
-        connection.send((verdicts, late_threads() <= most_late))
+        connection.send((verdicts, late_threads() <= most_late and zombies(os.getpid()) <= _MOST_ZOMBIES))
 
 
 def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:
     while True:
+        try:
+            connection.poll(None)
+        except KeyboardInterrupt:  # a signal to all processes of the run, which ends after its current step
+            continue
         try:
             yield connection.recv()
         except (EOFError, OSError):
@@ -246,7 +256,5 @@ def _die_with_the_run() -> None:
     run = multiprocessing.parent_process()
     assert run is not None, "this is a child process"
     run.join()
-    for pid in descendants(os.getpid()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_descendants(os.getpid())
     os.killpg(0, signal.SIGKILL)

@@ -87,11 +87,15 @@ class ScorePool:
             self._homes = {}
 
     def close(self) -> None:
+        """End all processes. Those that work on a call are killed. The others run exit handlers of the user first."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for server in self._servers:
-            server.scorer.close()
+        for server in list(self._servers):
+            if server.works:
+                server.scorer.kill()
+            else:
+                server.thread.join()
 
     # -- number of processes -------------------------------------------------------------------------------------------
 
@@ -123,11 +127,11 @@ class ScorePool:
         self._serve(scorer, started=1)
 
     def _serve(self, scorer: IsolatedScore, started: int = 0) -> None:
-        server = _Server(scorer)
+        server = _Server(scorer, self._work)
         with self._changed:
             self._starting -= started
             self._servers.append(server)
-        threading.Thread(target=self._work, args=(server,), daemon=True).start()
+        server.thread.start()
 
     # -- one process ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class ScorePool:
             if not server.scorer.runs:
                 self._free_keys(server)
             self._give(taken, verdicts)
-        server.scorer.close()  # it may have started while the pool was closed
+        server.scorer.close()
 
     def _take(self, server: _Server) -> list[Waiting]:
         """Wait for entries for this process, remove them from the queue and return them. If the pool is closed, return
@@ -207,10 +211,12 @@ class ScorePool:
 
 
 class _Server:
-    """Process of the pool, with the number of entries that it took from the queue and its seconds of work."""
+    """Process of the pool, with the number of entries that it took from the queue and its seconds of work. `work` gives
+    it entries, in a thread of this process."""
 
-    def __init__(self, scorer: IsolatedScore) -> None:
+    def __init__(self, scorer: IsolatedScore, work: Callable[[_Server], None]) -> None:
         self.scorer = scorer
+        self.thread = threading.Thread(target=work, args=(self,), daemon=True)
         self.taken = 0
         self._spent, self._began = 0.0, 0.0
 
@@ -220,6 +226,11 @@ class _Server:
 
     def end(self) -> None:
         self._spent, self._began = self.seconds, 0.0
+
+    @property
+    def works(self) -> bool:
+        """Whether the process works on a call."""
+        return self._began > 0.0
 
     @property
     def seconds(self) -> float:

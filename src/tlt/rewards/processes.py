@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from contextlib import suppress
@@ -26,12 +27,28 @@ def descendants(pid: int | None) -> list[int]:
     return [one for one in family[1:] if one]
 
 
+def kill_descendants(pid: int) -> None:
+    for one in descendants(pid):
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+
+
+def zombies(pid: int) -> int:
+    """Return the number of descendants of a process that have ended, and whose parent has not waited for them."""
+    return sum(_fields(one)[:1] == ["Z"] for one in descendants(pid))
+
+
 def processor_seconds(pid: int | None) -> float:
+    fields = _fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _fields(pid: int | None) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on. Return [] if the process has ended."""
     try:
-        fields = (_PROC / f"{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:  # the process has ended
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (_PROC / f"{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def memory(pid: int | None, enough: int) -> int:
