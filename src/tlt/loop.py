@@ -261,7 +261,8 @@ def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[
         return {}
     tokens = {response.request.seed: response.token_ids for response in responses}
     differ = sum(tokens[response.request.seed] != response.token_ids for response in plain)
-    return {"tokens": sum(map(len, tokens.values())), "responses": len(plain), "differ": differ}
+    decoded = sum(response.num_sampled for response in responses)
+    return {"tokens": decoded, "responses": len(plain), "differ": differ}
 
 
 def _requests(parts: Parts, config: Config, cursor: Cursor) -> list[Request]:

@@ -203,8 +203,13 @@ class Response:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that the model sampled."""
-        return sum(self.mask)
+        """Number of tokens that the model sampled. It is the length of the response in all metrics and penalties."""
+        return len(self.token_ids) - sum(end - start for start, end, _ in self.replies)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether `max_new_tokens` cut the response off. The turns of an episode that had `reward.turns` are whole."""
+        return self.finish_reason in ("length", "reply")
 
     @property
     def mask(self) -> list[bool]:

@@ -332,6 +332,14 @@ def test_a_failed_environment_leaves_no_reward_and_is_logged_once(caplog: pytest
     assert "KeyError: 'bonus'" in caplog.text
 
 
+def test_a_late_reply_to_an_interrupted_rollout_is_dropped() -> None:
+    found = episodes(AtOnce(Game, late=1))
+    (row,) = found.begin(REQUESTS[:1])
+    assert (found.take([said(row, 1, 2)]), found.awaits) == (([], []), True)
+    found.begin(REQUESTS[:1])
+    assert (found.take([]), found.take([]), found.awaits) == (([], []), ([], []), False)
+
+
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_an_environment_that_failed_to_begin_is_not_called_again(reason: str) -> None:
     """It might succeed then, and the episode would continue without its first text."""

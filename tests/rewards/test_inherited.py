@@ -1,4 +1,4 @@
-"""What user code inherits from its process is what it has alone, in Python without tlt."""
+"""User code inherits from its process what it has alone, in Python without tlt."""
 
 from __future__ import annotations
 

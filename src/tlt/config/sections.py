@@ -69,7 +69,7 @@ class RolloutConfig(Section):
     `drop` discards them as DAPO does."""
     overlong_tokens: int = Field(default=0, ge=0)
     """Soft penalty for long responses (DAPO): over the last `overlong_tokens` tokens before `max_new_tokens`, the
-    reward falls linearly by up to 1. 0 turns the penalty off."""
+    reward falls linearly by up to 1. Replies of an environment do not count. 0 turns the penalty off."""
 
     @model_validator(mode="after")
     def _few_enough(self) -> RolloutConfig:
@@ -145,7 +145,8 @@ class TrainConfig(Section):
     dual_clip: float = Field(default=3.0, ge=0)
     """Dual-clip PPO: upper bound of the importance ratio if the advantage is negative. 0 turns the bound off."""
     mask_truncated: bool = False
-    """Leave truncated responses out of the loss. Their rewards still count in the advantages of their group."""
+    """Leave responses that rollout.max_new_tokens cut off out of the loss. Their rewards still count in the advantages
+    of their group."""
     kl_weight: float = Field(default=0.0, ge=0, le=1e30)
     """Weight of the KL divergence from the initial model, which is then kept in memory as a second model. 0 turns the
     KL term off."""

@@ -71,8 +71,8 @@ def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
     scores = {tuple(response.scores.get(name) for name in names) or response.reward for response in rewarded}
     if len(rewarded) < 2 or len(scores) > 1:
         return
-    shown = max(rewarded, key=lambda response: (response.finish_reason == "stop", len(response.token_ids)))
-    ended = "ended by itself" if shown.finish_reason == "stop" else "was cut off like all others"
+    shown = max(rewarded, key=lambda response: (not response.is_truncated, response.num_sampled))
+    ended = "was cut off like all others" if shown.is_truncated else "ended by itself"
     terms = [f"{name}: {_score(shown, name)}, from {seen(term, shown, config)}" for name, term in named_terms(config)]
     if len({response.reward for response in rewarded}) == 1:
         what = f"all {len(rewarded)} rewards of the first step are {shown.reward:g}, so the policy learns nothing"

@@ -54,7 +54,7 @@ def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
                 batch.masks[number] = response.mask
             if response.old_logprobs is not None:
                 batch.old_logprobs[number] = response.old_logprobs
-            if config.train.mask_truncated and response.finish_reason != "stop":
+            if config.train.mask_truncated and response.is_truncated:
                 batch.masked.add(number)
     return batch
 
@@ -70,7 +70,7 @@ def advantages_of(rewards: Rewards, train: TrainConfig) -> list[list[float]]:
 def _shaped(response: Response, config: Config) -> float:
     assert response.reward is not None, "only rewarded responses are shaped"
     longest, window = config.rollout.max_new_tokens, config.rollout.overlong_tokens
-    penalty = length_penalty(len(response.token_ids), longest - window, longest) if window else 0.0
+    penalty = length_penalty(response.num_sampled, longest - window, longest) if window else 0.0
     return response.reward + penalty
 
 

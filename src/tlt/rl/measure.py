@@ -31,7 +31,7 @@ def measure(
     each phase and in total."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
-    lengths = sorted(len(response.token_ids) for response in responses)
+    lengths = sorted(response.num_sampled for response in responses)
     apart = ("tokens", "seconds", "verified_to", "accepted_to")
     counters = {key: value for key, value in asdict(stats).items() if key not in apart}
     seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
@@ -46,7 +46,7 @@ def measure(
             "median": lengths[len(lengths) // 2],
             "p99": lengths[min(len(lengths) - 1, int(0.99 * len(lengths)))],
             "max": lengths[-1],
-            "truncated": sum(response.finish_reason != "stop" for response in responses) / len(responses),
+            "truncated": sum(response.is_truncated for response in responses) / len(responses),
         },
         accept_length=stats.accept_length,
         responses=len(responses),
@@ -109,10 +109,8 @@ def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def tokens_of(groups: Sequence[Group]) -> int:
-    """Return the number of tokens of all prompts and responses. A prompt counts once per response."""
-    return sum(
-        len(group.prompt.token_ids) + len(response.token_ids) for group in groups for response in group.responses
-    )
+    """Return the number of tokens of all prompts and of what the model wrote. A prompt counts once per response."""
+    return sum(len(group.prompt.token_ids) + response.num_sampled for group in groups for response in group.responses)
 
 
 def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:

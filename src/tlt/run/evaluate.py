@@ -47,13 +47,13 @@ def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float
     number is the metric `without_reward`. A metric without data is missing."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
-    lengths = [len(r.token_ids) for group in groups for r in group]
+    lengths = [r.num_sampled for group in groups for r in group]
     counts = [(len(group), sum(is_solved(reward, solved) for reward in group)) for group in rewards]
     values = {f"mean@{samples}": everything}
     for k in _powers_of_two(samples):
         values[f"pass@{k}"] = [pass_at(n, right, k) for n, right in counts if n >= k]
     found = {name: fmean(mine) for name, mine in values.items() if mine}
-    truncated = [r.finish_reason != "stop" for group in groups for r in group]
+    truncated = [r.is_truncated for group in groups for r in group]
     lengths_found = {"length_mean": fmean(lengths), "length_max": max(lengths), "truncated": fmean(truncated)}
     return {**found, **lengths_found, "without_reward": len(lengths) - len(everything)}
 

@@ -128,11 +128,9 @@ def picture(response: Response, which: str, width: int) -> Text:
     """Return the view of a response as text of at most seven lines of `width` characters."""
     reward = response.reward if response.reward is not None else float("nan")
     terms = ", ".join(f"{name} {score:.3g}" for name, score in response.scores.items())
-    cut_off = ", cut off" if response.finish_reason != "stop" else ""
+    cut_off = ", cut off" if response.is_truncated else ""
     facts = f"  reward {reward:.3g}{f' ({terms})' if len(response.scores) > 1 else ''}"
-    head = Text.assemble(
-        (which, "bold"), f"{facts}  {counted(len(response.token_ids), 'token')}{cut_off}", no_wrap=True
-    )
+    head = Text.assemble((which, "bold"), f"{facts}  {counted(response.num_sampled, 'token')}{cut_off}", no_wrap=True)
     head.append("   keys: b best, w worst, s sample", "dim")
     head.truncate(width, overflow="ellipsis")
     prompt = _lines(response.request.prompt.text, width)[-_PROMPT_LINES:]

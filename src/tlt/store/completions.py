@@ -57,7 +57,7 @@ def record(response: Response) -> dict[str, Any]:
         "scores": response.scores,
         "outcome": response.outcome,
         "advantage": response.advantage,
-        "length": len(response.token_ids),
+        "length": response.num_sampled,
         "finish_reason": response.finish_reason,
         "replies": [reply.text for reply in response.replies],
         "decoded": vars(response.decoded),
