@@ -5,14 +5,14 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl verifiers test-verifiers families mutants lint clean
+.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl verifiers test-verifiers tf4 test-tf4 families mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,math,parquet,cluster,s3,lora,tensorboard,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,math,data,cluster,s3,lora,tensorboard,dev]'
 	touch $@
 
 # A worker on each core, up to eight; each with one thread, as the model is tiny.
@@ -84,6 +84,17 @@ verifiers: .venv-verifiers/.installed
 test-verifiers: verifiers
 	OMP_NUM_THREADS=1 $(VERIFIERS)/python -m pytest tests/rewards/test_verifiers.py
 
+# transformers 4 in an environment of its own, which reads what tlt exports.
+TF4 := .venv-tf4/bin
+tf4: .venv-tf4/.installed
+.venv-tf4/.installed:
+	test -x $(TF4)/python || $(PYTHON) -m venv .venv-tf4
+	$(TF4)/pip install -q torch==2.13.0 transformers==4.57.6
+	touch $@
+
+test-tf4: all tf4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/models/test_transformers_4.py
+
 # Which families of transformers are decoded token for token: all take half an hour; ARGS="gemma3_text mixtral" for some.
 families: all
 	OMP_NUM_THREADS=1 $(BIN)/python bench/families.py $(ARGS)
@@ -98,4 +109,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-verifiers runs build src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-verifiers .venv-tf4 runs build src/*.egg-info

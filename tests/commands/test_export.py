@@ -20,6 +20,7 @@ from tlt.commands.export import export
 from tlt.commands.export_check import check_drafter, check_in_new_process
 from tlt.config import Config, DrafterTrainConfig
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
+from tlt.files import read_json
 from tlt.models.choose import make_target
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -219,11 +220,9 @@ ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        (lambda out: edit(out / "config.json", rope_parameters=ROPE, rope_theta=1234.0), "rope_parameters"),
-        (lambda out: edit(out / "config.json", rms_norm_eps=0.5), "rms_norm_eps"),
+        (lambda out: edit(out / "config.json", rope_parameters=ROPE, rope_theta=1234.0), "next-token distributions"),
+        (lambda out: edit(out / "config.json", rms_norm_eps=0.5), "next-token distributions"),
         (lambda out: edit(out / "config.json", dtype="bfloat16", torch_dtype="bfloat16"), "the dtype"),
-        (lambda out: edit(out / "generation_config.json", eos_token_id=7), "eos_token_id of generation_config"),
-        (lambda out: edit(out / "generation_config.json", temperature=0.9), "temperature"),
         (lambda out: edit(out / "tokenizer_config.json", eos_token="a"), "the eos_token"),
         (lambda out: (out / "chat_template.jinja").write_text("{{ messages[1]['content'] }}"), "chat template"),
         (untie, "weights"),
@@ -358,16 +357,37 @@ def test_a_drafter_has_the_rope_of_its_target(model: Path, tmp_path: Path) -> No
         check_drafter(tmp_path / "out", target)
 
 
-def test_generation_defaults_that_transformers_would_not_write_are_kept_by_training_and_export(tmp_path: Path) -> None:
+def test_training_and_export_keep_the_files_of_the_model(tmp_path: Path) -> None:
+    """transformers would refuse to write these generation defaults, and write the config with names of its own."""
     config = tiny_config(tmp_path, train={"steps": 1})
     source = Path(config.model.path)
     defaults = {"eos_token_id": 256, "top_k": 20, "min_p": 0.1, "num_beams": 1, "early_stopping": True}
     (source / "generation_config.json").write_text(json.dumps(defaults))
+    published = {key: value for key, value in read_json(source / "config.json").items() if key != "rope_parameters"}
+    (source / "config.json").write_text(json.dumps(published | {"rope_theta": 5e5, "transformers_version": "4.51.0"}))
     train(config)
     export(Path(config.run.folder), tmp_path / "out", "hf", "float32")
-    for folder in (policy_in(config.run.folder), tmp_path / "out"):
+    for folder, dtype in ((policy_in(config.run.folder), "float64"), (tmp_path / "out", "float32")):
         for name in ("generation_config.json", "tokenizer.json"):
             assert (folder / name).read_bytes() == (source / name).read_bytes()
+        kept = read_json(source / "config.json") | {"dtype": dtype, "torch_dtype": dtype}
+        assert read_json(folder / "config.json") == kept
+
+
+def test_an_export_ends_where_training_ended(model: Path, tmp_path: Path) -> None:
+    """The tokenizer may name an end token that neither config has. `generate` does not read the tokenizer."""
+    source = shutil.copytree(model, tmp_path / "model")
+    edit(source / "tokenizer_config.json", eos_token="!")
+    (end,) = AutoTokenizer.from_pretrained(source)("!")["input_ids"]
+    export(source, tmp_path / "out", "hf", "float32")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == sorted([7, end, 256])
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
+    (source / "generation_config.json").unlink()
+    export(source, tmp_path / "again", "hf", "float32")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config.eos_token_id == [end, 256]
+    edit(source / "tokenizer_config.json", eos_token="<eos>")
+    export(source, tmp_path / "alike", "hf", "float32")
+    assert not (tmp_path / "alike" / "generation_config.json").exists()
 
 
 def test_generation_defaults_that_transformers_cannot_read_are_refused_before_the_first_step(tmp_path: Path) -> None:

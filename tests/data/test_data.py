@@ -9,12 +9,12 @@ import json
 import lzma
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -199,8 +199,7 @@ def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_pat
     (tmp_path / "b.json").write_text('[{"question": "two"}, {"question": "three"}]', encoding="utf-8")
     (tmp_path / "a.jsonl").write_text('{"question": "one"}\n', encoding="utf-8")
     (tmp_path / "notes.txt").write_text("no rows", encoding="utf-8")
-    for path in (tmp_path, tmp_path / "*.json*"):
-        assert [p.text for p in load_prompts(DataConfig(path=str(path)), encode)] == ["one", "two", "three"]
+    assert texts(tmp_path / "*.json*") == ["one", "two", "three"]
 
 
 def stream(path: Path, *questions: str) -> None:
@@ -210,78 +209,65 @@ def stream(path: Path, *questions: str) -> None:
         file.write_table(rows)
 
 
-def save_to_disk(folder: Path, *shards: Sequence[str], **state: Any) -> Path:
-    """Return the files that datasets.save_to_disk writes, by name."""
-    folder.mkdir()
-    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
-    for name, questions in zip(names, shards, strict=True):
-        stream(folder / name, *questions)
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None} | state
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    (folder / "dataset_info.json").write_text("{}", encoding="utf-8")
-    return folder
-
-
 def texts(path: Path | str) -> list[str]:
     return [prompt.text for prompt in load_prompts(DataConfig(path=str(path)), encode)]
 
 
+def saved(folder: Path, *questions: str, shards: int = 1) -> Path:
+    """Save a data set to disk, with each question in a row."""
+    rows = datasets.Dataset.from_list([{"question": each, "answer": each[0]} for each in questions])
+    rows.save_to_disk(folder, num_shards=shards)
+    return folder
+
+
 def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
     """Its state names its files. Other files are left by later work."""
-    saved = save_to_disk(tmp_path / "saved", ["one", "two"], ["three"])
-    stream(saved / "cache-0123456789abcdef.arrow", "ONE", "TWO", "THREE")
-    stream(saved / "notes.arrow", "four")
-    assert texts(saved) == ["one", "two", "three"]
-    assert texts(saved / "d*.arrow") == texts(f"{tmp_path}/sav*/[cd]*") == ["one", "two", "three"]
-    second = saved / "data-00001-of-00002.arrow"
-    for spoil in (lambda: second.write_bytes(b"no arrow"), second.unlink):
-        spoil()
-        with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
-            texts(saved)
+    folder = saved(tmp_path / "saved", "one", "two", "three", shards=2)
+    stream(folder / "cache-0123456789abcdef.arrow", "ONE", "TWO", "THREE")
+    assert texts(folder) == texts(folder / "d*.arrow") == ["one", "two", "three"]
+    datasets.load_from_disk(str(folder)).select([2, 0]).save_to_disk(tmp_path / "some")
+    assert texts(tmp_path / "some") == ["three", "one"]
+    second = folder / "data-00001-of-00002.arrow"
+    second.write_bytes(b"no arrow")
+    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
+        texts(second)
+    with pytest.raises(DataError, match=r"saved is not a data set that can be read \(.*\): save it again"):
+        texts(folder)
 
 
-def test_a_data_set_that_cannot_be_read_from_disk_is_refused(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        save_to_disk(tmp_path / split, [split])
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
+def test_a_data_set_of_several_splits_needs_the_name_of_one(tmp_path: Path) -> None:
+    splits = {split: datasets.Dataset.from_list([{"question": split}]) for split in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path)
     assert texts(tmp_path / "test") == ["test"]
-    old = save_to_disk(tmp_path / "old", ["one"], _indices_data_files=[{"filename": "indices.arrow"}])
-    odd = save_to_disk(tmp_path / "odd", ["one"])
-    (odd / "state.json").write_text("{}", encoding="utf-8")
-    for place, said in (
-        (tmp_path, r"a data set for each split: give one of .*/train, .*/test$"),
-        (old, r"\(state\.json has _indices_data_files\): save it again"),
-        (odd, r"odd is not a data set that can be read .*: save it again"),
-    ):
-        with pytest.raises(DataError, match=said):
-            texts(place)
+    with pytest.raises(DataError, match=r"a data set for each split: give one of .*/train, .*/test$"):
+        texts(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("names", "patterns"),
     [
-        (("test-00000-of-00001.jsonl", "train-00000-of-00001.jsonl"), ("*test*.jsonl", "*train*.jsonl")),
-        (("gsm8k_train.jsonl", "gsm8k_validation.jsonl"), ("*train*.jsonl", "*validation*.jsonl")),
-        (("Dev.jsonl", "train0.jsonl", "train1.jsonl"), ("*Dev*.jsonl", "*train*.jsonl")),
+        (("test-00000-of-00001.jsonl", "train-00000-of-00001.jsonl"), ("test-*-of-*.jsonl", "train-*-of-*.jsonl")),
+        (("gsm8k_train.jsonl", "gsm8k_val.jsonl"), ("gsm*k_train.jsonl", "gsm*k_val.jsonl")),
+        (("notes.jsonl", "train0.jsonl", "train1.jsonl"), ("notes.jsonl", "train*.jsonl")),
     ],
 )
-def test_a_folder_with_several_splits_is_refused(
+def test_a_folder_with_different_files_is_refused(
     tmp_path: Path, names: tuple[str, ...], patterns: tuple[str, ...]
 ) -> None:
     for name in names:
         (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
     given = ", ".join(f"{tmp_path}/{pattern}" for pattern in patterns)
-    with pytest.raises(DataError, match=rf"contains files of several splits \(.*\): give one of {re.escape(given)}$"):
+    with pytest.raises(DataError, match=rf"give one of {re.escape(given)}, or .*/\*\.jsonl for all"):
         texts(tmp_path)
     assert sorted(text for pattern in patterns for text in texts(tmp_path / pattern)) == sorted(names)
     assert texts(tmp_path / "*.jsonl") == sorted(names), "a pattern says which files are meant"
 
 
-def test_other_files_in_a_folder_of_one_split_are_ignored(tmp_path: Path) -> None:
-    names = ["latest.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "training_test.jsonl"]
+def test_the_numbered_files_of_a_folder_are_one_data_set(tmp_path: Path) -> None:
+    names = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
     for name in names:
         (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
-    (tmp_path / "dataset_infos.json").write_text('{"main": {"splits": {}}}', encoding="utf-8")
+    (tmp_path / "README.md").write_text("no rows", encoding="utf-8")
     (tmp_path / "._test.jsonl").write_bytes(b"\x00\x05\x16\x07Mac OS X")
     assert texts(tmp_path) == names
 
@@ -407,7 +393,7 @@ def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: p
     with pytest.raises(DataError, match=rf"rows\.parquet, row 1 {NO_TEXT}"):
         texts(path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[data\]'"):
         texts(path)
 
 

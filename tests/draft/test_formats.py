@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import decoder_options
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3Config
 
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options
 from tlt.draft.formats import Words, write_drafter
@@ -42,10 +42,9 @@ def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict
     [
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}}, 5e5),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}, 1e4),
-        ({"rope_theta": 7e5}, 7e5),
         (CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8, head_dim=E).to_dict(), 1e4),
     ],
-    ids=["yarn", "by layer", "older", "gemma3"],
+    ids=["yarn", "by layer", "gemma3"],
 )
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_the_exported_rope_is_that_of_training_for_any_family(
@@ -57,6 +56,33 @@ def test_the_exported_rope_is_that_of_training_for_any_family(
     assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": theta}
     assert found["rope_theta"] == theta
     assert "rope_scaling" not in found
+
+
+HALF = {"original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, **HALF},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **HALF},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1], "long_factor": [1.0, 1.2], **HALF},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_the_older_fields_alone_define_the_rope_of_the_target(tmp_path: Path, rope: dict[str, Any]) -> None:
+    target = Qwen3Config(head_dim=E, max_position_embeddings=4096, rope_parameters={"rope_theta": 5e5, **rope})
+    write_drafter(a_layer("eagle1"), target.to_dict(), tmp_path, "vllm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"], config["dtype"]
+    assert config.get("rope_scaling", {}).get("rope_type", "default") == rope["rope_type"]
+    assert "rope_theta" not in config.get("rope_scaling", {}), "version 4 warns of fields that it does not know there"
+    older, wanted = families_options(LlamaConfig(**config)), families_options(target)
+    assert torch.equal(older.inv_freq, wanted.inv_freq)
+    assert (older.attention_scaling, older.max_positions) == (wanted.attention_scaling, wanted.max_positions)
 
 
 def test_the_drafter_of_gemma_3_is_trained_with_the_exported_rope() -> None:

@@ -1,10 +1,10 @@
-"""Saving for both generations of transformers, and activation checkpointing of families that the fused decoder does not
+"""Saving with the config of the source, and activation checkpointing of families that the fused decoder does not
 support."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from test_generic import families
-from tiny import qwen3
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Qwen3Config
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.files import read_json
-from tlt.models.families import ModelError, decoder_options
-from tlt.models.hugging_face import load_model, save_model
+from tlt.models.families import ModelError
+from tlt.models.hugging_face import is_tied, load_model, save_model
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -62,38 +60,38 @@ def test_a_family_without_checkpointing_is_refused_with_the_field(tmp_path: Path
         policy_of(tmp_path, True)
 
 
-FACTORS = [1.0 + 0.1 * i for i in range(4)]
-HALF = {"original_max_position_embeddings": 256}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+PUBLISHED = {  # fields of families whose names transformers 5 changes
+    "qwen3": {"rope_theta": 5e5, "rope_scaling": LINEAR},
+    "phi": {"rope_theta": 3e4, "partial_rotary_factor": 0.25},
+    "gpt_neox": {"rotary_emb_base": 3e4, "rotary_pct": 0.5},
+    "gemma3_text": {"rope_theta": 5e5, "rope_local_base_freq": 3e3, "rope_scaling": LINEAR},
+    "qwen3_moe": {"rope_theta": 5e5, "num_experts": 4},
+}
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 3.0},
-        {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, **HALF},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **HALF},
-        {"rope_type": "longrope", "factor": 2.0, "short_factor": FACTORS, "long_factor": FACTORS, **HALF},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_the_older_fields_alone_define_the_same_model(tmp_path: Path, rope: dict[str, Any]) -> None:
-    model = qwen3(vocab_size=31, rope_parameters={"rope_theta": 5e5, **rope}).float()
-    save_model(model, tmp_path)
-    config = read_json(tmp_path / "config.json")
-    del config["rope_parameters"], config["dtype"]
-    assert config["torch_dtype"] == "float32"
-    assert config.get("rope_scaling", {}).get("rope_type", "default") == rope["rope_type"]
-    assert "rope_theta" not in config.get("rope_scaling", {}), "version 4 warns of fields that it does not know there"
-    older, wanted = decoder_options(Qwen3Config(**config)), decoder_options(model.config)
-    assert torch.equal(older.inv_freq, wanted.inv_freq)
-    assert (older.attention_scaling, older.max_positions) == (wanted.attention_scaling, wanted.max_positions)
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_saved_model_keeps_the_config_that_was_published(tmp_path: Path, family: str) -> None:
+    families.save_small(family, source := tmp_path / "source")
+    saved = {key: value for key, value in read_json(source / "config.json").items() if key not in PUBLISHED[family]}
+    del saved["dtype"], saved["rope_parameters"]
+    published = (
+        saved | PUBLISHED[family] | {"torch_dtype": "float64", "architectures": ["Any"], "of_others": {"é": [1]}}
+    )
+    (source / "config.json").write_text(json.dumps(published))
+    model = load_model(source, torch.float32, torch.device("cpu"))
+    save_model(model, out := tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    changed = {"dtype": "float32", "torch_dtype": "float32", "tie_word_embeddings": is_tied(model)}
+    assert read_json(out / "config.json") == published | changed
+    names, found = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: tensor.shape for n, tensor in names.items()}
 
 
 def test_a_worker_of_any_rank_saves_the_model(tmp_path: Path) -> None:
     """In a process group, transformers itself writes only on rank 0."""
-    model = qwen3(vocab_size=31).float()
+    families.save_small("qwen3", tmp_path / "source")
+    model = load_model(tmp_path / "source", torch.float32, torch.device("cpu"))
     save_model(model, tmp_path / "alone")
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:

@@ -289,7 +289,17 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("commands.export", "commands/test_export.py"): [
         ("export", "drop", 0, "An export never overwrites a folder."),
-        ("_serve_with_a_cache", "drop", 0, "An exported model serves with a key-value cache."),
+        ("_complete", "never", 1, "An export names the end tokens of training."),
+        ("_complete", "never", 3, "An exported model serves with a key-value cache."),
+    ],
+    ("models.hugging_face", "models/test_hugging_face.py"): [
+        ("save_model", "operand", 2, "A saved model keeps the config that was published."),
+    ],
+    ("store.hub", "store/test_hub.py"): [
+        ("_outline", "never", 0, "The card of a data set defines its splits."),
+    ],
+    ("data.tables", "data/test_data.py"): [
+        ("_refuse_several_sources", "never", 0, "A folder with test files is not trained on."),
     ],
     ("draft.tree", "draft/test_tree.py"): [
         ("_is_continued", "opposite", 0, "Nothing is drafted behind a stop token."),

@@ -181,18 +181,29 @@ def test_a_gated_model_needs_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) 
     assert (Path(local_model("org/tiny")[0]) / "config.json").is_file()
 
 
+def card(*configs: dict[str, Any]) -> Files:
+    """Return the card of a data set with these subsets, in JSON, which is YAML too."""
+    return {"README.md": f"---\nconfigs: {json.dumps(configs)}\n---\n".encode()}
+
+
+def subset(name: str, **splits: Any) -> dict[str, Any]:
+    return {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
+
+
+def with_names(*files: str) -> Files:
+    """Return files whose only question is the name of the file."""
+    return {file: rows(file) for file in files}
+
+
+def questions(name: str) -> list[str]:
+    return [row["question"] for _, row in read_rows(local_data(name)[0])]
+
+
 NAMED = {f"{part}/{split}-0.jsonl": rows(f"{part} {split}") for part in ("main", "hard") for split in ("train", "test")}
-CARD = """---
-configs:
-- config_name: easy
-  data_files:
-  - {split: train, path: ["x/b.jsonl", "x/a*.jsonl"]}
-  - {split: held_out, path: "x/c/**"}
-- config_name: all
-  data_files: "x/**"
----
-"""
-DESCRIBED = {f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")} | {"README.md": CARD.encode()}
+NAMED |= card(*(subset(part, train=f"{part}/train-*", test=f"{part}/test-*") for part in ("hard", "main")))
+DESCRIBED = with_names("x/a1.jsonl", "x/a2.jsonl", "x/b.jsonl", "x/c/d.jsonl", "x/c/e/f.jsonl")
+EASY = subset("easy", train=["x/b.jsonl", "x/a*.jsonl"], held_out="x/c/**")
+DESCRIBED |= card(EASY, {"config_name": "all", "data_files": "x/**"}, subset("last", held_out="x/b.jsonl"))
 PLAIN = {"data/train-1.jsonl": rows("two"), "data/train-0.jsonl": rows("one"), "data/test.jsonl": rows("three")}
 MANY = {f"data/train-{number:05}.jsonl": rows(f"part {number}") for number in range(12)}
 CHOICES = {
@@ -201,9 +212,10 @@ CHOICES = {
     "a subset without a split": (NAMED, ":hard", ["hard train"]),
     "train by default, in the order of names": (PLAIN, "", ["one", "two"]),
     "a split alone": (PLAIN, ":test", ["three"]),
-    "the card's order": (DESCRIBED, ":easy/train", ["b", "a1", "a2"]),
-    "the card's split": (DESCRIBED, ":easy/held_out", ["c/d", "c/e/f"]),
-    "a card's subset without splits": (DESCRIBED, ":all", ["a1", "a2", "b", "c/d", "c/e/f"]),
+    "the card's order": (DESCRIBED, ":easy/train", ["x/b.jsonl", "x/a1.jsonl", "x/a2.jsonl"]),
+    "the card's split": (DESCRIBED, ":easy/held_out", ["x/c/d.jsonl", "x/c/e/f.jsonl"]),
+    "a card's subset without splits": (DESCRIBED, ":all", sorted(DESCRIBED.keys() - {"README.md"})),
+    "the only split of a subset": (DESCRIBED, ":last", ["x/b.jsonl"]),
     "one file": ({"limo.jsonl": rows("x"), "notes.txt": b""}, "", ["x"]),
     "at a revision": (PLAIN, ":default/test@main", ["three"]),
 }
@@ -211,22 +223,83 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_subset_and_split(hub: Hub, case: str) -> None:
-    files, choice, questions = CHOICES[case]
+    files, choice, expected = CHOICES[case]
     commit = hub.commit(DATA, files)
-    path, name = local_data(f"org/sums{choice}")
-    assert [row["question"] for _, row in read_rows(path)] == questions
-    assert name == f"org/sums{choice}@{commit}"
-    assert len([file for file in hub.downloaded() if file != "README.md"]) == len(questions)
+    assert questions(f"org/sums{choice}") == expected
+    assert local_data(f"org/sums{choice}")[1] == f"org/sums{choice}@{commit}"
+    assert len([file for file in hub.downloaded() if file != "README.md"]) == len(expected)
+
+
+FILES = ("archive/train.jsonl", "data/test-0.jsonl", "data/train-0.jsonl", "data/x/train-1.jsonl", "test.jsonl")
+FILES = (*FILES, "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.jsonl", ["test.jsonl", "train.jsonl"]),
+        ("train*", ["train.jsonl"]),
+        ("data/*.jsonl", ["data/test-0.jsonl", "data/train-0.jsonl"]),
+        ("data/train-*", ["data/train-0.jsonl"]),
+        ("**/train*.jsonl", ["archive/train.jsonl", "data/train-0.jsonl", "data/x/train-1.jsonl", "train.jsonl"]),
+        ("data/**", ["data/test-0.jsonl", "data/train-0.jsonl", "data/x/train-1.jsonl"]),
+        ("./train.jsonl", ["train.jsonl"]),
+        ("*/train.jsonl", ["archive/train.jsonl"]),
+    ],
+)
+def test_a_pattern_of_a_card_matches_what_datasets_matches(hub: Hub, pattern: str, expected: list[str]) -> None:
+    hub.commit(DATA, with_names(*FILES) | card(subset("default", train=pattern)))
+    assert sorted(questions("org/sums")) == expected
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"train": ["train.jsonl"], "test": ["test.jsonl"], "": ["notes.jsonl", ".old/train.jsonl", "metadata.json"]},
+        {"train": ["en/train.jsonl", "fr/train.jsonl"]},
+        {"train": ["train/train.jsonl"], "validation": ["validation/validation.jsonl"]},  # each once
+        {"train": ["train/val_0.jsonl"], "validation": ["val/train_1.jsonl"]},  # a folder's name comes first
+        {"train": ["data/train-00000-of-00001.jsonl"], "hard": ["data/hard-00000-of-00001.jsonl"]},
+    ],
+)
+def test_without_a_card_names_define_the_splits_as_in_datasets(hub: Hub, splits: dict[str, list[str]]) -> None:
+    """The files under the empty name are in no split, because others are named like one."""
+    hub.commit(DATA, with_names(*(file for files in splits.values() for file in files)))
+    splits.pop("", None)
+    assert {split: questions(f"org/sums:{split}") for split in splits} == splits
+    with pytest.raises(HubError, match=rf"has the splits {', '.join(f'default/{split}' for split in splits)}: give"):
+        local_data("org/sums:other")
+
+
+def test_other_files_of_the_same_commit_are_not_left_from_another_choice(hub: Hub) -> None:
+    hub.commit(DATA, DESCRIBED)
+    assert len(questions("org/sums:all")) == 5
+    assert questions("org/sums:last") == ["x/b.jsonl"]
 
 
 def test_an_unknown_subset_or_split_is_an_error_that_names_all(hub: Hub) -> None:
     hub.commit(DATA, NAMED)
-    for choice in ("", ":main/validation", ":test"):
-        with pytest.raises(HubError, match=r"has the splits hard/test, hard/train, main/test, main/train: give one"):
+    for choice in ("", ":other/test", ":test"):
+        with pytest.raises(HubError, match=r"has the subsets hard, main: give one of these, such as org/sums:hard$"):
             local_data(f"org/sums{choice}")
-    hub.commit(DATA, {"data.zip": b""})
-    with pytest.raises(HubError, match=r"org/sums .* contains no \.jsonl, .* file"):
+    with pytest.raises(HubError, match=r"has the splits main/train, main/test: give one of these, such as org/sums:m"):
+        local_data("org/sums:main/validation")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, r"cannot be read by datasets: The directory at the data set doesn't contain any data files"),
+        (with_names("sums.py", "train.jsonl"), r"Dataset scripts are no longer supported, but found sums\.py"),
+        (with_names("train.csv"), r"org/sums .* has train\.csv, but tlt reads only \.jsonl, .* files: convert it"),
+        (with_names("a.jsonl") | {"README.md": b"---\nconfigs: [3]\n---"}, r"org/sums .* cannot be read by datasets"),
+    ],
+)
+def test_a_data_set_that_cannot_be_used_is_an_error_of_one_sentence(hub: Hub, files: Files, said: str) -> None:
+    hub.commit(DATA, files)
+    with pytest.raises(HubError, match=said) as error:
         local_data("org/sums")
+    assert "\n" not in str(error.value)
 
 
 def test_held_out_prompts_have_a_name_too(hub: Hub, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from tlt.commands.export_check import check_drafter, check_in_new_process, write_facts
+from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
@@ -129,8 +130,8 @@ def _named_drafter(run: Path) -> Path | None:
 
 
 def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write the policy to the folder `out`: weights, tokenizer, chat template, generation config, and a config with
-    `use_cache` on. Compare the result with the policy."""
+    """Write the policy to the folder `out`: config, weights, tokenizer, chat template and generation config. Compare
+    the result with the policy."""
     if (folder / ADAPTERS).is_file():
         whole = whole_model(folder, dtype)
     else:
@@ -138,20 +139,31 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
     if wrong := [name for name, tensor in whole.state_dict().items() if not tensor.isfinite().all()]:
         raise ModelError(f"{wrong[0]} of {folder} has values that are not finite in {dtype}: export another checkpoint")
     tokenizer = load_tokenizer(folder)
-    whole.config.use_cache = whole.generation_config.use_cache = True
     with tempfile.TemporaryDirectory(prefix="tlt-export-") as facts:
         save_model(whole, out)
         write_files(model_files(folder, tokenizer), out)
-        _serve_with_a_cache(out / "generation_config.json")
+        _complete(out, stop_token_ids(out, tokenizer))
         write_facts(whole, tokenizer, Path(facts))
         del whole  # the comparison needs the memory
         check_in_new_process(out, Path(facts))
 
 
-def _serve_with_a_cache(file: Path) -> None:
-    """Set `use_cache` to true in a generation_config.json, because training may have turned it off."""
-    if (config := read_json(file)).get("use_cache") is False:
-        file.write_text(json.dumps(config | {"use_cache": True}, indent=2) + "\n", encoding="utf-8")
+def _complete(out: Path, ends: Sequence[int]) -> None:
+    """Turn on `use_cache`, which training may have turned off. Write the end tokens of training (`ends`) to
+    generation_config.json, because `generate` and vLLM do not read all files that may name one."""
+    config, generation = out / "config.json", out / "generation_config.json"
+    named = read_json(generation if generation.is_file() else config).get("eos_token_id")
+    if not set(ends) <= set(named if isinstance(named, list) else [named]):
+        _edit(generation, eos_token_id=list(ends))
+    for file in (config, generation):
+        if file.is_file() and read_json(file).get("use_cache") is False:
+            _edit(file, use_cache=True)
+
+
+def _edit(file: Path, **entries: Any) -> None:
+    """Set entries of a JSON file, which need not exist."""
+    found = read_json(file) if file.is_file() else {}
+    file.write_text(json.dumps(found | entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # -- the drafter -------------------------------------------------------------------------------------------------------
@@ -167,9 +179,10 @@ class Served(NamedTuple):
 def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, served: Served) -> None:
     if to == "hf":
         raise DrafterError("a drafter alone cannot be exported to hf: use --to vllm, sglang or speculators")
-    options = decoder_options(read_config(model))
+    config = read_config(model)
+    options = decoder_options(config)
     layer = load_drafter(source, options)
-    target = read_json(model / "config.json") | {"_name_or_path": str(served.model)}
+    target = config.to_dict() | {"_name_or_path": str(served.model)}
     write_drafter(layer.to(dtype), target, out, to, _words(model))
     check_drafter(out, options)
     training = source / "training.json"

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,18 @@ from tlt.models.families import DecoderOptions, ModelError, decoder_options
 from tlt.models.hugging_face import is_tied
 from tlt.models.weights import sha256
 
-_PROMPTS, _NEW = PROBES[1:4], 8  # prompts, and number of greedy tokens that follow each prompt
 _ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # maximum total variation distance of next-token distributions
 _CHAT = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "Why?"},
 ]
-_MAY_DIFFER = {
-    "_from_model_config",
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "tie_word_embeddings",
-    "use_cache",
-}
 
 
 def write_facts(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write to `folder` the facts that an export of this model and tokenizer must match."""
-    continued = [_continued(model, tokenizer(prompt)["input_ids"]) for prompt in _PROMPTS]
-    facts = _facts(model, tokenizer) | {"continued": continued}
-    (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-    save_file({"probs": _distributions(model, continued)}, folder / "facts.safetensors")
+    (folder / "facts.json").write_text(json.dumps(_facts(model, tokenizer)), encoding="utf-8")
+    save_file({"probs": _distributions(model, tokenizer)}, folder / "facts.safetensors")
 
 
 def check_in_new_process(export: Path, facts: Path) -> None:
@@ -64,15 +51,14 @@ def check_in_new_process(export: Path, facts: Path) -> None:
 def difference(export: Path, facts: Path) -> str:
     """Load an export with transformers. Return a sentence about its first difference from the facts, or an empty text
     if there is none."""
-    wanted = read_json(facts / "facts.json")
-    continued = wanted.pop("continued")
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, attn_implementation="sdpa").eval()
-    found = json.loads(json.dumps(_facts(model, load_tokenizer(export))))
-    for name, value in wanted.items():
+    tokenizer = load_tokenizer(export)
+    found = json.loads(json.dumps(_facts(model, tokenizer)))
+    for name, value in read_json(facts / "facts.json").items():
         if found.get(name) != value:
             values = f"{name} was {_short(value)} and is {_short(found.get(name))}"
             return f"the export differs from the trained model: {values}"
-    apart = _distributions(model, continued) - load_file(facts / "facts.safetensors")["probs"]
+    apart = _distributions(model, tokenizer) - load_file(facts / "facts.safetensors")["probs"]
     worst = 0.5 * apart.abs().sum(-1).max().item()
     if not worst <= _ALLOWED[model.dtype]:  # true for NaN too
         return (
@@ -99,8 +85,6 @@ def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return the values that must be equal in a model and its export, by names that error messages show."""
     names = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
     return {
-        **_fields("config.json", model.config),
-        **_fields("generation_config.json", model.generation_config),
         "whether the head is the embedding": is_tied(model),
         "the dtype": str(model.dtype),
         "the sha256 of the weights": sha256(model.state_dict()),
@@ -108,10 +92,6 @@ def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
         **{f"the {name}": getattr(tokenizer, f"{name}_id") for name in names},
         "a chat in the chat template": _rendered(tokenizer),
     }
-
-
-def _fields(file: str, config: Any) -> dict[str, Any]:
-    return {f"{name} of {file}": value for name, value in config.to_dict().items() if name not in _MAY_DIFFER}
 
 
 def _rendered(tokenizer: Any) -> str:
@@ -123,19 +103,12 @@ def _rendered(tokenizer: Any) -> str:
 
 
 @torch.no_grad()
-def _continued(model: Any, prompt: Sequence[int]) -> list[int]:
-    """Return the tokens of a prompt that are in the vocabulary, followed by 8 greedily decoded tokens."""
-    config = model.config
-    tokens = [token for token in prompt if token < config.vocab_size][: config.max_position_embeddings - _NEW] or [0]
-    for _ in range(_NEW):
-        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens
-
-
-@torch.no_grad()
-def _distributions(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return the next token's distribution at each token of the sequences, [N, V] in float32."""
-    logits = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
+def _distributions(model: Any, tokenizer: Any) -> Tensor:
+    """Return the next token's distribution at each token of the first probes, [N, V] in float32."""
+    config, logits = model.config, []
+    for text in PROBES[:4]:
+        tokens = [token for token in tokenizer(text)["input_ids"] if token < config.vocab_size] or [0]
+        logits.append(model(torch.tensor([tokens[: config.max_position_embeddings]]), use_cache=False).logits[0])
     return torch.cat(logits).float().softmax(-1)
 
 

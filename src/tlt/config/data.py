@@ -26,9 +26,10 @@ class DataConfig(Section):
     """Mixture of reasoning-gym tasks that generate the prompts. Give one of `tasks`, `path` and `environment`."""
     path: str | None = None
     """Source of the prompts: a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of
-    files, a pattern such as `data/*.jsonl`, or a data set on the Hugging Face hub. A data set on the hub is named
-    `NAME:SUBSET/SPLIT@REVISION`, such as `openai/gsm8k:main/train`. SUBSET is needed only if there are several. SPLIT
-    is `train` by default. REVISION is a branch, a tag or a commit. A relative path is looked up in the recipe's folder
+    numbered files, a pattern such as `data/*.jsonl`, or a data set on the Hugging Face hub. A data set on the hub is
+    named `NAME:SUBSET/SPLIT@REVISION`, such as `openai/gsm8k:main/train`. SUBSET and SPLIT are those of `load_dataset`.
+    SUBSET is needed only if there are several. SPLIT is `train` by default. REVISION is a branch, a tag or a commit.
+    Data sets of the hub need the extra tlt-rl[data]. A relative path is looked up in the recipe's folder
     first, then in the working directory. Give one of `tasks`, `path` and `environment`."""
     hub: str | None = None
     """Name and commit of the data set, if `path` is a name on the Hugging Face hub. The run sets this, so that --resume

@@ -43,7 +43,7 @@ class RunConfig(Section):
     """Largest total size of the saved responses in MiB. If it is exceeded, the oldest are deleted. 0 saves none."""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
     """File format of the saved responses. `jsonl` writes completions.jsonl. `parquet` writes one file per step to
-    completions/, and needs the extra tlt-rl[parquet]."""
+    completions/, and needs the extra tlt-rl[data]."""
     watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
     """Power of a busy CPU core in watts. This is only used to estimate the CPU's energy if its energy counter
     cannot be read."""

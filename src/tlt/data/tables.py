@@ -6,11 +6,12 @@ import codecs
 import glob
 import gzip
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tlt.files import errors_as, parse_json, read_json
+from tlt.files import errors_as, parse_json
 from tlt_rl import install_hint
 
 
@@ -19,14 +20,9 @@ class DataError(ValueError):
 
 
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
-_OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # files of a data set saved by `datasets`
-_NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json", "dataset_infos.json"}
-SPLITS = {  # word in a file's name -> split of the file, as `datasets` infers it
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
+_OF_SAVED = ("state.json", "dataset_dict.json")  # files of a data set that `datasets` saved to disk
 _OF_FUNCTIONS = ("tool_calls", "tools")  # columns whose objects have different keys in each row
+_BATCH = 1000  # rows that are in memory at once as an Arrow table
 _GZIP = b"\x1f\x8b"
 _OTHER_PACKING = {  # first bytes of a file -> name of its compression, and the command that unpacks it
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
@@ -41,56 +37,40 @@ def read_rows(path: str) -> Iterator[tuple[str, Any]]:
     as `data/*.jsonl`. The position is text for error messages. Files are read in the order of their names. Raises
     DataError."""
     for file in files_of(path):
-        read = {".parquet": _parquet, ".arrow": _arrow}.get(file.suffix, _json)
+        read = _saved if file.is_dir() else {".parquet": _parquet, ".arrow": _arrow}.get(file.suffix, _json)
         for where, row in read(file):
             yield f"{file}, {where}", row
 
 
 def files_of(path: str) -> list[Path]:
+    """Return the files that `path` means, or the folder of a data set that was saved to disk. Raises DataError."""
     place = Path(path)
-    if (place / "dataset_dict.json").is_file() or all((place / name).is_file() for name in _OF_ONE_SPLIT):
-        return _saved(place)
+    if place.is_file() or any((place / name).is_file() for name in _OF_SAVED):
+        return [place]
     if place.is_dir():
         found = [file for file in place.iterdir() if file.name.endswith(KINDS) and not file.name.startswith(".")]
-        _refuse_splits(found)
-    elif place.is_file():
-        return [place]
     else:
         found = [file for file in map(Path, glob.glob(path)) if file.is_file()]
-    found = sorted(file for file in found if file.name not in _NOT_DATA and not file.match("cache-*.arrow"))
+    found.sort()
     if not found and place.is_dir():
         names = ", ".join(sorted(file.name for file in place.iterdir())[:3]) or "nothing"
         raise DataError(f"{path} contains no {', '.join(KINDS)} file, but {names}: unpack or convert them")
     if not found:
         raise DataError(f"there is no file {path}: give a {', '.join(KINDS)} file, a folder of them, or a pattern")
+    if place.is_dir():
+        _refuse_several_sources(found)
     return found
 
 
-def _refuse_splits(files: list[Path]) -> None:
-    """Raise DataError if the files belong to several splits, such as train and test. Data sets of the hub often have
-    all splits in one folder."""
-    by_split: dict[str, str] = {}
-    for file in sorted(files):
-        word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in SPLITS), None)
-        if word:
-            by_split[SPLITS[word.lower()]] = str(file.parent / f"*{word}*{file.suffix}")
-    if len(by_split) > 1:
+def _refuse_several_sources(files: Sequence[Path]) -> None:
+    """Raise DataError if names of files differ in more than numbers, because they may be those of several splits, such
+    as train and test."""
+    folder, sources = files[0].parent, dict.fromkeys(re.sub(r"\d+", "*", file.name) for file in files)
+    if len(sources) > 1:
+        named = ", ".join(str(folder / source) for source in list(sources)[:3])
         raise DataError(
-            f"{files[0].parent} contains files of several splits ({', '.join(by_split)}): give one of "
-            f"{', '.join(by_split.values())}"
+            f"{folder} contains different data files: give one of {named}, or {folder / '*'}{files[0].suffix} for all"
         )
-
-
-def _saved(folder: Path) -> list[Path]:
-    """Return the Arrow files of a data set saved with save_to_disk, without cache files. Raises DataError."""
-    with errors_as(DataError, f"{folder} is not a data set that can be read", "save it again with save_to_disk"):
-        if (folder / "dataset_dict.json").is_file():
-            splits = [f"{folder / split}" for split in read_json(folder / "dataset_dict.json")["splits"]]
-            raise DataError(f"{folder} contains a data set for each split: give one of {', '.join(splits)}")
-        state = read_json(folder / "state.json")
-        if state.get("_indices_data_files"):  # datasets before 1.8 stored the indices of the rows that a filter kept
-            raise ValueError("state.json has _indices_data_files")
-        return [folder / file["filename"] for file in state["_data_files"]]
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -121,24 +101,34 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    pyarrow = _pyarrow(path)
+    parquet = _library("pyarrow.parquet", path)
     with errors_as(DataError, f"{path} is not a Parquet file that can be read"):
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    yield from _numbered(rows)
+        yield from _numbered(parquet.ParquetFile(path).iter_batches())
 
 
 def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
-    pyarrow = _pyarrow(path)
+    pyarrow = _library("pyarrow", path)
     with (
         errors_as(DataError, f"{path} is not an Arrow file that can be read"),
         pyarrow.memory_map(str(path)) as source,
         pyarrow.ipc.open_stream(source) as stream,
     ):
-        rows = stream.read_all().to_pylist()
-    yield from _numbered(rows)
+        yield from _numbered(stream)
 
 
-def _numbered(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
+    datasets = _library("datasets", folder)
+    with errors_as(DataError, f"{folder} is not a data set that can be read", "save it again with save_to_disk"):
+        found = datasets.load_from_disk(folder)
+        if isinstance(found, datasets.DatasetDict):
+            splits = ", ".join(str(folder / split) for split in found)
+            raise DataError(f"{folder} contains a data set for each split: give one of {splits}")
+        yield from _numbered(found.with_format("arrow").iter(_BATCH))
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (position, row) for each row of Arrow tables."""
+    rows = (row for batch in batches for row in batch.to_pylist())
     for number, row in enumerate(rows):
         yield f"row {number}", {name: _without_nulls(value) for name, value in row.items()}
 
@@ -152,10 +142,8 @@ def _without_nulls(value: Any, in_call: bool = False) -> Any:
     return [_without_nulls(item, in_call) for item in value] if isinstance(value, list) else value
 
 
-def _pyarrow(path: Path) -> Any:
+def _library(name: str, path: Path) -> Any:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return import_module(name)
     except ImportError:
-        raise DataError(f"{path} needs pyarrow: {install_hint('parquet')}") from None
-    return pyarrow
+        raise DataError(f"{path} needs {name.partition('.')[0]}: {install_hint('data')}") from None

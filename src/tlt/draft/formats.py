@@ -23,7 +23,6 @@ from torch import Tensor
 
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
 from tlt.models.families import FAMILIES, base_of
-from tlt.models.hugging_face import for_both_generations
 
 Format = Literal["vllm", "sglang", "speculators"]
 
@@ -38,8 +37,9 @@ class Words(NamedTuple):
 def write_drafter(
     layer: EagleLayer, target: Mapping[str, Any], folder: str | Path, to: Format, words: Words | None = None
 ) -> None:
-    """Write the drafter's model.safetensors and config.json in the format `to`. `target` is the target's config.json.
-    `words` are stored with the drafter if the format has them; without `words`, the engine uses the target's own.
+    """Write the drafter's model.safetensors and config.json in the format `to`. `target` is the target's config, as
+    transformers 5 has read it. `words` are stored with the drafter if the format has them; without `words`, the engine
+    uses the target's own.
     Raises DrafterError if the format does not support this drafter."""
     _refuse(layer.options, to)
     path = Path(folder)
@@ -128,16 +128,23 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **for_both_generations(_rope(target)),
+        **_rope(target),
     }
 
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json entries of the drafter's rotary embedding. They are the target's if the fused decoder
-    supports its family. Otherwise there is no rope scaling, as in `families.decoder_options`."""
-    if target.get("model_type") in FAMILIES:
-        return {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": base_of(target.get("rope_parameters") or target)}}
+    """Return the config.json entries of the drafter's rotary embedding, with the names of transformers 4 and 5. They
+    are the target's if the fused decoder supports its family. Otherwise there is no rope scaling, as in
+    `families.decoder_options`."""
+    rope = target.get("rope_parameters") or {}
+    if target["model_type"] not in FAMILIES:
+        rope = {"rope_type": "default", "rope_theta": base_of(rope)}
+    found = {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        found["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    if rope["rope_type"] == "longrope" and (original := rope.get("original_max_position_embeddings")):
+        found["original_max_position_embeddings"] = original
+    return found
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of transformers: loading, saving and activation checkpointing, and a config.json for versions 4 and 5."""
+"""Models of transformers: loading, saving and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError, refuse_byte_order_marks
 from tlt.models.weights import weight_files
 
+_CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it on CPUs
 
@@ -47,6 +48,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
             raise ModelError(
                 f"the weights in {folder} {what} {min(names)}, and do not fit its config.json: fetch or save it again"
             )
+    model.source_config = read_json(Path(folder) / _CONFIG)
     model.to(device)
     _align(model)
     model.eval()  # no dropout: old and new log-probs must come from the same function
@@ -69,12 +71,13 @@ def experts_in(dtype: torch.dtype) -> dict[str, str]:
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write config.json, weights and generation_config.json to a folder. `weights` are the weights to write (default:
-    the model's own).
+    """Write config.json and weights to a folder. `weights` are the weights to write (default: the model's own).
 
-    transformers refuses to write some generation configs that it can read, such as a temperature without do_sample.
-    Here they are written unchanged. In a process group, transformers writes on rank 0 only, but here any rank may save.
-    """
+    config.json is that of the folder from which `load_model` loaded the model, except for what training may change.
+    transformers would write it with the field names of its own version, and other versions ignore unknown names.
+
+    generation_config.json is not written, but copied (`store/model_files.py`), because transformers refuses to write
+    some that it can read. In a process group, transformers writes on rank 0 only, but here any rank may save."""
     generation, model.generation_config = model.generation_config, GenerationConfig()
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
@@ -82,9 +85,11 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     finally:
         model.generation_config = generation
         del model.should_save_on_this_rank
-    generation.to_json_file(folder / _GENERATION)
-    config = for_both_generations(read_json(folder / "config.json")) | {"tie_word_embeddings": is_tied(model)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / _GENERATION).unlink()
+    dtype = str(model.dtype).removeprefix("torch.")
+    changed = {"dtype": dtype, "torch_dtype": dtype, "tie_word_embeddings": is_tied(model)}
+    config = json.dumps(model.source_config | changed, indent=2, ensure_ascii=False)
+    (folder / _CONFIG).write_text(config + "\n", encoding="utf-8")
 
 
 def as_in_files(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -136,21 +141,3 @@ def _checkpoint(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..
             layer.training = True
 
     return checkpoint(evaluate, *inputs)
-
-
-def for_both_generations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json of transformers 5 with version 4's fields added: rope_theta, rope_scaling and torch_dtype.
-
-    If version 4 does not find a field, it silently uses a default. Inference engines require one version or the other.
-    """
-    rope = dict(config.get("rope_parameters") or {})
-    found = dict(config)
-    if "rope_theta" in rope:
-        found["rope_theta"] = rope.pop("rope_theta")
-    if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = rope
-    if rope.get("rope_type") == "longrope" and "original_max_position_embeddings" in rope:
-        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-    if dtype := config.get("dtype"):
-        found["torch_dtype"] = dtype
-    return found

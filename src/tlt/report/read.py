@@ -166,7 +166,7 @@ def _parquet_rows(run: RunData, paths: list[Path]) -> list[dict[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError:
-        run.faults.append("The completions are Parquet files, which need pyarrow: pip install 'tlt-rl[parquet]'.")
+        run.faults.append("The completions are Parquet files, which need pyarrow: pip install 'tlt-rl[data]'.")
         return []
     found: list[dict[str, Any]] = []
     size = 0

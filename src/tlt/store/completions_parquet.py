@@ -23,7 +23,7 @@ FOLDER = "completions"
 def refuse_without_pyarrow(run: RunConfig) -> None:
     """Raise ConfigError if run.completions_format is parquet and pyarrow is not installed."""
     if run.completions_format == "parquet" and not find_spec("pyarrow"):
-        raise ConfigError(f"run.completions_format = 'parquet' needs pyarrow: {install_hint('parquet')}")
+        raise ConfigError(f"run.completions_format = 'parquet' needs pyarrow: {install_hint('data')}")
 
 
 class ParquetCompletions:

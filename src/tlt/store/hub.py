@@ -10,25 +10,27 @@ A name has the form NAME[:SUBSET/SPLIT][@REVISION]. If a local path of this name
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.config import Config
-from tlt.data.tables import KINDS, SPLITS
-from tlt.files import errors_as, first_line
+from tlt.data.tables import KINDS
+from tlt.files import first_line
 from tlt.progress import working
 from tlt.store.model_files import PATTERNS
+from tlt_rl import install_hint
 
 _REPOSITORY = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 _NAME = re.compile(rf"({_REPOSITORY})(?::(\w[\w.+-]*(?:/\w[\w.+-]*)?))?(?:@(\w[\w./-]*))?")
 _MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", *PATTERNS)
-_CARD = "README.md"
+_CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")  # files that describe subsets and splits
 
 
 class HubError(ValueError):
@@ -75,25 +77,25 @@ def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None
 
 
 def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]:
-    """Return the local folder of a data set, with the same arguments and results as `local_model`. The folder has links
-    to the files of the chosen subset and split only. Raises HubError."""
+    """Return a pattern that matches the local files of a data set, with the same arguments and second result as
+    `local_model`. They are links to the files of the chosen subset and split. Raises HubError."""
     name = _name_of(path, "dataset")
     if not name or path.endswith(KINDS):
         return path, None
     from huggingface_hub import cached_assets_path
 
-    folder = _download(name, [_CARD, ".gitattributes"], _commit_of(path, recorded))
+    folder = _download(name, [*_CARDS, ".gitattributes"], _commit_of(path, recorded))
     files = _chosen(name, folder)
     _download(name, [glob.escape(file) for file in files], folder.name)
-    chosen = f"{folder.name}-{name.choice}"
-    place = cached_assets_path("tlt", name.repository.replace("/", "--"), chosen.replace("/", "-"))
+    digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+    place = cached_assets_path("tlt", name.repository.replace("/", "--"), f"{folder.name}-{digest}")
     for number, file in enumerate(files):
-        link = place / f"{number:05}{_kind(file)}"  # keeps the order of the files, and contains no name of a split
+        link = place / f"{number:05}{next(kind for kind in KINDS if file.endswith(kind))}"  # keeps the order of files
         if not link.exists():
             link.unlink(missing_ok=True)
             with suppress(FileExistsError):  # another run makes the same link
                 link.symlink_to(folder / file)
-    return str(place), _with_commit(path, folder.name)
+    return f"{glob.escape(str(place))}/*", _with_commit(path, folder.name)
 
 
 def push(folder: Path, repository: str) -> str:
@@ -141,81 +143,72 @@ def _with_commit(path: str, commit: str) -> str:
 
 
 def _chosen(name: _Name, folder: Path) -> list[str]:
-    """Return the data files of the subset and split that a name on the hub selects. `folder` is the downloaded
-    snapshot. Raises HubError."""
-    from huggingface_hub import errors, get_cached_repo_tree, metadata_load
+    """Return the files of the subset and split that a name on the hub selects, by the rules of `datasets`. `folder` is
+    the snapshot. Raises HubError."""
+    with tempfile.TemporaryDirectory() as place:
+        outline = _outline(name, folder, Path(place))
+        try:
+            found = _files_of_split(name, outline, Path(place, ".cache"))
+        except HubError:
+            raise
+        except Exception as error:
+            why = first_line(error).replace(str(outline), "the data set")
+            raise HubError(f"{name.repository} on the Hugging Face hub cannot be read by datasets: {why}") from error
+        files = [os.path.relpath(file, outline) for file in found]
+    if odd := [file for file in files if not file.endswith(KINDS)]:
+        raise HubError(
+            f"{name.repository} on the Hugging Face hub has {odd[0]}, but tlt reads only {', '.join(KINDS)} files: "
+            "convert it, or give another data set"
+        )
+    return files
+
+
+def _outline(name: _Name, folder: Path, place: Path) -> Path:
+    """Make a folder with the names of all files of a data set. Only those that describe subsets have their content."""
+    from huggingface_hub import errors, get_cached_repo_tree
 
     try:
         tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=folder.name)
-        files = sorted(file.path for file in tree)
-    except errors.CachedRepoTreeNotFoundError:  # offline, with a cache that an older version of huggingface_hub filled
-        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    files, card = [file for file in files if file.endswith(KINDS)], folder / _CARD
-    with errors_as(HubError, f"the card of {name.repository} on the Hugging Face hub cannot be read"):
-        metadata = (metadata_load(card) if card.is_file() else None) or {}
-        splits = _by_card(files, metadata.get("configs") or []) or _by_names(files)
-    if not splits:
+    except errors.CachedRepoTreeNotFoundError as error:  # offline, with a cache of an older huggingface_hub
         raise HubError(
-            f"{name.repository} on the Hugging Face hub contains no {', '.join(KINDS)} file: give another data set"
-        )
-    if files := _spellings(splits).get(name.choice):
-        return files
-    known = [f"{subset}/{split}" for subset, split in splits]
-    raise HubError(
-        f"{name.repository} on the Hugging Face hub has the splits {', '.join(known)}: give one of these, such as "
+            f"the list of the files of {name.repository} is not in the hub's cache: start once with a network, or give "
+            f"files of {folder}"
+        ) from error
+    outline = place / name.repository.rpartition("/")[2]
+    outline.mkdir()
+    for file in (file.path for file in tree):
+        (outline / file).parent.mkdir(parents=True, exist_ok=True)
+        (outline / file).write_bytes((folder / file).read_bytes() if file in _CARDS else b"")
+    return outline
+
+
+def _files_of_split(name: _Name, folder: Path, cache: Path) -> Sequence[str]:
+    """Return the paths of the files of the chosen subset and split of the data set in a local folder. By default, they
+    are the default subset, and the split `train` or the only one. Raises HubError."""
+    try:
+        import datasets
+    except ImportError:
+        raise HubError(f"{name.repository} on the Hugging Face hub needs datasets: {install_hint('data')}") from None
+    datasets.disable_progress_bars()
+    subsets = datasets.get_dataset_config_names(str(folder))
+    subset, _, split = name.choice.partition("/")
+    if not split and subset not in subsets:
+        subset, split = datasets.get_dataset_default_config_name(str(folder)), subset
+    if subset not in subsets:
+        raise _unknown(name, "subsets", subsets)
+    builder: Any = datasets.load_dataset_builder(str(folder), subset, cache_dir=str(cache))
+    splits = {str(split): files for split, files in builder.config.data_files.items()}
+    split = split or ("train" if len(splits) > 1 else next(iter(splits)))
+    if split not in splits:
+        raise _unknown(name, "splits", [f"{subset}/{known}" for known in splits])
+    return splits[split]
+
+
+def _unknown(name: _Name, what: str, known: Sequence[str]) -> HubError:
+    return HubError(
+        f"{name.repository} on the Hugging Face hub has the {what} {', '.join(known)}: give one of these, such as "
         f"{name.repository}:{known[0]}"
     )
-
-
-def _by_card(files: Sequence[str], configs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[str]]:
-    """Return (subset, split) -> files, as `configs` in the card (README.md) of the data set defines them."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for config in configs:
-        for entry in _list(config.get("data_files")):
-            entry = entry if isinstance(entry, dict) else {"path": entry}
-            patterns = [os.path.join(config.get("data_dir", ""), pattern) for pattern in _list(entry["path"])]
-            matches = [file for pattern in patterns for file in files if fnmatchcase(file, pattern)]
-            if matches:
-                key = (str(config.get("config_name", "default")), str(entry.get("split", "train")))
-                found.setdefault(key, []).extend(matches)
-    return found
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return (subset, split) -> files, guessed from the words in the paths of the files. The first folder that is not
-    named `data` or like a split is the subset."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for file in files:
-        *folders, _ = parts = file.split("/")
-        words = [word.lower() for part in reversed(parts) for word in re.split(r"[\W\d_]+", part)]
-        split = next((SPLITS[word] for word in words if word in SPLITS), "train")
-        subset = next((part for part in folders if part != "data" and part.lower() not in SPLITS), "default")
-        found.setdefault((subset, split), []).append(file)
-    return found
-
-
-def _spellings(splits: Mapping[tuple[str, str], list[str]]) -> dict[str, list[str]]:
-    """Return a dictionary: text that a user may type after `NAME:` -> files. The user may omit the subset if it is the
-    only one or is named `default`, and the split if it is the only one or is `train`."""
-    found = {f"{subset}/{split}": files for (subset, split), files in splits.items()}
-    for (subset, split), files in splits.items():
-        subset_is_clear = subset == "default" or len({other for other, _ in splits}) == 1
-        split_is_clear = split == "train" or sum(other == subset for other, _ in splits) == 1
-        if split_is_clear:
-            found.setdefault(subset, files)
-        if subset_is_clear:
-            found.setdefault(split, files)
-        if split_is_clear and subset_is_clear:
-            found.setdefault("", files)
-    return found
-
-
-def _kind(file: str) -> str:
-    return next(kind for kind in KINDS if file.endswith(kind))
 
 
 # -- the download ------------------------------------------------------------------------------------------------------
