@@ -49,7 +49,7 @@ FORMS = (
         transform=_NAMED,
     ),
     _form(  # GLM 4.5
-        open_pattern=r"<tool_call>\s*(?P<name>[^<>\s{]+)(?=\s*<arg_key>|\s*</tool_call>)",
+        open_pattern=r"<tool_call>\s*(?P<name>[\w.-]+)(?=\s*<arg_key>|\s*</tool_call>)",
         close="</tool_call>",
         content="xml-inline",
         content_args={
