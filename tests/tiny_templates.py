@@ -147,7 +147,7 @@ def family(name: str, words: str = "bytes") -> Any:
     each byte; or pieces of words as in SentencePiece, with a space before the first word of a text ("first") or of each
     text between special tokens ("each")."""
     template, end = globals()[name], ENDS[name]
-    made = {"bytes": _bytes, "first": _pieces, "each": lambda: _pieces("each")}[words]()
+    made = {"bytes": byte_words, "first": _pieces, "each": lambda: _pieces("each")}[words]()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token=end)
     roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "[gMASK]"]
     special = dict.fromkeys([*_SPECIAL.findall(template), CALL_ENDS[name], *roles])
@@ -160,7 +160,7 @@ def family(name: str, words: str = "bytes") -> Any:
     return tokenizer
 
 
-def _bytes() -> Tokenizer:
+def byte_words() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({char: i for i, char in enumerate(letters)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()

@@ -125,7 +125,11 @@ class TrainedAgent:
             self.called += len(calls)
             own = [calling(*calls)] if calls else []
             messages = [vf.ToolMessage(**call.result(await self._result(call))) for call in calls]
-            known = [vf.ToolCall(id=call.id, name=call.name, arguments=json.dumps(call.arguments)) for call in calls]
+            known = [
+                vf.ToolCall(id=call.id, name=call.name, arguments=json.dumps(call.arguments))
+                for call in calls
+                if call.name in self.tools and not call.error
+            ]
             answer = vf.AssistantMessage(content=str(text), tool_calls=known or None)
             self._add([answer], sampled=True)
             segment += [answer, *messages]
