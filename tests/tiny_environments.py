@@ -59,10 +59,13 @@ class Slow(Echo):
 class Trouble:
     """Environment whose turn names the fault."""
 
-    def reset(self, prompt: Any) -> None:
+    def reset(self, prompt: Any) -> Any:
         self.turns = 0
         if prompt.text == "raises at once":
             raise KeyError("bonus")
+        if prompt.text == "messages at once":
+            return [{"role": "user", "content": "a"}]
+        return None
 
     def step(self, text: str) -> Any:
         self.turns += 1
@@ -77,6 +80,14 @@ class Trouble:
                 return "reply", True
             case "number":
                 return 7, False, 0.0
+            case "written":
+                return getattr(text, "written", ""), False, 0.0
+            case "messages":
+                return [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], False, 0.0
+            case "no messages":
+                return [{"role": "user"}], False, 0.0
+            case "half messages":
+                return [{"role": "user", "content": "\ud800"}], False, 0.0
             case "half":
                 return "\ud800", False, 0.0
             case "nan":

@@ -53,6 +53,8 @@ class Prompt:
     """text that each response begins with; its tokens are the last ones of `token_ids`"""
     counts_by_task: bool = True
     """whether the metrics by task include this prompt's rewards"""
+    messages: list[dict[str, Any]] = field(default_factory=list, hash=False, compare=False, repr=False)
+    """the prompt as chat messages; empty without a chat template"""
 
     @property
     def ground_truth(self) -> Any:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,8 @@ import tiny_environments
 from tlt.config import Config, ConfigError, parse_config
 from tlt.data.prompts import DataError, load_prompts
 from tlt.rewards import RewardError
-from tlt.rewards.environments import Environments, Turn, open_environments
+from tlt.rewards.calls import FORMS, CallReader
+from tlt.rewards.environments import Environments, Turn, TurnText, open_environments
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
@@ -40,6 +42,26 @@ def isolated() -> Iterator[IsolatedScore]:
     isolated.close()
 
 
+def test_a_turn_has_its_special_tokens_and_a_reply_may_be_messages(isolated: IsolatedScore) -> None:
+    assert asked(isolated, TurnText("written", "written<eos>")).reply == "written<eos>"
+    assert asked(isolated, "messages").reply == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    found = asked(isolated, prompt=replace(PROMPT, text="messages at once"))
+    assert (found.outcome, "reset returned the reply [{" in found.detail) == ("error", True)
+
+
+def test_calls_are_read_in_the_form_of_the_model_or_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments that read no calls themselves do not need that form."""
+    monkeypatch.setattr(tiny_environments.Desk, "call_reader", CallReader())
+    desk, example = config("tiny_environments:Desk", folder="tests"), "<call>add(2, 3)</call>"
+    answer, _ = open_environments(desk, (), CallReader(FORMS[2], (), example))
+    (found,) = answer([(PROMPT, Turn(1, 1, ('{"name": "add", "arguments": {"first": 2, "second": 3}}',)))])
+    assert example in found.reply[1]["content"]  # type: ignore[index]
+    wrong = CallReader(fault="its calls cannot be read: use another model")
+    with pytest.raises(RewardError, match=r"Desk' has tools, but its calls cannot be read: use another model"):
+        open_environments(desk, (), wrong)
+    open_environments(config(folder="tests"), (), wrong)
+
+
 @pytest.mark.parametrize(
     ("text", "outcome", "detail"),
     [
@@ -49,6 +71,8 @@ def isolated() -> Iterator[IsolatedScore]:
         ("two", "error", "it must return (reply, done, reward)"),
         ("number", "error", "a reply must be text"),
         ("half", "error", "lone surrogate"),
+        ("no messages", "error", "a reply must be text, or messages from step"),
+        ("half messages", "error", "lone surrogate"),
         ("nan", "not a number", "nan"),
         ("odd scores", "error", "scores['calls'] is not a number: 'many'"),
         ("allocate", "error", "MemoryError"),

@@ -19,13 +19,14 @@ from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_distri
 
 from tlt.cluster.local import LocalRollout
 from tlt.config import EngineConfig
+from tlt.data.tables import DataError
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed
-from tlt.rewards.environments import Environments, Turn
+from tlt.rewards.environments import Environments, Turn, TurnText
 from tlt.rewards.episodes import Episodes
 from tlt.rewards.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
@@ -36,7 +37,7 @@ STOP, MOST, TURNS = 4, 48, 3
 PARAMS = SamplingParams(max_new_tokens=MOST, stop_token_ids=(STOP,), continues=True)
 
 
-def encode(text: str, last: int | None) -> list[int]:
+def encode(text: str, last: int | None, *context: Any) -> list[int]:
     """Return tokens. The letters a to e are the tokens."""
     return [ord(letter) - 97 for letter in text]
 
@@ -361,6 +362,40 @@ def test_the_first_turn_begins_with_the_prefill() -> None:
     assert told[-1].texts == ("so bce", "bce")
 
 
+def test_a_reply_is_encoded_in_its_conversation() -> None:
+    """`encode` gets the prompt's messages and the earlier turns. Messages are shown as their texts."""
+    own = {"role": "assistant", "content": ""}
+    replies = ["ab", [own, {"role": "tool", "content": "c"}, {"role": "tool", "content": "d"}], "e"]
+    pool = saying(Verdict(0.0, reply=""), *(Verdict(0.0, reply=reply) for reply in replies))
+    given = []
+
+    def in_context(reply: Any, last: int | None, *context: Any) -> list[int]:
+        given.append((reply, last, *context))
+        return [0]
+
+    found = Episodes(pool, in_context, decode, None)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": "?"}]
+    request = replace(REQUESTS[0], prompt=replace(REQUESTS[0].prompt, messages=messages, prefill="so "))
+    (row,) = found.begin([request])
+    for token in (1, 2, 3):
+        _, (row,) = found.take([said(row, token)])
+    texts = ["so be", "ce", "de"]
+    earlier = list(zip(texts, replies, strict=True))
+    assert given == [(reply, STOP, messages, tuple(earlier[:i])) for i, reply in enumerate(replies)]
+    assert [reply.text for reply in row.replies] == ["ab", "c\nd", "e"]
+
+
+def test_a_reply_that_the_template_refuses_ends_its_episode(caplog: pytest.LogCaptureFixture) -> None:
+    def refuses(*given: Any) -> list[int]:
+        raise DataError("the template refuses it")
+
+    found = Episodes(saying(Verdict(0.0, reply=""), Verdict(1.0, reply="a")), refuses, decode, None)  # type: ignore[arg-type]
+    (row,) = found.begin(REQUESTS[:1])
+    ((response,), rows) = found.take([said(row, 1)])
+    assert (response.outcome, response.reward, rows) == ("error", None, [])
+    assert "the template refuses it" in caplog.text
+
+
 def kept(path: Path, resume: bool = False) -> ReplyRecord:
     record = ReplyRecord()
     record.keep(path, resume=resume)
@@ -368,7 +403,8 @@ def kept(path: Path, resume: bool = False) -> ReplyRecord:
 
 
 def test_replies_are_recorded_once_and_read_without_a_torn_line(tmp_path: Path) -> None:
-    verdicts = [Verdict(0.0, reply="é\n"), Verdict(0.5, reply=""), Verdict(None, "crash", "why")]
+    messages = [{"role": "tool", "name": "f", "tool_call_id": "1", "content": "é\n"}]
+    verdicts = [Verdict(0.0, reply="é\n"), Verdict(0.5, reply=messages), Verdict(None, "crash", "why")]
     turns = [(), ("a",), ("a", "b")]
     path = tmp_path / "replies.jsonl"
     record = kept(path)
@@ -383,6 +419,7 @@ def test_replies_are_recorded_once_and_read_without_a_torn_line(tmp_path: Path) 
     assert [again.find(3, 2**64 - 1, said) for said in turns] == verdicts
     assert again.find(3, 7, ()) == verdicts[0]
     assert again.find(3, 2**64 - 1, ("another",)) is None, "the model said something else"
+    assert again.find(3, 2**64 - 1, (TurnText("a", "a<eos>"),)) is None, "with another special token"
     assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
     again.forget_before(4)
     assert again.find(3, 2**64 - 1, ("a",)) is None

@@ -11,45 +11,13 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError
-from tlt.rewards.environments import Environments, Turn
+from tlt.rewards.environments import Environments, Turn, TurnText
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.tools import Tools, calls_in, parsed, with_tools
+from tlt.rewards.tools import Tools, with_tools
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
 
-ADD = ("add", {"first": 2, "second": 3})
 PROMPT = Prompt(0, "?", (1,), {"answer": "5"})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        # Qwen 2.5, Qwen 3, Hermes
-        '<tool_call>\n{"name": "add", "arguments": {"first": 2, "second": 3}}\n</tool_call>',
-        'I add.\n<tool_call>{"name": "add", "arguments": {"first": 2, "second": 3}}</tool_call>\n',
-        # the turn ended before the tag did
-        '<tool_call>{"name": "add", "arguments": {"first": 2, "second": 3}}',
-        # Llama 3
-        '{"name": "add", "parameters": {"first": 2, "second": 3}}',
-        # Mistral
-        '[{"name": "add", "arguments": {"first": 2, "second": 3}}]',
-        # a call in the reasoning is none
-        '<think>{"name": "add"} or <tool_call>no</tool_call>?</think>\n{"name": "add", "parameters": '
-        '{"first": 2, "second": 3}}',
-    ],
-)
-def test_the_call_format_of_each_family_is_read(text: str) -> None:
-    assert [parsed(call) for call in calls_in(text)] == [ADD]
-
-
-def test_parameters_in_tags_are_texts() -> None:
-    """The format of Qwen3-Coder. One line break after the open tag and one before the closing tag belong to it."""
-    text = "<tool_call>\n<function=add>\n<parameter=first>\n2\n</parameter>\n<parameter=second>\n3\n</parameter>\n"
-    text += "</function>\n</tool_call>"
-    assert [parsed(call) for call in calls_in(text)] == [("add", {"first": "2", "second": "3"})]
-    assert desk(text) == ("5", False, 0.0)
-    call = "<function=add><parameter=first>\n\n a\n\n\n</parameter>\n</function>"
-    assert parsed(call) == ("add", {"first": "\n a\n\n"})
 
 
 @pytest.mark.parametrize(("table", "found"), [('{"é": "ä"}', "ä"), ("null", "e")])
@@ -58,9 +26,27 @@ def test_a_parameter_in_tags_is_read_as_json_if_its_type_is_not_text(table: str,
     assert desk(f"<tool_call>{call}</tool_call>") == (f'{{"found": "{found}"}}', False, 0.0)
 
 
-@pytest.mark.parametrize("text", ["5", "", '{"answer": 5}', "<think><tool_call>{}</tool_call></think>5", "[5]"])
-def test_an_answer_is_not_a_call(text: str) -> None:
-    assert calls_in(text) == []
+def test_results_name_their_calls() -> None:
+    """The messages are the turn with its calls, and a result for each. Ids are counted if the model wrote none."""
+    made = tiny_environments.Desk()
+    made.reset(PROMPT)
+    turn = TurnText(
+        "x", '<tool_call>{"name": "add", "arguments": {"first": 2, "second": 3}}</tool_call><tool_call>{</tool_call>'
+    )
+    for number in (1, 3):
+        reply, done, _ = made.step(turn)
+        own, first, second = reply.messages  # type: ignore[attr-defined]
+        ids = [f"{number + i:09}" for i in range(2)]
+        assert [call["id"] for call in own["tool_calls"]] == ids
+        assert [call["function"]["name"] for call in own["tool_calls"]] == ["add", "unknown"]
+        assert first == {"role": "tool", "name": "add", "tool_call_id": ids[0], "content": "5"}
+        assert second["tool_call_id"] == ids[1]
+        assert (reply, done) == (f"5\n{second['content']}", False)
+    assert made.scores == {"tool_calls": 4, "malformed_calls": 2, "failed_calls": 0}
+
+
+def test_the_answer_is_scored_without_special_tokens() -> None:
+    assert desk(TurnText("it is 5", "it is 5<eos>")) == ("", True, 1.0)
 
 
 def test_calls_of_one_turn_are_carried_out_in_order() -> None:
@@ -81,40 +67,32 @@ def desk(*texts: str) -> tuple[str, bool, float]:
     ("call", "error"),
     [
         ("add(2, 3)", "the call is not JSON"),
-        ("", "the call is not JSON"),
-        ("[" * 100_000, "the call is not JSON"),
-        ("5", 'a call is a JSON object with "name" and "arguments"'),
-        ('{"name": 7, "arguments": {}}', 'a call is a JSON object with "name" and "arguments"'),
-        ('{"name": "add", "arguments": [2, 3]}', 'a call is a JSON object with "name" and "arguments"'),
         ('{"name": "multiply", "arguments": {}}', "there is no tool 'multiply': the tools are add, look_up"),
         ('{"name": "score", "arguments": {}}', "there is no tool 'score'"),
         ('{"name": "add", "arguments": {"first": 2}}', "add: missing a required argument: 'second'"),
         ('{"name": "add", "arguments": {"first": 2, "second": 3, "third": 4}}', "unexpected keyword argument 'third'"),
         ('{"name": "add", "arguments": {"first": "two", "second": 3}}', "add: first: Input should be a valid integer"),
         ('{"name": "look_up", "arguments": {"word": "e", "table": [1]}}', "look_up: table: Input should be"),
-        ('{"name": "look_up", "arguments": {"word": "\\ud83d"}}', "the call has a lone surrogate"),
-        ("<function=add><parameter=first>2</function>", "add: missing a required argument: 'first'"),
+        ("<function=look_up><parameter=word>é</parameter><parameter=table>{}</function>", "outside its arguments"),
     ],
 )
 def test_a_malformed_call_is_counted_and_answered_with_its_error(call: str, error: str) -> None:
     environments = Environments(tiny_environments.Desk, 5.0)
     texts = (f"<tool_call>{call}</tool_call>", "it is 5")
     (found,) = environments.answer_all([(PROMPT, Turn(1, 1, texts[:1]))])
-    assert found.reply.startswith("Error: ")
-    assert error in found.reply
+    _, message = found.reply
+    assert message["content"].startswith("Error: ")
+    assert error in message["content"]
     assert found.scores == {"tool_calls": 1, "malformed_calls": 1, "failed_calls": 0}
     (found,) = environments.answer_all([(PROMPT, Turn(1, 1, texts))])
     assert (found.reply, found.reward) == (None, 1.0), "the episode goes on"
     assert found.scores["malformed_calls"] == 1, "of the whole episode"
 
 
-def test_a_bare_call_may_be_malformed_and_a_long_name_takes_little_room() -> None:
-    for call, said in (
-        ('[{"name": ' + "[" * 100_000 + "]" * 100_000 + "}]", "Error: the call is not JSON"),
-        (json.dumps({"name": "x" * 10_000, "arguments": {}}), f"Error: there is no tool '{'x' * 99}: the tools are"),
-    ):
-        reply, done, _ = desk(call)
-        assert (reply[: len(said)], done) == (said, False)
+def test_a_long_name_takes_little_room() -> None:
+    reply, done, _ = desk(json.dumps({"name": "x" * 10_000, "arguments": {}}))
+    said = f"Error: there is no tool '{'x' * 99}: the tools are"
+    assert (reply[: len(said)], done) == (said, False)
 
 
 def test_a_tool_that_raises_is_counted_separately() -> None:
@@ -138,7 +116,7 @@ def test_a_result_or_error_that_is_no_valid_text_is_a_failed_call(text: str, mon
     call = json.dumps({"name": "echo", "arguments": {"text": text}})
     (found,) = Environments(tiny_environments.Desk, 5.0).answer_all([(PROMPT, Turn(1, 1, (call,)))])
     assert (found.outcome, found.scores["failed_calls"]) == ("", 1)
-    assert found.reply.startswith("Error: ValueError")
+    assert found.reply[1]["content"].startswith("Error: ValueError")
 
 
 def config(name: str, **data: Any) -> Config:

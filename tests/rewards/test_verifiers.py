@@ -19,6 +19,7 @@ import verifiers.v1 as vf
 from tiny import tiny_tree, train
 
 from tlt.config import Config, parse_config
+from tlt.data.continuation import reply_text
 from tlt.data.prompts import DataError, load_prompts
 from tlt.data.verifiers import load
 from tlt.metrics import read_metrics
@@ -58,9 +59,13 @@ def test_prompts_are_the_tasks_with_their_system_prompt() -> None:
 def test_the_users_messages_are_replies_and_the_rubric_gives_the_reward() -> None:
     """The reward is 2.0 * right (1.0) + 0.5 that the environment records."""
     first, second, last = played(2, "one", "three", "it is 2")
-    assert first == second == Verdict(0.0, reply="No, say 2.")
+    assert first == second == Verdict(0.0, reply=user("No, say 2."))
     scores = {"right": 1.0, "polite": 0.5, "turns": 3.0, "calls": 0.0, "malformed_calls": 0.0}
     assert last == Verdict(2.5, scores=scores)
+
+
+def user(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -70,10 +75,12 @@ def call(name: str, **arguments: Any) -> str:
 def test_tools_are_called_and_malformed_calls_counted() -> None:
     texts = [call("calculator_add", first=1, second=2), call("add"), call("calculator_add", first="x"), "3"]
     right, unknown, wrong, last = played(3, *texts)
-    assert right == Verdict(0.0, reply="3")
-    assert unknown.reply == "Error: there is no tool 'add': the tools are calculator_add"
-    assert wrong.reply
-    assert wrong.reply.startswith("Error: Error executing tool add")
+    own, message = right.reply
+    assert own["tool_calls"][0]["function"] == {"name": "calculator_add", "arguments": {"first": 1, "second": 2}}
+    assert message == {"role": "tool", "name": "calculator_add", "tool_call_id": "000000001", "content": "3"}
+    assert unknown.reply[1]["content"] == "Error: there is no tool 'add': the tools are calculator_add"
+    assert wrong.reply[1]["content"].startswith("Error: Error executing tool add")
+    assert wrong.reply[1]["tool_call_id"] == "000000003"
     assert (last.reward, last.scores["malformed_calls"], last.scores["calls"]) == (2.5, 2.0, 2.0)
     (schema,) = with_tools(config(chat=True)).data.chat_arguments["tools"]  # type: ignore[misc]
     assert schema["function"]["name"] == "calculator_add"  # type: ignore[index]
@@ -89,7 +96,7 @@ def test_an_environment_that_raises_is_an_outcome() -> None:
 def test_concurrent_episodes_and_one_that_is_created_again() -> None:
     environments, known = Environments(Episode, 20.0), prompts()
     both = [(known[1], Turn(1, 1, ("5",))), (known[2], Turn(1, 2, ("5",)))]
-    assert [verdict.reply for verdict in environments.answer_all(both)] == ["No, say 1.", "No, say 2."]
+    assert [verdict.reply for verdict in environments.answer_all(both)] == [user("No, say 1."), user("No, say 2.")]
     (found,) = environments.answer_all([(known[4], Turn(1, 3, ("1", "2", "4")))])
     assert (found.reply, found.reward) == (None, 2.5)
 
@@ -230,7 +237,7 @@ def test_an_environment_sees_the_whole_conversation() -> None:
         environments = Environments(Episode, 20.0)
         for said in [(), (calls,), (calls, answer)]:
             (found,) = environments.answer_all([(prompt, Turn(1, 1, said))])
-            seen.setdefault("replies", []).append(found.reply)
+            seen.setdefault("replies", []).append(found.reply and reply_text(found.reply))
     assert seen == {
         "set up": True,
         "replies": ["", "book 1\nbook 1", None],
@@ -240,7 +247,7 @@ def test_an_environment_sees_the_whole_conversation() -> None:
             *[(None, "?", False), (0, calls, True), (1, "book 1", False), (2, "book 1", False)],
             (3, answer, True),
         ],
-        "ids": ["0", "1"],
+        "ids": ["000000001", "000000002"],
         "final reward": found.reward,
     }
 

@@ -100,30 +100,17 @@ class ChatTemplate:
         """Return the text of a prompt, given as messages. If the last message has the role assistant, the text ends
         with that message, and the response continues it. Raises DataError if the template does not support the
         messages."""
-        turns = [self._joined(turn) for turn in turns]
+        turns = [self.joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
             self._refuse_unknown_roles(turns)
             self._refuse_chance(turns)
             self._refuse_dropped(turns)
             self._tried.add(shape)
-        return self._to_continue(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
+        return self._to_continue(turns) if turns[-1]["role"] == "assistant" else self.apply(turns)
 
-    def around_reply(self) -> tuple[str, str]:
-        """Return the texts that the template writes before and after an environment's reply to a response. The reply
-        has the role tool if data.chat_arguments has tools, else the role user. Raises DataError if the template leaves
-        the reply out."""
-        role = "tool" if self.arguments.get("tools") else "user"
-        turns = [("user", _mark(0)), ("assistant", _mark(1)), (role, _mark(2))]
-        text = self._apply([{"role": role, "content": content} for role, content in turns])
-        before, found, after = text.rpartition(_mark(1))[2].partition(_mark(2))
-        if _mark(1) not in text or not found:
-            raise DataError(
-                f"the tokenizer's chat template writes no {role} message after a response: use another template"
-            )
-        return before, after
-
-    def _joined(self, turn: dict[str, Any]) -> dict[str, Any]:
+    def joined(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose content is one text."""
         texts = turn.get("content")
         if not isinstance(texts, list):
             return turn
@@ -139,7 +126,7 @@ class ChatTemplate:
         If a template does not support parts, they are joined by line breaks, as in vLLM and llama.cpp."""
         parts = [{"type": "text", "text": text} for text in (f"{_mark(0)} ", f" {_mark(1)}")]
         try:
-            text = self._apply([{"role": "user", "content": parts}])
+            text = self.apply([{"role": "user", "content": parts}])
         except DataError:
             return "\n", False
         found = re.search(f"{_mark(0)}(\\s*){_mark(1)}", text)
@@ -149,7 +136,8 @@ class ChatTemplate:
         strips = not (between.startswith(" ") and between.endswith(" ") and len(between) > 1)
         return (between, True) if strips else (between[1:-1], False)
 
-    def _apply(self, turns: Messages) -> str:
+    def apply(self, turns: Messages) -> str:
+        """Return the text that the template writes for messages, without checking them. Raises DataError."""
         try:
             with _fixed_time(self.now):
                 return self.tokenizer.apply_chat_template(
@@ -163,7 +151,7 @@ class ChatTemplate:
         `continue_final_message` of transformers is not used, because it loses white space if the template trims
         messages."""
         content = turns[-1].get("content") or ""
-        text = self._apply([*turns[:-1], turns[-1] | {"content": content + _mark(0)}])
+        text = self.apply([*turns[:-1], turns[-1] | {"content": content + _mark(0)}])
         whole, mark, _ = text.rpartition(_mark(0))
         if not mark or not _bare(whole).endswith(_bare(content)):
             raise DataError(
@@ -204,7 +192,7 @@ class ChatTemplate:
 
     def _refuse_chance(self, turns: Messages) -> None:
         """Raise DataError if the template writes different texts for the same messages, for example at random."""
-        texts = sorted({self._apply(turns) for _ in range(_TRIES)})
+        texts = sorted({self.apply(turns) for _ in range(_TRIES)})
         if len(texts) > 1:
             differ = (i for i in range(len(texts[0])) if not texts[1].startswith(texts[0][: i + 1]))
             place = next(differ, len(texts[0]))
@@ -217,12 +205,12 @@ class ChatTemplate:
     def _refuse_dropped(self, turns: Messages) -> None:
         """Raise DataError if the template leaves out the content, the tool calls or the tools of a message. It may
         leave out reasoning and text next to a tool call, because models are trained with templates that do so."""
-        plain = self._apply(turns)
+        plain = self.apply(turns)
         marked = [
             turn if turn.get("tool_calls") else turn | {"content": turn["content"] + _mark(i)}
             for i, turn in enumerate(turns)
         ]
-        text = self._apply(marked)
+        text = self.apply(marked)
         for i, turn in enumerate(turns):
             which = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
             if _mark(i) not in text and not turn.get("tool_calls"):
@@ -241,7 +229,7 @@ class ChatTemplate:
     def _writes(self, turns: Messages, text: str) -> bool:
         """Return whether the template writes exactly this text for the messages. Return False if it refuses them."""
         try:
-            return self._apply(turns) == text
+            return self.apply(turns) == text
         except DataError:
             return False
 

@@ -17,6 +17,7 @@ from typing import Any
 from tlt.config import DataConfig, EvalConfig
 from tlt.data import verifiers
 from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
+from tlt.data.continuation import Continuation
 from tlt.data.tables import DataError, files_of, read_rows
 from tlt.files import is_text
 from tlt.types import Prompt, column
@@ -57,7 +58,8 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
                 f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
             )
         text = asked if isinstance(asked, str) else text_of(asked)
-        prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill))
+        messages = conversation(asked, config) if config.chat else []
+        prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill, messages=messages))
     if left_out := len(rows) - len(prompts):
         message = "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out"
         log.warning(message, left_out, len(rows), config.max_prompt_tokens)
@@ -148,10 +150,7 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
     template = ChatTemplate(tokenizer, config)
 
     def encode(question: Question) -> Sequence[int]:
-        turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        if config.system and turns[0]["role"] not in ("system", "developer"):
-            turns.insert(0, {"role": "system", "content": config.system})
-        whole = template.render(turns)
+        whole = template.render(conversation(question, config))
         refuse_tag_twice(whole, config.prefill)
         # the template has already written the special tokens
         return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
@@ -159,24 +158,18 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
     return encode
 
 
-def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
-    """Return a function that encodes a reply of an environment. Its arguments are the text of the reply, and the last
-    token before it. It returns token ids.
+def conversation(question: Question, config: DataConfig) -> Messages:
+    """Return a prompt as the messages that the chat template renders, with data.system."""
+    turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    if config.system and turns[0]["role"] not in ("system", "developer"):
+        turns.insert(0, {"role": "system", "content": config.system})
+    return turns
 
-    If data.chat is true, the reply becomes a message of the role tool if data.chat_arguments has tools, else of the
-    role user. If the last token is None, the text opens the response, and is encoded without the chat template. Names
-    of special tokens in the reply are encoded as ordinary text. Raises DataError."""
-    before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
-    begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
 
-    def encode(text: str, last: int | None) -> list[int]:
-        content = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if last is None:
-            return content
-        own = begins[:1] == [last]  # the model has generated the end token itself
-        return [*begins[own:], *content, *ends]
-
-    return encode
+def reply_encoder(tokenizer: Any, config: DataConfig) -> Continuation:
+    """Return a function that encodes a reply of an environment. If data.chat is true, a reply that is a text becomes a
+    message of the role tool if data.chat_arguments has tools, else of the role user. Raises DataError."""
+    return Continuation(tokenizer, ChatTemplate(tokenizer, config) if config.chat else None)
 
 
 def _refuse_end_token(tokenizer: Any) -> None:

@@ -16,8 +16,9 @@ from tlt.config.registry import REWARDS
 from tlt.data.prompts import reply_encoder
 from tlt.engine.spelling import Detokenizer
 from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, right_answers
+from tlt.rewards.calls import call_reader
 from tlt.rewards.checks import FaultLog
-from tlt.rewards.environments import open_environments
+from tlt.rewards.environments import TurnText, open_environments
 from tlt.rewards.episodes import Episodes
 from tlt.rewards.isolated import IsolatedScore, score
 from tlt.rewards.mathematics import is_mathematics
@@ -75,8 +76,15 @@ def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:
     if not config.reward.environment:
         return SingleTurn()
     encode = reply_encoder(tokenizer, config.data)
-    start = partial(IsolatedScore, config, log, (), open_environments)
-    return Episodes(_pool(config, start), encode, Detokenizer(tokenizer), config.reward.turns)
+    opens = partial(open_environments, call_reader=call_reader(encode))
+    start = partial(IsolatedScore, config, log, (), opens)
+    return Episodes(_pool(config, start), encode, partial(turn_text, tokenizer), config.reward.turns)
+
+
+def turn_text(tokenizer: Any, token_ids: Sequence[int]) -> TurnText:
+    """Return the text of a turn of the model, without and with special tokens."""
+    both = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return TurnText(Detokenizer(tokenizer)(token_ids), both)
 
 
 def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from tlt.config import Config
+from tlt.data.chat import Messages
+from tlt.data.continuation import ReplyContent
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
 from tlt.rewards.async_calls import AsyncCalls, outside
+from tlt.rewards.calls import CallReader
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt
+
+
+class TurnText(str):
+    """Text of a turn of the model without special tokens. `written` has the special tokens too."""
+
+    written: str
+
+    def __new__(cls, text: str, written: str = "") -> TurnText:
+        made = super().__new__(cls, text)
+        made.written = written
+        return made
+
+
+class ReplyText(str):
+    """Text of a reply that consists of several messages. `messages` may begin with the model's turn and its calls."""
+
+    messages: Messages
+
+    def __new__(cls, text: str, messages: Messages) -> ReplyText:
+        made = super().__new__(cls, text)
+        made.messages = messages
+        return made
+
+
+def written(text: str) -> str:
+    """Return the text of a turn with special tokens, if they are known."""
+    return getattr(text, "written", text)
 
 
 class Turn(NamedTuple):
@@ -23,7 +54,7 @@ class Turn(NamedTuple):
     seed: int
     """seed of the request for the response; it identifies the episode"""
     texts: tuple[str, ...]
-    """text that the model generated in each turn so far; empty before the first turn"""
+    """text that the model generated in each turn so far (`TurnText`); empty before the first turn"""
 
 
 class Environments:
@@ -78,15 +109,23 @@ class Environments:
         return await value if self.is_async else self._calls.result(value)
 
 
-def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
+def open_environments(
+    config: Config, columns: Collection[str], call_reader: CallReader | None = None
+) -> tuple[Callable[..., list[Verdict]], bool]:
     """Load the user's environment class. Return a function that replies to a list of (prompt, `Turn`), and whether the
-    list may have more than one entry (only if `step` is async). Raises RewardError."""
+    list may have more than one entry (only if `step` is async). Environments with tools read calls by `call_reader`.
+    Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     make: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
     for method in ("reset", "step"):
         if not callable(getattr(make, method, None)):
             raise RewardError(f"reward.environment = {name!r} has no method {method}: see docs/environments.md")
+    if call_reader and hasattr(make, "call_reader"):
+        if call_reader.fault:
+            raise RewardError(f"reward.environment = {name!r} has tools, but {call_reader.fault}")
+        make.call_reader = call_reader
+        call_reader("")  # loads its modules now, because a call of the environment has a time limit
     environments = Environments(make, config.reward.timeout_seconds, config.reward.batch_size)
     return environments.answer_all, environments.is_async
 
@@ -110,9 +149,16 @@ def _scores(instance: Any) -> dict[str, float]:
     return found
 
 
-def _reply(reply: Any, method: str) -> str:
-    if not isinstance(reply, str):
-        raise TypeError(f"{method} returned the reply {reply!r:.100}: a reply must be text")
-    if not is_text(reply):
+def _reply(reply: Any, method: str) -> ReplyContent:
+    """Return a reply as text or as messages. Raises TypeError or ValueError."""
+    reply = getattr(reply, "messages", reply)
+    several = isinstance(reply, list) and reply and method == "step" and all(map(_is_message, reply))
+    if not isinstance(reply, str) and not several:
+        raise TypeError(f"{method} returned the reply {reply!r:.100}: a reply must be text, or messages from step")
+    if not is_text(reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False)):
         raise ValueError(f"{method} returned a reply with a lone surrogate, which is not valid text: {reply!a:.100}")
     return reply
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

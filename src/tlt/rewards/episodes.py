@@ -19,8 +19,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tlt.data.continuation import ReplyContent, reply_text
+from tlt.data.tables import DataError
 from tlt.rewards.checks import FaultLog
-from tlt.rewards.environments import Turn
+from tlt.rewards.environments import Turn, TurnText, written
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.replies import NAME, ReplyRecord
 from tlt.rewards.verdicts import LARGEST, Verdict
@@ -36,6 +38,8 @@ _CHARACTERS = 200  # assumed maximum of characters per token, to refuse too long
 class _Episode:
     texts: tuple[str, ...] = ()
     """text that the model generated in each finished turn"""
+    replies: tuple[ReplyContent, ...] = ()
+    """reply of the environment to each of these turns"""
     reward: float = 0.0
     """sum of the rewards of the turns so far"""
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -48,15 +52,15 @@ class Episodes:
     def __init__(
         self,
         pool: ScorePool,
-        encode: Callable[[str, int | None], Sequence[int]],
+        encode: Callable[..., Sequence[int]],
         decode: Callable[[Sequence[int]], str],
         most_turns: int | None,
     ) -> None:
         """Store the pool of environment processes and the functions that convert text.
 
-        `encode` takes the text of a reply and the last token before it, and returns the reply's token ids. `decode`
-        returns the text of token ids. `most_turns` is reward.turns, the maximum number of turns in an episode; None
-        means no limit."""
+        `encode` returns the token ids of a reply, as `Continuation` does. `decode` returns the text of a turn's token
+        ids, as `TurnText` if it has special tokens. `most_turns` is reward.turns, the maximum number of turns in an
+        episode; None means no limit."""
         self.pool, self.encode, self.decode, self.most_turns = pool, encode, decode, most_turns
         self.record = ReplyRecord()
         self.step, self.opens = 0, False
@@ -131,13 +135,14 @@ class Episodes:
         if verdict.reply:
             self.opens = True
             tokens = self.encode(verdict.reply, None)[: request.sampling.max_new_tokens - 1]
-            _append(row, tokens, verdict.reply)
+            _append(row, tokens, reply_text(verdict.reply))
         return row
 
     def _turn_ended(self, response: Response) -> None:
         request, episode = response.request, self._episodes[response.request.seed]
         prefill = "" if episode.texts else request.prompt.prefill
-        episode.texts = (*episode.texts, prefill + self.decode(response.token_ids[response.turn :]))
+        text = self.decode(response.token_ids[response.turn :])
+        episode.texts = (*episode.texts, TurnText(prefill + text, prefill + written(text)))
         self._asked[self._ask(request, episode.texts)] = response
 
     def _continued(self, response: Response, verdict: Verdict) -> Row | None:
@@ -155,14 +160,22 @@ class Episodes:
         if len(episode.texts) == self.most_turns:
             response.finish_reason = "turns"
             return None
-        room = request.sampling.max_new_tokens - len(response.token_ids)
-        fits = len(verdict.reply) < _CHARACTERS * room
-        tokens = self.encode(verdict.reply, response.token_ids[-1]) if fits else ()
+        room, text = request.sampling.max_new_tokens - len(response.token_ids), reply_text(verdict.reply)
+        earlier = tuple(zip(episode.texts, episode.replies, strict=False))
+        episode.replies = (*episode.replies, verdict.reply)
+        fits = len(text) < _CHARACTERS * room
+        try:
+            context = response.token_ids[-1], request.prompt.messages, earlier
+            tokens = self.encode(verdict.reply, *context) if fits else ()
+        except DataError as error:
+            response.outcome = "error"
+            self._faults.log(response, str(error))
+            return None
         if not fits or len(tokens) >= room:
             response.finish_reason = "reply"
             return None
         row = _row_of(response)
-        _append(row, tokens, verdict.reply)
+        _append(row, tokens, text)
         return row
 
     def _finished(self, response: Response) -> Response:

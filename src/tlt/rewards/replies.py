@@ -11,6 +11,7 @@ import logging
 from itertools import count
 from pathlib import Path
 
+from tlt.rewards.environments import written
 from tlt.rewards.verdicts import Verdict
 
 log = logging.getLogger(__name__)
@@ -95,4 +96,4 @@ def _line(key: Key, text: str, verdict: Verdict) -> str:
 
 
 def _last(texts: tuple[str, ...]) -> str:
-    return texts[-1] if texts else ""
+    return written(texts[-1]) if texts else ""

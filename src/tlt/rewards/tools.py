@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from tlt.config import Config
+from tlt.data.continuation import Call, calling, reply_text
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
+from tlt.rewards.calls import CallReader, converted, numbered
+from tlt.rewards.environments import ReplyText, written
 from tlt.rewards.isolated import Answering, IsolatedScore
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
-
-_REASONING_END = "</think>"
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM3
-_BARE = re.compile(r'\[?\s*\{\s*"name"')  # Llama 3, Mistral; their markers are special tokens and not in texts
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)  # Qwen3-Coder, inside the tags
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*)", re.DOTALL)
 
 
 class MalformedCall(ValueError):
@@ -40,6 +35,8 @@ class Tools:
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
+    call_reader: ClassVar[CallReader] = CallReader()
+    """reader of the calls that the model writes; a run sets it to that of its model"""
 
     @classmethod
     def schemas(cls, config: Config) -> list[dict[str, Any]]:
@@ -62,18 +59,20 @@ class Tools:
 
         The results are joined by newlines. If there are no calls, the episode is done and `score` gives the reward.
         Else the reward is 0."""
-        calls = calls_in(text)
+        calls = numbered(self.call_reader(written(text)), int(self.scores["tool_calls"]))
         if not calls:
             return "", True, self.score(self.prompt, text)
-        return "\n".join(map(self._result, calls)), False, 0.0
+        results = [call.result(self._result(call)) for call in calls]
+        return ReplyText("\n".join(each["content"] for each in results), [calling(*calls), *results]), False, 0.0
 
-    def _result(self, call: str) -> str:
+    def _result(self, call: Call) -> str:
         """Carry out a tool call and return its result as text. Errors are counted, and returned as text."""
         self.scores["tool_calls"] += 1
         try:
-            name, given = parsed(call)
-            function = self._function(name)
-            arguments = checked(function, given)
+            if call.error:
+                raise MalformedCall(call.error)
+            function = self._function(call.name)
+            arguments = checked(function, call.arguments)
         except MalformedCall as error:
             self.scores["malformed_calls"] += 1
             return f"Error: {error}"
@@ -95,43 +94,6 @@ class Tools:
         raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {known}")
 
 
-def calls_in(text: str) -> list[str]:
-    """Return the texts of the tool calls in a turn of the model. Calls inside its reasoning are left out.
-
-    Text between <tool_call> and </tool_call> is a call. If there are no such tags, a turn that begins with a JSON
-    object whose first key is "name", or with a list of such objects, consists of calls."""
-    turn = text.rpartition(_REASONING_END)[2]
-    if tagged := _TAGGED.findall(turn):
-        return tagged
-    if not _BARE.match(bare := turn.strip()):
-        return []
-    try:
-        found = json.loads(bare)
-        return [json.dumps(each) for each in (found if isinstance(found, list) else [found])]
-    except (ValueError, RecursionError):
-        return [bare]
-
-
-def parsed(call: str) -> tuple[str, dict[str, Any]]:
-    """Parse the text of a tool call. Return the name of the function and its arguments. Raises MalformedCall."""
-    if written := _FUNCTION.fullmatch(call):
-        # one search in each part, because a pattern with both tags takes quadratic time on many open tags
-        found = map(_PARAMETER.search, written[2].split("</parameter>")[:-1])
-        return written[1], {match[1]: match[2].removesuffix("\n") for match in found if match}
-    try:
-        found = json.loads(call)
-        valid = is_text(json.dumps(found, ensure_ascii=False))
-    except (ValueError, RecursionError) as error:
-        raise MalformedCall(f"the call is not JSON: {error}") from None
-    name = found.get("name") if isinstance(found, dict) else None
-    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise MalformedCall('a call is a JSON object with "name" and "arguments"')
-    if not valid:  # a tool may return its argument, and a reply must be valid text
-        raise MalformedCall("the call has a lone surrogate, which is not valid text")
-    return name, arguments
-
-
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Validate the arguments of a tool call, and convert them to the function's type hints. Raises MalformedCall."""
     try:
@@ -141,22 +103,10 @@ def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
     hints, found = get_type_hints(function), dict(arguments)
     for name in arguments.keys() & hints.keys():
         try:
-            found[name] = _converted(arguments[name], TypeAdapter(hints[name]))
+            found[name] = converted(arguments[name], TypeAdapter(hints[name]))
         except ValidationError as error:
             raise MalformedCall(f"{function.__name__}: {name}: {error.errors()[0]['msg']}") from None
     return found
-
-
-def _converted(value: Any, hint: TypeAdapter[Any]) -> Any:
-    """Convert an argument to its type hint. If it is text that does not fit, read it as JSON, because parameters in
-    tags are always text. Raises ValidationError."""
-    try:
-        return hint.validate_python(value)
-    except ValidationError:
-        if isinstance(value, str):
-            with suppress(ValidationError):
-                return hint.validate_json(value)
-        raise
 
 
 def with_tools(config: Config) -> Config:
@@ -175,7 +125,7 @@ def with_tools(config: Config) -> Config:
             f"the tools of reward.environment = {config.reward.environment!r} cannot be read ({verdict.detail}): "
             "correct the environment, or raise reward.memory_mb or reward.timeout_seconds"
         )
-    schemas = json.loads(verdict.reply)
+    schemas = json.loads(reply_text(verdict.reply))
     arguments = config.data.chat_arguments | ({"tools": schemas} if schemas else {})
     return config.model_copy(update={"data": config.data.model_copy(update={"chat_arguments": arguments})})
 

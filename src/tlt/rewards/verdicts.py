@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tlt.data.continuation import ReplyContent
+
 _LIBRARIES = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 _printed = set[tuple[str, type]]()  # (place in the code, type) of the errors whose traceback was printed
 LARGEST = 3.4e38  # largest float32; means and standard deviations of larger rewards overflow
@@ -24,8 +26,8 @@ class Verdict(NamedTuple):
     """explanation of the outcome for the log, such as the text of an exception"""
     scores: Mapping[str, float] = {}
     """score of each reward term before its weight, or the environment's `scores`; empty if there is no reward"""
-    reply: str | None = None
-    """reply of an environment to a turn; None if the episode is over or there is no environment"""
+    reply: ReplyContent | None = None
+    """reply of an environment to a turn, a text or messages; None if the episode is over or there is no environment"""
 
 
 DIED = Verdict(None, "crash", "its process ended")

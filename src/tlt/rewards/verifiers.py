@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
@@ -19,12 +19,18 @@ from mcp.server.mcpserver.exceptions import ToolError
 from verifiers.v1.state import state_cls
 
 from tlt.config import Config
+from tlt.data.continuation import Call, calling
 from tlt.data.verifiers import Loaded, load, loaded, opening
-from tlt.rewards.tools import MalformedCall, calls_in, parsed
+from tlt.rewards.calls import CallReader, numbered
+from tlt.rewards.environments import ReplyText, written
+from tlt.rewards.tools import MalformedCall
 
 
 class Episode:
     """Environment of tlt (with `reset` and `step`) that plays one episode of an environment of verifiers."""
+
+    call_reader: ClassVar[CallReader] = CallReader()
+    """reader of the calls that the model writes; a run sets it to that of its model"""
 
     @staticmethod
     def schemas(config: Config) -> list[dict[str, Any]]:
@@ -36,7 +42,7 @@ class Episode:
         task = found.tasks(index + 1)[index]
         if task.key != prompt.data["key"]:
             raise ValueError(f"task {index} of {prompt.data['environment']} differs each time it is loaded")
-        self._agent = agent = TrainedAgent(await _tools(found, task.data))
+        self._agent = agent = TrainedAgent(await _tools(found, task.data), self.call_reader)
         self._playing = asyncio.ensure_future(_play(found.env, task, agent))
 
     async def step(self, text: str) -> tuple[str, bool, float]:
@@ -72,10 +78,10 @@ class TrainedAgent:
     """Adapter that gives the trained model the interface of a verifiers agent. `turns` has the texts that the model
     generated, `replies` the messages to the model."""
 
-    def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
+    def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]], call_reader: CallReader) -> None:
         self.turns: asyncio.Queue[str] = asyncio.Queue()
         self.replies: asyncio.Queue[str] = asyncio.Queue()
-        self.tools, self.malformed = tools, 0
+        self.tools, self.call_reader, self.called, self.malformed = tools, call_reader, 0, 0
         self.trainable, self.trace = True, None
 
     def named(self, name: str, config: Any) -> TrainedAgent:
@@ -108,35 +114,41 @@ class TrainedAgent:
         first one without a call, and the results of the calls."""
         messages = [vf.UserMessage(content=message)] if isinstance(message, str) else list(message or ())
         segment: list[Any] = []
+        own: list[dict[str, Any]] = []  # the model's turn, if it calls tools
         while True:
             self._add(messages)
             if messages:
-                self.replies.put_nowait("\n".join(each.content for each in messages))
+                sent = [*own, *(each.model_dump(exclude_none=True) for each in messages)]
+                self.replies.put_nowait(ReplyText("\n".join(each.content for each in messages), sent))
             text = await self.turns.get()
-            calls, messages = await self._called(calls_in(text) if self.tools else [])
-            answer = vf.AssistantMessage(content=text, tool_calls=calls or None)
+            calls = numbered(self.call_reader(written(text)) if self.tools else [], self.called)
+            self.called += len(calls)
+            own = [calling(*calls)] if calls else []
+            messages = [vf.ToolMessage(**call.result(await self._result(call))) for call in calls]
+            known = [
+                vf.ToolCall(id=call.id, name=call.name, arguments=json.dumps(call.arguments))
+                for call in calls
+                if call.name in self.tools and not call.error
+            ]
+            answer = vf.AssistantMessage(content=str(text), tool_calls=known or None)
             self._add([answer], sampled=True)
             segment += [answer, *messages]
             if not messages:
                 return vf.Segment(messages=segment)
 
-    async def _called(self, texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
-        """Carry out tool calls. Return the parsed calls, and the result or error of each as a message."""
-        calls, results = [], []
-        for number, text in enumerate(map(str.strip, texts)):
-            try:
-                name, arguments = parsed(text)
-                if name not in self.tools:
-                    raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {', '.join(self.tools)}")
-                calls.append(vf.ToolCall(id=str(number), name=name, arguments=json.dumps(arguments)))
-                server, own, _ = self.tools[name]
-                content = (await server.call_tool(own, arguments)).content
-                result = "\n".join(part.text if part.type == "text" else str(part) for part in content)
-            except (MalformedCall, ToolError) as error:
-                self.malformed += 1
-                result = f"Error: {error}"
-            results.append(vf.ToolMessage(tool_call_id=str(number), content=result))
-        return calls, results
+    async def _result(self, call: Call) -> str:
+        """Carry out a tool call. Return its result or its error as text."""
+        try:
+            if call.error:
+                raise MalformedCall(call.error)
+            if call.name not in self.tools:
+                raise MalformedCall(f"there is no tool {call.name!r:.100}: the tools are {', '.join(self.tools)}")
+            server, own, _ = self.tools[call.name]
+            content = (await server.call_tool(own, call.arguments)).content
+            return "\n".join(part.text if part.type == "text" else str(part) for part in content)
+        except (MalformedCall, ToolError) as error:
+            self.malformed += 1
+            return f"Error: {error}"
 
     def _add(self, messages: Sequence[Any], sampled: bool = False) -> None:
         nodes = self.trace.nodes
