@@ -84,7 +84,8 @@ def open_engine(target: Decoder, case: Case) -> Engine:
     if not case.chain:
         return Engine(target, config, tuner=Fixed(PLAIN))
     torch.manual_seed(0)
-    layer = EagleLayer(eagle_options(target.options, KIND, WINDOW))
+    with target.device:
+        layer = EagleLayer(eagle_options(target.options, KIND, WINDOW))
     tuner = Fixed(Strategy(LEARNED, case.chain, 1, case.chain + 1))
     return Engine(target, config, [EagleDrafter(layer, target)], tuner, layout=layer.options.layout)
 

@@ -33,6 +33,7 @@ from tlt.config import EngineConfig
 from tlt.draft.drafter import Node, NodeDrafter, Offer
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
+from tlt.engine.kv_cache import KVCache
 from tlt.engine.sampling_table import sampling_tensors
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
@@ -44,7 +45,8 @@ ROWS = (1, 2, 3, 4, 5, 8, 32, 65, 129, 300, 600)
 _LAYERS = 2  # of the model; two, so that the second layer's keys depend on attention
 _DECODED = 6  # tokens of a response in `engine, rows`
 _REQUESTS = 65  # most requests of `engine, rows`, because on a CPU the prefill of 600 takes minutes
-_REPEATS = 20
+_GRAIN = 512  # the cache grows in steps of at most this many tokens
+_REPEATS = 20  # timed calls
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # size of a float -> integers with its bits
 
 
@@ -119,7 +121,7 @@ def attention_operations(target: Decoder, most: int, context: int) -> list[Opera
     found = []
     for name, slots, tokens in (("rows", most, context + 1), ("nodes", 1, context + most)):
         store = attention_for(shape)
-        store.resize(slots, tokens)
+        KVCache(store, slots * 2 * (tokens + _GRAIN)).reserve(slots, tokens)  # a capacity as in the engine
         store.memory[0].copy_(random(target, *store.memory[0].shape))
         found.append(Operation(f"attention, {name}", most, partial(run, store=store, of_rows=slots > 1)))
     return found
