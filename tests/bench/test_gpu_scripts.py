@@ -16,7 +16,7 @@ from fake_graph import fake_graphs
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import gpu
+import gpu_plan
 import gpu_rounds
 import rows
 import shapes
@@ -245,11 +245,11 @@ def test_known_responses_are_verified_as_drafts() -> None:
     assert engine.stats.accepted == engine.stats.drafted == 4
 
 
-# -- gpu.py ------------------------------------------------------------------------------------------------------------
+# -- gpu_plan.py -------------------------------------------------------------------------------------------------------
 
 
-def step(name: str, code: str, seconds: int = 30) -> gpu.Step:
-    return gpu.Step(name, seconds, "", f'-c "{code}"')
+def step(name: str, code: str, seconds: int = 30) -> gpu_plan.Step:
+    return gpu_plan.Step(name, seconds, "", f'-c "{code}"')
 
 
 def test_steps_go_on_after_a_failure_and_are_not_repeated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -257,17 +257,17 @@ def test_steps_go_on_after_a_failure_and_are_not_repeated(tmp_path: Path, capfd:
     good, slow = step("good", note), step("slow", "import time; print('begun', flush=True); time.sleep(60)", 1)
     bad = step("bad", "import sys; print('the reason'); sys.exit(3)")
     began = time.monotonic()
-    assert gpu.run_all([slow, bad, good], tmp_path, float("inf")) == ["slow", "bad"]
+    assert gpu_plan.run_all([slow, bad, good], tmp_path, float("inf")) == ["slow", "bad"]
     assert time.monotonic() - began < 20
     done = json.loads((tmp_path / "steps.json").read_text())
     assert [done[name]["status"] for name in ("slow", "bad", "good")] == ["not finished after 1 s", 3, 0]
     assert (tmp_path / "slow.log").read_text() == "begun\n"
     assert "the reason" in capfd.readouterr().out
     mended = step("bad", note)
-    assert gpu.run_all([mended, good], tmp_path, float("inf")) == []
-    assert gpu.run_all([slow._replace(seconds=50), good], tmp_path, 40.0) == ["slow"]
+    assert gpu_plan.run_all([mended, good], tmp_path, float("inf")) == []
+    assert gpu_plan.run_all([slow._replace(seconds=50), good], tmp_path, 40.0) == ["slow"]
     assert (tmp_path / "ran").read_text() == "xx"
-    assert gpu.run_all([step("good", note + "; 1")], tmp_path, float("inf")) == []  # another command
+    assert gpu_plan.run_all([step("good", note + "; 1")], tmp_path, float("inf")) == []  # another command
     assert (tmp_path / "ran").read_text() == "xxx"
 
 
@@ -275,8 +275,8 @@ class Parsed(Exception):
     """End of a script after its options."""
 
 
-@pytest.mark.parametrize("sizes", [gpu.Sizes(), gpu.TINY], ids=["measured", "tiny"])
-def test_every_command_of_the_plan_is_valid(sizes: gpu.Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [gpu_plan.Sizes(), gpu_plan.TINY], ids=["measured", "tiny"])
+def test_every_command_of_the_plan_is_valid(sizes: gpu_plan.Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed(*arguments: Any) -> None:
         raise Parsed
 
@@ -285,7 +285,7 @@ def test_every_command_of_the_plan_is_valid(sizes: gpu.Sizes, monkeypatch: pytes
         monkeypatch.setattr(module, "place", parsed)
     monkeypatch.setattr(strategies, "open_workplace", parsed)
     scripts = {f"bench/{m.__name__}.py": m for m in (gpu_rounds, update_cost, rows, strategies)}
-    steps = gpu.plan(sizes)
+    steps = gpu_plan.plan(sizes)
     assert len({one.name for one in steps}) == len(steps)
     for one in steps:
         first, *words = one.command.split()
@@ -296,13 +296,13 @@ def test_every_command_of_the_plan_is_valid(sizes: gpu.Sizes, monkeypatch: pytes
             arguments, overrides = _parser().parse_known_args(joined(words[1:]))
             load_config(arguments.recipe, overrides)
         else:
-            assert first in ("-m", "bench/gpu.py", "bench/real_model.py")
+            assert first in ("-m", "bench/gpu_plan.py", "bench/real_model.py")
 
 
 @pytest.mark.slow
 def test_the_whole_plan_runs_with_tiny_models(tmp_path: Path) -> None:
-    assert gpu.main([str(tmp_path), "--tiny"]) == 0
-    assert {file.stem for file in tmp_path.glob("*.log")} == {one.name for one in gpu.STEPS}
+    assert gpu_plan.main([str(tmp_path), "--tiny"]) == 0
+    assert {file.stem for file in tmp_path.glob("*.log")} == {one.name for one in gpu_plan.STEPS}
     assert (tmp_path / "train" / "metrics.jsonl").is_file()
     assert not (tmp_path / "train" / "checkpoints").exists()
     assert all(cases_of(tmp_path / f"{name}.json") for name in ("rows", "rounds", "long", "update", "memory"))

@@ -1,6 +1,6 @@
 """Everything that is to be measured on a machine with one CUDA device, in order, in about 45 minutes.
 
-    python bench/gpu.py OUT [STEP ...] [--seconds 600] [--list] [--tiny]
+    python bench/gpu_plan.py OUT [STEP ...] [--seconds 600] [--list] [--tiny]
 
 Each step has a time limit and writes OUT/STEP.log and its results to OUT. A step that fails or exceeds its limit does
 not end the script: the last lines say which steps failed. Results are written as they come, so that a cut-off loses
@@ -93,7 +93,7 @@ _TRAIN = (
     f"-m tlt train {_RECIPE} {_BFLOAT16} --train.steps 6 --run.save_every 0 --run.overwrite true --run.folder OUT/STEP"
 )
 STEPS = (
-    Step("machine", 60, "whether all is at hand", "bench/gpu.py OUT --machine {machine}"),
+    Step("machine", 60, "whether all is at hand", "bench/gpu_plan.py OUT --machine {machine}"),
     Step("tests", 240, "whether captures, replays and kernels are right", "-m pytest -m gpu tests/gpu"),
     Step("rows", 100, "which operations depend on the rows of a pass", _ROWS),
     Step("rows_no_split_k", 100, "what products without split-K cost", f"{_ROWS} --no-split-k"),
