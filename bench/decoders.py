@@ -9,6 +9,7 @@ are reported, so that they do not depend on what else the machine does.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from first_step import prompts, requests
 
 from tlt.build import load_tokenizer
 from tlt.config import EngineConfig
@@ -29,10 +29,26 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import GenericDecoder
 from tlt.models.hugging_face import load_model
-from tlt.types import Request, SamplingParams
+from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
+PROMPTS = Path(__file__).parent / "prompts.jsonl"
 Way = Callable[[Sequence[Request]], list[list[int]]]
+
+
+def prompts(tokenizer: Any) -> list[Prompt]:
+    """Return the questions as chat prompts."""
+    found = []
+    for number, line in enumerate(PROMPTS.read_text(encoding="utf-8").splitlines()):
+        asked = [{"role": "user", "content": json.loads(line)["question"]}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        found.append(Prompt(number, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
+    return found
+
+
+def requests(asked: Sequence[Prompt], batch: int, rollout: int, params: SamplingParams) -> list[Request]:
+    first = rollout * batch
+    return [Request(asked[n % len(asked)], n // len(asked), 0, 1000 + n, params) for n in range(first, first + batch)]
 
 
 def ways(folder: str) -> dict[str, Way]:

@@ -3,17 +3,22 @@
     python bench/strategies.py RECIPE [--batches 1 2 4 8 16 32] [--depths 2 4] [--chances 0.3] [--drafters NAME ...]
         [--rounds 60] [--json FILE] [--section.key value]
 
-Each strategy decodes the first rounds of the same requests, two responses per prompt. A round counts while at least
-three quarters of the rows are active. Speed is tokens per row and second, relative to plain decoding.
+Each strategy decodes the first rounds of the same requests, two responses per prompt, all in one batch. A round counts
+while at least three quarters of the rows are active. Speed is tokens per row and second, relative to plain decoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from measuring import Results
 
 from tlt.build import open_workplace
 from tlt.config import load_config
@@ -21,11 +26,11 @@ from tlt.draft.choose import make_drafters
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.metrics import provenance, write_json
 from tlt.sampling import make_requests
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure all strategies. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
@@ -34,31 +39,37 @@ def main() -> None:
     parser.add_argument("--drafters", nargs="+", help="default: all that work")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path)
-    arguments, overrides = parser.parse_known_args()
+    arguments, overrides = parser.parse_known_args(words)
     config = load_config(arguments.recipe, overrides)
     _, prompts, target, params = open_workplace(config)
-    found: list[dict[str, Any]] = []
+    results = Results(arguments.json, dtype=config.model.dtype)
+    names = arguments.drafters or [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
+    chains = [
+        Strategy(name, depth, 1, depth + 1, chance)
+        for name in names
+        for depth in arguments.depths
+        for chance in arguments.chances
+    ]
     for batch in arguments.batches:
         requests = make_requests(prompts[: -(-batch // 2)], 2, params, config.run.seed, "strategies")[:batch]
-        plain = 0.0
-        names = arguments.drafters or [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
-        chains = [
-            Strategy(name, depth, 1, depth + 1, chance)
-            for name in names
-            for depth in arguments.depths
-            for chance in arguments.chances
-        ]
-        for strategy in (PLAIN, *chains):
+
+        def measure(strategy: Strategy, batch: int = batch, requests: Any = requests) -> dict[str, Any]:
             drafters, layout = make_drafters(config.speculation, target)
-            engine = Engine(target, config.engine, drafters, Fixed(strategy), layout=layout)
+            fits = config.engine.model_copy(update={"max_rows": batch})
+            engine = Engine(target, fits, drafters, Fixed(strategy), layout=layout)
             engine.start(requests)
             seconds, accepted = rounds(engine, batch, arguments.rounds)
-            plain = plain or 1 / seconds
-            row = {"batch": batch, "strategy": strategy.name, "milliseconds": 1000 * seconds, "accept_length": accepted}
-            found.append(row | {"times_plain": accepted / seconds / plain})
-            print(found[-1], flush=True)
-    if arguments.json:
-        write_json(arguments.json, {"dtype": config.model.dtype, "rounds": found, **provenance()})
+            plain = [case for case in results.cases if case["batch"] == batch and case["strategy"] == PLAIN.name]
+            before = plain[0]["milliseconds"] / 1000 if plain else seconds
+            return {
+                "milliseconds": 1000 * seconds,
+                "accept_length": accepted,
+                "times_plain": accepted * before / seconds,
+            }
+
+        for strategy in (PLAIN, *chains):
+            results.measure({"batch": batch, "strategy": strategy.name}, partial(measure, strategy))
+    return int(results.failed)
 
 
 def rounds(engine: Engine, batch: int, count: int) -> tuple[float, float]:
@@ -75,4 +86,4 @@ def rounds(engine: Engine, batch: int, count: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

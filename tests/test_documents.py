@@ -103,6 +103,13 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert not [link for link in here if not (page.parent / link).exists()]
 
 
+def test_every_script_that_is_named_exists() -> None:
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+    named = {name for page in pages for name in re.findall(r"bench/\w+\.(?:py|sh)", page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
 def test_the_messages_of_the_troubleshooting_page_are_in_the_source() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "src" / "tlt").rglob("*.py")]
     texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
