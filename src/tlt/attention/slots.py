@@ -235,7 +235,7 @@ class SlotAttention(SlotMemory):
         heads, rows = self.shape.num_kv_heads, span.high - span.low
         if rows * heads < len(query):
             query = query.narrow(0, span.low * heads, rows * heads)
-        both = both[:, plan.first + span.low : plan.first + span.high]
+        both = both[:, plan.first + span.low : plan.first + span.high, :, : span.tokens]
         mask = None if bias is None else bias.view(rows, heads, -1, span.tokens)
         query = query.view(rows, heads, -1, self.shape.head_dim)
         if not self._on_cpu:
@@ -243,10 +243,11 @@ class SlotAttention(SlotMemory):
         count, parts = query.shape[2], []
         for low in range(0, count, _QUERIES):
             high = min(low + _QUERIES, count)
-            last = (high - 1) // self.queries_per_kv  # node of the last query; it attends to no later one
+            last = (high - 1) // self.queries_per_kv  # node of the last query, which attends to no later node
             tokens = min(span.tokens, rounded_up(span.tokens - plan.nodes + last + 1, self.key_counts))
-            shown = mask if mask is None or mask.shape[2] == 1 else mask[:, :, low:high]
-            shown = shown if shown is None else shown[..., :tokens]
+            shown = None if mask is None else mask[..., :tokens]
+            if shown is not None and shown.shape[2] > 1:
+                shown = shown[:, :, low:high]
             parts.append(_in_full(query[:, :, low:high], both[:, :, :, :tokens], shown))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
 

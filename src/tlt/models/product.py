@@ -1,9 +1,9 @@
 """Matrix products whose weights change only at a weight sync. The bits of an output depend on its own row alone.
 
-A library picks the order of a sum by the number of rows. So each weight has one kernel, and a few rows are padded to a
-number of rows for which this kernel has one order. On CPUs, oneDNN packs a float32 weight once, and a bfloat16 weight if
-the CPU multiplies bfloat16. MKL, which is used for other weights, packs the weight again in each product. CPU time in
-ms of all products in a pass of SmolLM2-135M without its head, on one thread with AVX-512:
+A library chooses the order of a sum by the number of rows. So each weight has one kernel, and a few rows are padded to
+a number of rows from which on this kernel has one order. On CPUs, oneDNN packs a float32 weight once, and a bfloat16
+weight if the CPU multiplies bfloat16. MKL is used for other weights. It packs the weight again in each product. CPU
+time in ms of all products in a pass of SmolLM2-135M without its head, on one thread with AVX-512:
 
     rows                1    2    4    8   16
     float32 plain      25   37   52   59   76
