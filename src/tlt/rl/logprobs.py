@@ -32,8 +32,8 @@ def token_logprobs(
     these distributions. Entropies have no gradient. At most `logits_mb` MiB of logits are computed at once. If
     `autocast`, the model computes in bfloat16."""
     cast = _autocast(micro.input_ids.device, autocast)
-    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
-    shared = {"shared_row": micro.shared} if micro.shared else {}
+    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids}
+    shared = micro.shared.arguments(micro.input_ids) if micro.shared else {}
     with cast:
         hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
     head = Head(model)

@@ -85,7 +85,7 @@ class Passes:
         """Yield the micro-batches of the responses `members`, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
             yield self.packer.pack(batch, layout)
-            tokens = sum(batch.lengths([i for row in layout.rows for i in row]))
+            tokens = sum(batch.lengths(layout.sequences))
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
 
     def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:

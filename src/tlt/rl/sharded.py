@@ -46,7 +46,7 @@ class ShardedPasses(Passes):
         """Pass one token without a target through the model, forward and, if gradients are on, backward. Its gradient
         is 0."""
         token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
-        nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
+        nothing = MicroBatch([], token, token, no, token[0, :0])
         logprobs, _ = self.logprobs(model, nothing)
         if torch.is_grad_enabled():
             logprobs.sum().backward()
