@@ -26,7 +26,7 @@ from tlt.attention.slot_memory import SlotMemory
 from tlt.types import MAX_DRAFT_TOKENS
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
-_QUERIES = 128  # most queries per key-value head in a call on a CPU; from 192 on, the kernel sums in another order
+QUERIES = 128  # most queries per key-value head in a call on a CPU; from 192 on, the kernel sums in another order
 _FULL = 4  # the kernel has one order for each multiple of 4 queries, and others for a rest of 1 to 3
 
 
@@ -239,31 +239,28 @@ class SlotAttention(SlotMemory):
         mask = None if bias is None else bias.view(rows, heads, -1, span.tokens)
         query = query.view(rows, heads, -1, self.shape.head_dim)
         if not self._on_cpu:
-            return _attention(query, both, mask).flatten(0, 1)
+            return F.scaled_dot_product_attention(query, *both, attn_mask=mask).flatten(0, 1)
         count, parts = query.shape[2], []
-        for low in range(0, count, _QUERIES):
-            high = min(low + _QUERIES, count)
+        for low in range(0, count, QUERIES):
+            high = min(low + QUERIES, count)
             last = (high - 1) // self.queries_per_kv  # node of the last query, which attends to no later node
             tokens = min(span.tokens, rounded_up(span.tokens - plan.nodes + last + 1, self.key_counts))
             shown = None if mask is None else mask[..., :tokens]
             if shown is not None and shown.shape[2] > 1:
                 shown = shown[:, :, low:high]
-            parts.append(_in_full(query[:, :, low:high], both[:, :, :, :tokens], shown))
+            parts.append(in_full(query[:, :, low:high], *both[:, :, :, :tokens], shown))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
 
 
-def _attention(query: Tensor, both: Tensor, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(query, both[0], both[1], attn_mask=mask)
-
-
-def _in_full(query: Tensor, both: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention output of `query` [rows, K, n, E], computed with a multiple of `_FULL` queries."""
-    more = -query.shape[2] % _FULL
-    if not more:
-        return _attention(query, both, mask)
-    if mask is not None and mask.shape[2] > 1:
-        mask = F.pad(mask, (0, 0, 0, more))
-    return _attention(F.pad(query, (0, 0, 0, more)), both, mask)[:, :, : query.shape[2]]
+def in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the attention output of `query` [B, K, n, E], computed with a multiple of 4 queries. `key` and `value` are
+    [B, K, T, E], and `mask` is [B, 1 or K, 1 or n, T]."""
+    count = query.shape[2]
+    if more := -count % _FULL:
+        query = F.pad(query, (0, 0, 0, more))
+        if mask is not None and mask.shape[2] > 1:
+            mask = F.pad(mask, (0, 0, 0, more))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, :count]
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:

@@ -42,25 +42,26 @@ class Product:
         """Return x @ weight.T + bias + residual [M, N], for x [M, K] and residual [M, N]."""
         rows = x.shape[0]  # len(x) takes a microsecond longer, 50 times in a pass
         if self._plain is None:
-            if rows < _ROWS:
-                x, residual = _repeated(x), None if residual is None else _repeated(residual)
-            return self._by_onednn(x, residual)[:rows]
-        if x.is_cpu and rows % _ROWS:
-            x = F.pad(x, (0, 0, 0, -rows % _ROWS))
-            residual = None if residual is None else F.pad(residual, (0, 0, 0, -rows % _ROWS))
-        added = [term for term in (residual, self.bias) if term is not None]
-        out = torch.addmm(sum(added[1:], added[0]), x, self._plain) if added else torch.mm(x, self._plain)
-        return out[:rows]
+            if 0 < rows < _ROWS:
+                return self._packed_product(*(x if x is None else _repeated(x) for x in (x, residual)))[:rows]
+            return self._packed_product(x, residual)
+        if x.is_cpu and (more := -rows % _ROWS):
+            return self._plain_product(*(x if x is None else F.pad(x, (0, 0, 0, more)) for x in (x, residual)))[:rows]
+        return self._plain_product(x, residual)
 
-    def _by_onednn(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _packed_product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
 
+    def _plain_product(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        added = [term for term in (residual, self.bias) if term is not None]
+        return torch.addmm(sum(added[1:], added[0]), x, self._plain) if added else torch.mm(x, self._plain)
+
 
 def _repeated(x: Tensor) -> Tensor:
     """Return the rows of `x`, repeated to at least `_ROWS` rows. This is faster than to add zeros."""
-    return torch.cat([x] * -(-_ROWS // max(1, x.shape[0])))
+    return torch.cat([x] * -(-_ROWS // x.shape[0]))
 
 
 def _can_pack(weight: Tensor) -> bool:
