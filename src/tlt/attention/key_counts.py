@@ -64,8 +64,9 @@ def _sequence(length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, T
     keys, values = (torch.randn(length // 2, head_dim, generator=random) for _ in range(2))
     queries = torch.randn(max(_QUERIES), head_dim, generator=random)
     queries[:, 0] = keys[:, 0] = (_OFFSET * head_dim**0.5) ** 0.5
-    keys, values = torch.cat([keys, keys])[order], torch.cat([values, -values])[order]
-    return queries.to(dtype), *(F.pad(x, (0, 0, 0, BLOCK - length)).to(dtype) for x in (keys, values))
+    pairs = torch.cat([keys, keys])[order], torch.cat([values, -values])[order]
+    keys, values = (F.pad(x, (0, 0, 0, BLOCK - length)).to(dtype) for x in pairs)
+    return queries.to(dtype), keys, values
 
 
 def _attention(case: list[Tensor], masks: Tensor, queries: int, tokens: int) -> Tensor:

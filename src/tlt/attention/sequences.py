@@ -1,10 +1,10 @@
 """Attention of whole sequences for the update, with the bits of the engine's attention (`SlotAttention`) on a CPU.
 
-The numbers of keys are rounded up and masked, and queries come in full blocks, as in a pass of the engine. So a token has
-the same bits, whether it was decoded alone, verified as a draft token or computed in an update. Gradients pass through.
+Numbers of keys are rounded up and masked, and queries come in full blocks, as in a pass of the engine. So a token has
+the same bits, whether it was decoded alone, verified as a draft token or computed in an update.
 
-Shapes: M tokens in a pass, B segments in a batch, N tokens per segment, T keys, H query heads, K key-value heads, E head
-size.
+Shapes: M tokens in a pass, B segments in a batch, N tokens per segment, T keys, H query heads, K key-value heads, E
+head size.
 """
 
 from __future__ import annotations
@@ -50,35 +50,38 @@ class SequenceAttention:
         self._order = torch.empty_like(written).scatter_(0, written, torch.arange(len(written)))
 
     def _batch(self, segments: Sequence[Segment]) -> _Batch:
-        most = max(s.high - s.low for s in segments)
-        longest = max(len(s.before) for s in segments)
-        whole = rounded_up(longest + most, self._counts)
-        queries, keys = torch.zeros(len(segments), most, dtype=torch.long), torch.zeros(len(segments), whole).long()
+        most, longest = max(s.high - s.low for s in segments), max(len(s.before) for s in segments)
+        queries = torch.zeros(len(segments), most, dtype=torch.long)
+        keys = torch.zeros(len(segments), rounded_up(longest + most, self._counts), dtype=torch.long)
         for row, s in enumerate(segments):
-            queries[row, : s.high - s.low] = torch.arange(s.low, s.high)
-            tokens = torch.tensor([*s.before, *range(s.low, s.high)])
-            keys[row, : len(tokens)] = tokens
-        order, before = torch.arange(whole), torch.tensor([[len(s.before)] for s in segments])
-        own = torch.tensor([[s.high - s.low] for s in segments])
-        hidden = order > (before + order[:most])[..., None]
+            own = torch.arange(s.low, s.high)
+            queries[row, : len(own)] = own
+            keys[row, : len(s.before) + len(own)] = torch.cat([torch.arange(s.before.start, s.before.stop), own])
+        places = torch.arange(keys.shape[1])
+        before, own = torch.tensor([[len(s.before), s.high - s.low] for s in segments]).T[..., None]
+        hidden = places > (before + places[:most])[..., None]
         mask = torch.zeros(hidden.shape, dtype=self.shape.dtype).masked_fill_(hidden, -torch.inf)
-        step = max(1, QUERIES // self._group)  # tokens in a block of queries
-        blocks = [
-            (low * self._group, min(low + step, most) * self._group, rounded_up(longest + min(low + step, most), self._counts))
-            for low in range(0, most, step)
-        ]
-        kept = (order[:most] < own).flatten().nonzero()[:, 0]
+        kept = (places[:most] < own).flatten().nonzero()[:, 0]
+        blocks = [*self._blocks(longest, most)]
         return _Batch(queries.flatten(), keys.flatten(), mask.repeat_interleave(self._group, 1)[:, None], kept, blocks)
+
+    def _blocks(self, before: int, most: int) -> Iterator[tuple[int, int, int]]:
+        """Yield blocks of queries [low, high), with the number of keys that the last query of a block needs."""
+        step = max(1, QUERIES // self._group)
+        for low in range(0, most, step):
+            high = min(low + step, most)
+            yield low * self._group, high * self._group, rounded_up(before + high, self._counts)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return attention [M, H * E] of `query` [M, H, E], for `key` and `value` [M, K, E]."""
-        M, heads, size = len(query), self.shape.num_kv_heads, self.shape.head_dim
-        query = query.view(M, heads, self._group, size)
+        heads, size = self.shape.num_kv_heads, self.shape.head_dim
+        query = query.view(-1, heads, self._group, size)
         key, value = (x.transpose(0, 1) for x in (key, value))
         parts = []
         for batch in self._batches:
             rows = len(batch.mask)
-            q = query[batch.queries].view(rows, -1, heads, self._group, size).transpose(1, 2).reshape(rows, heads, -1, size)
+            q = query[batch.queries].view(rows, -1, heads, self._group, size)
+            q = q.transpose(1, 2).reshape(rows, heads, -1, size)
             k, v = (x[:, batch.keys].view(heads, rows, -1, size).transpose(0, 1) for x in (key, value))
             found = [
                 in_full(q[:, :, low:high], k[:, :, :tokens], v[:, :, :tokens], batch.mask[:, :, low:high, :tokens])

@@ -248,7 +248,8 @@ class SlotAttention(SlotMemory):
             shown = None if mask is None else mask[..., :tokens]
             if shown is not None and shown.shape[2] > 1:
                 shown = shown[:, :, low:high]
-            parts.append(in_full(query[:, :, low:high], *both[:, :, :, :tokens], shown))
+            keys, values = both[:, :, :, :tokens]
+            parts.append(in_full(query[:, :, low:high], keys, values, shown))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
 
 

@@ -28,35 +28,37 @@ class Product:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
         """Prepare the memory layout. If `shared` is true, `weight` is not copied, so the caller must not change it."""
         self.bias = bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS) if _can_pack(weight) else None
-        self._plain = None
-        if self.packed is None:
-            self._plain = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
+        self.packed = _can_pack(weight)
+        if self.packed:
+            self._stored = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        else:
+            self._stored = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
 
     @property
     def weight(self) -> Tensor:
         """Weight [N, K]. A packed weight is unpacked at each access."""
-        return self.packed.to_dense() if self._plain is None else self._plain.t()
+        return self._stored.to_dense() if self.packed else self._stored.t()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias + residual [M, N], for x [M, K] and residual [M, N]."""
         rows = x.shape[0]  # len(x) takes a microsecond longer, 50 times in a pass
-        if self._plain is None:
+        if self.packed:
             if 0 < rows < _ROWS:
-                return self._packed_product(*(x if x is None else _repeated(x) for x in (x, residual)))[:rows]
-            return self._packed_product(x, residual)
+                return self._by_onednn(_repeated(x), None if residual is None else _repeated(residual))[:rows]
+            return self._by_onednn(x, residual)
         if x.is_cpu and (more := -rows % _ROWS):
-            return self._plain_product(*(x if x is None else F.pad(x, (0, 0, 0, more)) for x in (x, residual)))[:rows]
-        return self._plain_product(x, residual)
+            x, residual = F.pad(x, (0, 0, 0, more)), None if residual is None else F.pad(residual, (0, 0, 0, more))
+            return self._by_torch(x, residual)[:rows]
+        return self._by_torch(x, residual)
 
-    def _packed_product(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _by_onednn(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+            return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._stored, self.bias, "add")
 
-    def _plain_product(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         added = [term for term in (residual, self.bias) if term is not None]
-        return torch.addmm(sum(added[1:], added[0]), x, self._plain) if added else torch.mm(x, self._plain)
+        return torch.addmm(sum(added[1:], added[0]), x, self._stored) if added else torch.mm(x, self._stored)
 
 
 def _repeated(x: Tensor) -> Tensor:

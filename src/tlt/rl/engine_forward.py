@@ -1,7 +1,8 @@
-"""Forward passes of the update: by transformers' own code, or by the operations of the engine's fused decoder.
+"""Forward pass of the update with the operations of the engine's fused decoder, so that its log-probs have the bits of
+the rollout's.
 
-On a CPU in float32 and bfloat16, the second gives the log-probs of the rollout to the bit, because each operation sums
-in the order that the engine sums in. It is also faster, because weights are packed once per optimizer step.
+Each operation sums in the engine's order: products have one kernel per weight, and attention has rounded numbers of
+keys and full blocks of queries. In bfloat16, hidden states between layers are bfloat16 too, as in the engine.
 
 Shapes: M tokens in a pass, T target tokens, D hidden size, V vocabulary.
 """
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tlt.attention.backend import HeadShape
 from tlt.attention.sequences import Segment, SequenceAttention
 from tlt.models.decoder import Decoder, RMSNorm, from_pairs, rotate, to_pairs
-from tlt.models.families import decoder_options
+from tlt.models.families import decoder_options, is_fused
 from tlt.models.product import Product
 from tlt.rl.batching import MicroBatch
 
@@ -66,12 +67,23 @@ def _linear(x: Tensor, residual: Tensor | None, product: Product, parts: Sequenc
     return _Linear.apply(x, residual, product, parts, *parameters)
 
 
+def can_follow(model: Any, dtype: torch.dtype) -> bool:
+    """Return whether `EngineForward` supports a model whose engine computes in `dtype`.
+
+    Adapters are separate products here, but merged into one weight in the engine. In float64 transformers' own code is
+    used, so that gradients can be compared with other trainers'."""
+    adapted = any(".lora_" in name for name, _ in model.named_parameters())
+    narrow = dtype in (torch.float32, torch.bfloat16)
+    return model.device.type == "cpu" and narrow and not adapted and is_fused(model.config)
+
+
 class EngineForward:
     """Forward pass of a policy with the operations of the engine's fused decoder, and with gradients."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        """`dtype`: dtype of the engine's weights."""
-        self.model = model
+    def __init__(self, model: Any, dtype: torch.dtype, checkpoints: bool) -> None:
+        """`dtype`: dtype of the engine's weights. `checkpoints`: whether the backward pass computes the activations of
+        each layer again, to save memory."""
+        self.model, self.checkpoints = model, checkpoints
         self.decoder = Decoder(decoder_options(model.config), dtype, model.device)
         self.shape = HeadShape.of(self.decoder.options, dtype, model.device)
         self.parameters = dict(model.named_parameters())
@@ -82,11 +94,11 @@ class EngineForward:
         self._follow()
         tokens, positions = micro.input_ids.flatten(), micro.position_ids.flatten()
         attend = SequenceAttention(_segments(micro), self.shape)
-        x = F.embedding(tokens, self.parameters["model.embed_tokens.weight"]).to(self.decoder.dtype)
+        x = self.model.get_input_embeddings()(tokens).to(self.decoder.dtype)
         cis = self.decoder.cis(positions)
         for index in range(self.decoder.options.num_layers):
             layer = partial(self._layer, index, attend, cis)
-            x = checkpoint(layer, x, use_reentrant=False) if self._checkpoints else layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
         hidden = self._norm(self.decoder.norm, "model.norm.weight", x)
         return micro.predicting(hidden.view(*micro.input_ids.shape, -1))
 
@@ -94,10 +106,6 @@ class EngineForward:
         """Return logits [T, V] for hidden states [T, D]."""
         head = self.parameters.get("lm_head.weight", self.parameters["model.embed_tokens.weight"])
         return _linear(hidden, None, self.decoder.to_logits, [_Part(head, None, None)])
-
-    @property
-    def _checkpoints(self) -> bool:
-        return torch.is_grad_enabled() and self.model.is_gradient_checkpointing
 
     def _follow(self) -> None:
         """Pack the policy's weights again, if they have changed."""

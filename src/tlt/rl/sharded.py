@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tlt.models import weights
 from tlt.models.hugging_face import checkpointable_layers, save_model
 from tlt.rl.batching import MicroBatch
+from tlt.rl.logprobs import Forward, TransformersForward
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
 from tlt.rl.planner import Held
@@ -29,6 +30,10 @@ from tlt.types import TrainBatch
 
 class ShardedPasses(Passes):
     """Passes through sharded layers. All members of the group take part in every pass."""
+
+    def forward_of(self, model: Any) -> Forward:
+        """Return the forward pass by transformers' own code, because FSDP2 gathers weights when layers are called."""
+        return TransformersForward(model, self.autocast)
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
