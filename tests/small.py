@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tlt import sampling
 from tlt.attention.backend import HeadShape
+from tlt.attention.key_counts import BLOCK
 from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
@@ -277,6 +278,9 @@ def learned(target: Target, seed: int = 0, kind: Kind = "eagle3", window: int = 
     return EagleDrafter(layer, target.decoder)
 
 
+ANY_SIZE = tuple(range(1, BLOCK + 1))
+"""`key_counts` that round nothing"""
+
 # -- running the engine ---------------------------------------------------------------------------------------------
 
 
@@ -298,7 +302,15 @@ def build(
     drafters = [*others, *([] if drafter is None else [drafter])]
     layout = next((d.options.layout for d in drafters if isinstance(d, EagleDrafter)), None)
     tuner = tuner or Fixed(strategy_for(drafter, strategy))
-    return Engine(target.decoder, config, drafters, tuner, layout=layout, kv_tokens=bound_tokens)
+    engine = Engine(target.decoder, config, drafters, tuner, layout=layout, kv_tokens=bound_tokens)
+    return with_slots_of_any_size(engine) if bound_tokens else engine
+
+
+def with_slots_of_any_size(engine: Engine) -> Engine:
+    """Let the engine's cache have slots of any number of tokens, for bounds below the smallest rounded slot. Its
+    log-probs may then differ by rounding."""
+    engine.cache.store.key_counts = ANY_SIZE
+    return engine
 
 
 def strategy_for(drafter: Drafter | None, shape: Strategy) -> Strategy:
@@ -498,8 +510,9 @@ def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference],
 
 def cache_for(target: Decoder, bound_tokens: int) -> KVCache:
     """Return an empty cache with slots for this decoder."""
-    shape = HeadShape.of(target.options, target.dtype, target.device)
-    return KVCache(SlotAttention(shape), bound_tokens)
+    store = SlotAttention(HeadShape.of(target.options, target.dtype, target.device))
+    store.key_counts = ANY_SIZE
+    return KVCache(store, bound_tokens)
 
 
 def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:

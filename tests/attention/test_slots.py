@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from small import ANY_SIZE
 from torch import Tensor
 
 import tlt.attention.slots
@@ -50,6 +51,7 @@ class Both:
     def __init__(self, slots: int, tokens: int, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.slots = SlotAttention(SHAPE)
+        self.slots.key_counts = ANY_SIZE
         self.slots.resize(slots, tokens)
         for layer in self.slots.layers:
             layer.copy_(self.normal(*layer.shape))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
+import small
 import torch
 from fake_graph import fake_graphs
 from twin import Model, make_layer, make_model
@@ -60,6 +61,8 @@ def trees(
     layout = layer.options.layout
     tuner = InTurn(strategies)
     engine = Engine(model.decoder, EngineConfig(max_rows=5), [drafter], tuner, layout=layout, kv_tokens=kv_tokens)
+    if kv_tokens:
+        small.with_slots_of_any_size(engine)
     found: list[tuple[int, int, DraftTree]] = []
     draft = engine.draft
 

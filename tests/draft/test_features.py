@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from small import Replay, request, strategy_for
+from small import Replay, request, strategy_for, with_slots_of_any_size
 from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
@@ -170,6 +170,8 @@ def run(
     drafters, tuner = [drafter] if drafter else [], Fixed(strategy_for(drafter, shape))
     config, harvest = EngineConfig(max_rows=max_rows), items.append
     engine = Engine(model.decoder, config, drafters, tuner, layout=layout, on_harvest=harvest, kv_tokens=bound_tokens)
+    if bound_tokens:
+        with_slots_of_any_size(engine)
     return Run(model, engine, list(engine.generate(asked)), items)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from small import by_seed, request
+from small import by_seed, request, with_slots_of_any_size
 from torch import Tensor
 from twin import Model, make_layer, make_model
 
@@ -91,6 +91,8 @@ class Life:
         config = EngineConfig(max_rows=self.max_rows, prefill_tokens=32)
         layout, bound = self.layer.options.layout, self.bound_tokens
         self.engine = Engine(self.model.decoder, config, drafters, self.tuner, layout=layout, kv_tokens=bound)
+        if bound:
+            with_slots_of_any_size(self.engine)
         drafters[0].engine = self.engine
 
     def swap(self, layer: EagleLayer) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import decoder_options
 
+from tlt.attention.key_counts import BLOCK, rounded_down
 from tlt.config import EngineConfig
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
@@ -18,14 +19,16 @@ def cache_of(dtype: torch.dtype) -> KVCache:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_bound_in_bytes_is_kept_to_the_last_token(dtype: torch.dtype) -> None:
+def test_the_bound_in_bytes_is_kept_to_the_last_block_of_keys(dtype: torch.dtype) -> None:
     cache = cache_of(dtype)
-    cache.reserve(2, cache.bound_tokens // 2)
-    in_use = sum(t.nbytes for t in cache.store.layers)
     one_token = 2 * 2 * 2 * 4 * dtype.itemsize  # keys and values, layers, heads, numbers
-    assert 2**20 - 2 * one_token < in_use <= 2**20
+    assert cache.bound_tokens == 2**20 // one_token
+    most = rounded_down(cache.bound_tokens // 2, cache.store.key_counts)
+    cache.reserve(2, most)
+    in_use = sum(t.nbytes for t in cache.store.layers)
+    assert 2**20 - 2 * BLOCK * one_token < in_use == 2 * most * one_token <= 2**20
     with pytest.raises(AssertionError):
-        cache.reserve(2, cache.bound_tokens // 2 + 1)
+        cache.reserve(2, most + 1)
 
 
 def test_the_cache_grows_in_advance_so_that_few_tokens_cost_no_copy() -> None:

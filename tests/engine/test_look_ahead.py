@@ -53,7 +53,8 @@ def engine(store: AheadStore, strategy: Strategy = AHEAD, max_rows: int = 64, kv
     layout = drafter.options.layout if drafter else None
     drafters = [drafter] if drafter else []
     config = EngineConfig(max_rows=max_rows)
-    return Engine(target().decoder, config, drafters, Fixed(strategy), layout=layout, store=store, kv_tokens=kv_tokens)
+    made = Engine(target().decoder, config, drafters, Fixed(strategy), layout=layout, store=store, kv_tokens=kv_tokens)
+    return small.with_slots_of_any_size(made) if kv_tokens else made
 
 
 def ahead(request: Request, tokens: Sequence[int], ended: bool = True) -> Ahead:

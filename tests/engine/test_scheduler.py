@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from small import ANY_SIZE
 
 from tlt.attention.backend import HeadShape
 from tlt.attention.slots import SlotAttention
@@ -20,6 +21,7 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 
 def scheduler_of(bound_tokens: int, max_rows: int, verify_tokens: int, max_positions: int = 4096) -> Scheduler:
     store = SlotAttention(HeadShape(1, 1, 1, 2, torch.float64, torch.device("cpu")))
+    store.key_counts = ANY_SIZE
     cache = KVCache(store, bound_tokens)
     config = EngineConfig(max_rows=max_rows, prefill_tokens=512)
     return Scheduler(RowTable([cache]), cache, config, verify_tokens, max_positions)

@@ -20,9 +20,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from small import Target
 
-import tlt.engine.kv_cache
+import tlt.attention.slot_memory
 import tlt.engine.noise
 import tlt.engine.scheduler
+from tlt.attention.key_counts import BLOCK
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer, eagle_options
@@ -200,7 +201,7 @@ TestEngines.settings = settings(max_examples=int(os.environ.get("TLT_STATEFUL_EX
 def small_steps() -> Any:
     """Set capacity, headroom and noise to small steps, so that short responses reach all their limits."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(tlt.engine.kv_cache, "_GRAIN", 8)
+    patch.setattr(tlt.attention.slot_memory, "key_counts", lambda *key: tuple(range(8, BLOCK + 1, 8)))
     patch.setattr(tlt.engine.scheduler, "_HEADROOM", 4)
     patch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
     yield

@@ -1,4 +1,4 @@
-"""Products against torch's own in float64, with packed and with plain weights."""
+"""Products against torch's own in float64, and their bits for each number of rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from tlt.models import product
 from tlt.models.product import Product
 
-has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-WAYS = ["plain", pytest.param("both", marks=has_onednn), pytest.param("packed", marks=has_onednn)]
-each_way = pytest.mark.parametrize("way", WAYS)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+packed_or_not = pytest.mark.parametrize("packed", [False, True])
 shared_or_not = pytest.mark.parametrize("shared", [False, True])
 
 
@@ -22,8 +22,11 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(product, "packed_from", lambda *key: {"plain": product.NEVER, "both": 2, "packed": 1}[way])
+def skip_unless_packed(weight: Tensor, packed: bool, patch: pytest.MonkeyPatch) -> None:
+    if packed and not Product(weight).packed:
+        pytest.skip("this build of torch does not pack this weight")
+    if not packed:
+        patch.setattr(product, "_can_pack", lambda weight: False)
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -39,53 +42,58 @@ def check(x: Tensor, made: Product, weight: Tensor, bias: Tensor | None, residua
     assert all(torch.equal(*pair) for pair in zip(given, [t for t in (x, residual) if t is not None], strict=True))
 
 
-@each_way
+@packed_or_not
 @shared_or_not
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (61, 37), (960, 576)])
 def test_every_number_of_rows_with_and_without_bias_and_residual(
-    monkeypatch: pytest.MonkeyPatch, way: str, shared: bool, outputs: int, inputs: int
+    monkeypatch: pytest.MonkeyPatch, packed: bool, shared: bool, outputs: int, inputs: int
 ) -> None:
-    force(monkeypatch, way)
     weight = torch.randn(outputs, inputs)
+    skip_unless_packed(weight, packed, monkeypatch)
     for bias in (None, torch.randn(outputs)):
         made = Product(weight, bias, shared)
-        for rows in (0, 1, 2, 3, 17, 300):
+        assert torch.equal(made.weight, weight)
+        for rows in (0, 1, 2, 3, 4, 17, 300):
             check(torch.randn(rows, inputs), made, weight, bias)
             check(torch.randn(rows, inputs), made, weight, bias, torch.randn(rows, outputs))
 
 
-@each_way
-def test_inputs_weights_and_residuals_need_not_be_contiguous(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    force(monkeypatch, way)
+@packed_or_not
+def test_inputs_weights_and_residuals_need_not_be_contiguous(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    skip_unless_packed(torch.randn(48, 40), packed, monkeypatch)
     for rows, stored in itertools.product((1, 5), (torch.randn(48, 40).T, torch.randn(40, 96)[:, ::2])):
         made = Product(stored)
         check(torch.randn(rows, 100)[:, 30:78], made, stored, None, torch.randn(40, rows).T)
         check(torch.randn(48, rows).T, made, stored, None, torch.randn(rows, 50)[:, 5:45])
 
 
-@each_way
+@packed_or_not
 def test_large_inputs_do_not_overflow_and_one_that_is_not_finite_stays_in_its_row(
-    monkeypatch: pytest.MonkeyPatch, way: str
+    monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
-    force(monkeypatch, way)
     weight = torch.randn(70, 33)
+    skip_unless_packed(weight, packed, monkeypatch)
     made, x = Product(weight), torch.randn(6, 33) * 1e30
     torch.testing.assert_close(made(x).double(), expected(x, weight, None, None), rtol=1e-5, atol=1e26)
     x[2, 5], x[4, 32] = torch.nan, torch.inf
     assert made(x).isfinite().all(-1).tolist() == [True, True, False, True, False, True]
+    assert not made(x[2:3]).isfinite().any()
 
 
+@each_dtype
 @shared_or_not
-def test_float64_is_never_packed_and_keeps_the_bits_of_torch(shared: bool) -> None:
-    weight, bias = torch.randn(3072, 576, dtype=torch.float64), torch.randn(3072, dtype=torch.float64)
-    made = Product(weight, bias, shared)
-    assert made.packed is None
-    kept = weight.T if shared else weight.T.contiguous()
-    for rows in (1, 4):
-        x, residual = torch.randn(rows, 576, dtype=torch.float64), torch.randn(rows, 3072, dtype=torch.float64)
-        assert torch.equal(made(x, residual), torch.addmm(residual + bias, x, kept))
-        assert torch.equal(made(x), torch.addmm(bias, x, kept))
-        assert torch.equal(Product(weight, None, shared)(x), torch.mm(x, kept))
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 32), (960, 576), (576, 1536), (1024, 128)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    dtype: torch.dtype, shared: bool, outputs: int, inputs: int
+) -> None:
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    x, residual = torch.randn(700, inputs).to(dtype), torch.randn(700, outputs).to(dtype)
+    for made, more in ((Product(weight, None, shared), None), (Product(weight, bias, shared), residual)):
+        wanted = made(x, more)
+        for rows in (*range(1, 10), 15, 31, 33, 64, 129, 300):
+            low = 700 - rows if rows % 2 else 7
+            high = low + rows
+            assert torch.equal(made(x[low:high], None if more is None else more[low:high]), wanted[low:high]), rows
 
 
 @shared_or_not

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from tiny import qwen3
 from torch import Tensor
 
-from tlt.models import product
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
 from tlt.models.weights import num_weights, sha256
@@ -73,23 +72,18 @@ def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:
     assert sha256({"embed": table, "head": table.clone()}) != sha256(tied)
 
 
-has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-
-
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=has_onednn)])
-def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load(
-    monkeypatch: pytest.MonkeyPatch, packed: bool
-) -> None:
-    monkeypatch.setattr(product, "packed_from", lambda *key: 1 if packed else product.NEVER)
-    state = {name: tensor.float() for name, tensor in policy_state().items()}
-    decoder = loaded(state, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load(dtype: torch.dtype) -> None:
+    """Products in float32 are packed, those in float64 are not."""
+    state = {name: tensor.to(dtype) for name, tensor in policy_state().items()}
+    decoder = loaded(state, dtype)
     before = logits(decoder)
     for tensor in state.values():
         tensor.add_(0.5)
     assert torch.equal(logits(decoder), before)
     decoder.load(state, version=2)
     assert decoder.version == 2
-    assert torch.equal(logits(decoder), logits(loaded(state, torch.float32)))
+    assert torch.equal(logits(decoder), logits(loaded(state, dtype)))
     assert float((logits(decoder) - before).abs().max()) > 0.01
 
 

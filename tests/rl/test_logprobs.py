@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import pack
-from tlt.rl.logprobs import LogProbs, in_chunks, token_logprobs
+from tlt.rl.logprobs import LogProbs, TransformersForward, in_chunks, token_logprobs
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -71,10 +71,11 @@ def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-46, 5e-324])
 def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:
     """All probability is on the best token, as in the engine. There is nothing to learn then, and no value is NaN."""
-    model, tokens = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model, torch.arange(5)
+    policy, tokens = make_policy(save_weights(tmp_path, vocab_size=17), dtype), torch.arange(5)
+    model = policy.model
     best = model(tokens[None]).logits[0].argmax(-1)
-    micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
-    logprobs, entropy = token_logprobs(model, micro, temperature, 256, False)
+    micro = pack([0], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
+    logprobs, entropy = token_logprobs(policy.passes.forward_of(model), micro, temperature, 256)
     logprobs.sum().backward()
     assert logprobs.tolist() == entropy.tolist() == [0.0] * 4
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -85,6 +86,8 @@ def test_chunks_under_autocast_are_recomputed_under_autocast(tmp_path: Path) -> 
     folder, batch = save_weights(tmp_path, 30_000, scale=0.1), random_batch(30_000, responses=20)
     whole, chunked = (make_policy(folder, torch.bfloat16, logits_mb=mb) for mb in (512, 1))
     tokens, seen = sum(map(len, batch.response_ids)), []
+    chunked.passes.forwards[id(chunked.model)] = TransformersForward(chunked.model, autocast=True)
+    whole.passes.forwards[id(whole.model)] = TransformersForward(whole.model, autocast=True)
     chunked.model.lm_head.register_forward_hook(
         lambda module, given, logits: seen.append((logits.dtype, logits.shape[1]))
     )
@@ -103,7 +106,7 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path) -> None:
     policy, batch, seen = make_policy(save_weights(tmp_path, 31), torch.bfloat16), random_batch(31), []
     policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits[0].detach().double()))
     (micro,) = policy.passes.micro_batches([policy.model], batch, range(6), Alone())
-    logprobs, entropy = token_logprobs(policy.model, micro, 0.6, 512, autocast=True)
+    logprobs, entropy = token_logprobs(TransformersForward(policy.model, autocast=True), micro, 0.6, 512)
     distribution = torch.distributions.Categorical(logits=seen[0] / 0.6)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
     assert torch.allclose(logprobs.double(), distribution.log_prob(micro.targets), rtol=0, atol=1e-5)

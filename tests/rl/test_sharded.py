@@ -83,8 +83,12 @@ def _found(receiver: Any) -> Any:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp(name) for name in ("untied", "tied")}
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "eos_token_id": VOCAB - 1}
+    heads = {
+        "untied": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "tied": {"tie_word_embeddings": True},
+    }
     for name, folder in found.items():
-        qwen3(**sizes, tie_word_embeddings=name == "tied", initializer_range=0.3).save_pretrained(folder)
+        qwen3(**sizes, **heads[name], initializer_range=0.3).save_pretrained(folder)
     return found
 
 
@@ -156,8 +160,10 @@ def test_shards_are_summed_in_their_order() -> None:
 def test_several_members_end_with_the_weights_of_one(
     folders: dict[str, Path], head: str, size: int, responses: int, train: dict[str, Any]
 ) -> None:
-    """Some members have more passes than others, and some have no response in an optimizer step."""
+    """Some members have more passes than others, and some have no response in an optimizer step. Each prompt has up to
+    two responses. The untied model has layers with a sliding window."""
     folder, batch = folders[head], random_batch(VOCAB, responses=responses)
+    batch.prompt_ids = [tuple(range(k // 2, k // 2 + 10)) for k in range(responses)]
     metrics, expected, _ = updated(Alone(), folder, batch, train)
     assert metrics["grad_norm"] > 0.1, "it is clipped"
     members = together(size, updated, folder, batch, train)

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from tiny import random_batch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from tlt.config import RolloutConfig, TrainConfig
+from tlt.models.hugging_face import load_model
 from tlt.rl.batching import by_prompt, pack_shared, plan_shared, shared_tokens
 from tlt.rl.lora import AdaptedPolicy
 from tlt.rl.policy import Policy
@@ -32,6 +38,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2},
     "granite": {"attention_multiplier": 0.3},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "starcoder2": {"sliding_window": 5},
+    "phi3": {"sliding_window": 5},
+    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
+    "ministral": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"sliding_window": 5, "num_local_experts": 4},
 }
 
 
@@ -82,9 +96,10 @@ def make_policy(folder: Path, shares: bool, lora: bool = False, **train: Any) ->
     return policy
 
 
-def grouped_batch() -> TrainBatch:
-    """Return groups of 4, 1, 4 and 2 responses of 0 to 9 tokens. One is empty, one masked, and one has no advantage."""
-    batch = random_batch(VOCAB, seed=3, responses=11)
+def grouped_batch(longest: int = 9) -> TrainBatch:
+    """Return groups of 4, 1, 4 and 2 responses of up to `longest` tokens. One is empty, one masked, and one has no
+    advantage."""
+    batch = random_batch(VOCAB, seed=3, longest=longest, responses=11)
     prompts = [tuple((7 * k + j) % VOCAB for j in range(size)) for k, size in enumerate((9, 4, 16, 12))]
     batch.prompt_ids = [prompts[k] for k in (0, 0, 0, 0, 1, 2, 2, 2, 2, 3, 3)]
     batch.response_ids[2], batch.rollout_logprobs[2] = [], []
@@ -119,16 +134,27 @@ def assert_same(shared: dict[str, Tensor], apart: dict[str, Tensor]) -> None:
         torch.testing.assert_close(shared[name], gradient, rtol=0, atol=1e-10, msg=name)
 
 
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradient_equal_those_of_a_prompt_per_response(folders: Callable[[str], Path], family: str) -> None:
-    # with a window, rows that are packed with a mask would ignore it: a budget of 1 gives each response a row alone
-    batch = grouped_batch()
-    ours, theirs = make_policy(folders(family), True), make_policy(folders(family), False, micro_batch_tokens=1)
-    (metrics, shared, fewer), (expected, apart, tokens) = updated(ours, batch), updated(theirs, batch)
-    assert fewer < tokens
-    for name in ("loss", "entropy"):
-        assert metrics[name] == pytest.approx(expected[name], abs=1e-10)
-    assert_same(shared, apart)
+def test_log_probs_and_gradient_equal_those_of_each_sequence_alone(
+    folders: Callable[[str], Path], family: str, shares: bool
+) -> None:
+    batch, policy = grouped_batch(longest=40), make_policy(folders(family), shares, micro_batch_tokens=200)
+    found = policy.logprobs(batch)
+    _, gradients, _ = updated(policy, batch)
+    model, loss = load_model(folders(family), torch.float64, CPU), torch.zeros((), dtype=torch.float64)
+    for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
+        logits = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, torch.tensor(response, dtype=torch.long)[:, None])[:, 0]
+        assert found[i] == pytest.approx(own.tolist(), abs=1e-5)  # norms work in float32
+        if len(own) and i not in batch.masked:
+            loss = loss - batch.advantages[i] * torch.exp(own - own.detach()).mean() / len(batch.response_ids)
+    loss.backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert gradients.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * largest, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -157,23 +183,36 @@ def test_every_objective_shares_prompts(folders: Callable[[str], Path], train: d
     assert_same(shared, apart)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def lazy_mask(tokens: int, field: str = "", size: int = 0) -> Any:
+    """Return what transformers gives a layer with this window or chunk in place of a mask, for a row of `tokens`."""
+    makers = {"sliding_window": create_sliding_window_causal_mask, "attention_chunk_size": create_chunked_causal_mask}
+    config = AutoConfig.for_model("llama", **({field: size} if field else {}))
+    config._attn_implementation = "tlt_shared_prefix"
+    ones = torch.ones(1, tokens, dtype=torch.long)
+    return makers.get(field, create_causal_mask)(config, torch.empty(1, tokens, 1), ones, None)
+
+
+@pytest.mark.parametrize(
+    "local", [(), *(("sliding_window", size) for size in (1, 3, 100)), *(("attention_chunk_size", k) for k in (1, 4))]
+)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_equals_that_of_each_sequence_alone(kv_heads: int, window: int | None) -> None:
+def test_attention_equals_that_of_each_sequence_alone(kv_heads: int, local: tuple[Any, ...]) -> None:
     groups = [(5, [3, 0, 4]), (2, [1, 6, 7]), (3, [])]
-    row = SharedRow(groups, CPU)
+    row, layer = SharedRow(groups), torch.nn.Module()
+    layer.num_key_value_groups = 4 // kv_heads
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
 
     query, key, value = (numbers(1, heads, sum(row.sizes), 8) for heads in (4, kv_heads, kv_heads))
-    found, _ = attend(torch.nn.Module(), query, key, value, None, shared_row=row, scaling=0.2, sliding_window=window)
+    mask = lazy_mask(sum(row.sizes), *local)
+    found, _ = attend(layer, query, key, value, mask, shared_row=row, scaling=0.2)
     assert found.shape == (1, sum(row.sizes), 4, 8)
     weights = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     total = torch.zeros((), dtype=torch.float64)
     for places, answered in sequences(groups):
-        alone = plain_attention(query[:, :, places], key[:, :, places], value[:, :, places], window).transpose(1, 2)
+        alone = plain_attention(query[:, :, places], key[:, :, places], value[:, :, places], *local).transpose(1, 2)
         torch.testing.assert_close(found[:, places[answered:]], alone[:, answered:], rtol=0, atol=1e-14)
         total = total + (alone * weights[:, places])[:, answered:].sum()
     inputs = (query, key, value)
@@ -195,36 +234,49 @@ def sequences(groups: list[tuple[int, list[int]]]) -> Iterator[tuple[list[int], 
             at += own
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    apart = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
-    mask = (apart >= 0) & (apart < (window or 1000))
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, field: str = "", size: int = 1000) -> Tensor:
+    new, old = torch.arange(query.shape[2])[:, None], torch.arange(query.shape[2])
+    near = new // size == old // size if field == "attention_chunk_size" else new - old < size
     share = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=(old <= new) & near, scale=0.2)
 
 
-@pytest.mark.parametrize(("prompt", "responses", "masks"), [(50, [10] * 8, [(10, 60)]), (10, [60] * 2, [])])
-def test_no_mask_is_as_large_as_the_row(prompt: int, responses: list[int], masks: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(("prompt", "responses", "masks"), [(50, [10] * 8, {(10, 60)}), (10, [60] * 2, set[Any]())])
+def test_no_mask_is_as_large_as_the_row(prompt: int, responses: list[int], masks: set[tuple[int, int]]) -> None:
     """Long responses need none."""
-    row = SharedRow([(prompt, responses)], CPU)
-    tensor = torch.randn(1, 2, 130, 4)
-    attend(torch.nn.Module(), tensor, tensor, tensor, None, shared_row=row)
-    assert [mask.shape for mask in row._masks.values()] == masks
+    made, make, tensor = set[Any](), lazy_mask(130), torch.randn(1, 2, 130, 4)
+
+    def watch(**settings: Any) -> Tensor | None:
+        mask = make(**settings)
+        made.add(None if mask is None else mask.shape[2:])
+        return mask
+
+    attend(torch.nn.Module(), tensor, tensor, tensor, watch, shared_row=SharedRow([(prompt, responses)]))
+    assert made - {None} == masks
 
 
 # -- models that cannot share ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setting", "value"), [("softcap", 30.0), ("s_aux", torch.zeros(4))])
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("softcap", 30.0, "`sdpa` attention does not support `softcap`"),
+        ("position_bias", torch.zeros(1, 1, 4, 4), "the broadcast shape"),
+        ("attention_mask", None, "its layers do not use the mask that transformers makes"),
+    ],
+)
 def test_prompts_are_not_shared_if_their_attention_cannot_be_computed(
-    setting: str, value: Any, caplog: pytest.LogCaptureFixture
+    setting: str, value: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build("qwen3")
     inner = model.base_model.layers[1].self_attn
     before = inner.forward
-    inner.forward = lambda **named: before(**named, **{setting: value})
+    inner.forward = lambda **named: before(**named | {setting: value})
     assert not share_prefixes(model)
-    assert f"Qwen3ForCausalLM cannot share prompts, because its attention uses {setting}" in caplog.text
+    assert "Qwen3ForCausalLM cannot share prompts, because" in caplog.text
+    assert reason in caplog.text
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -262,11 +314,11 @@ def test_responses_have_one_place_after_their_prompt_within_the_budget(drawn: li
     prompts = [tuple([k] * (3 * k + 1)) for k, _ in drawn]
     responses = [[9] * own for _, own in drawn]
     layouts = plan_shared(by_prompt(range(len(drawn)), prompts), prompts, responses, most)
-    placed = [i for layout in layouts for row in layout.rows for i in row]
+    placed = [i for layout in layouts for i in layout.sequences]
     assert sorted(placed) == list(range(len(drawn)))
     for layout in layouts:
         assert layout.shared
-        assert all(len({prompts[i] for i in row}) == 1 for row in layout.rows)
-        assert len({prompts[row[0]] for row in layout.rows}) == len(layout.rows), "a prompt is there once"
-        tokens = pack_shared(layout.rows, prompts, responses, CPU).input_ids.numel()
-        assert tokens <= most or sum(map(len, layout.rows)) == 1
+        assert all(len({prompts[i] for i in row}) == 1 for row in layout.groups)
+        assert len({prompts[row[0]] for row in layout.groups}) == len(layout.groups), "a prompt is there once"
+        tokens = pack_shared(layout.groups, prompts, responses, CPU).input_ids.numel()
+        assert tokens <= most or len(layout.sequences) == 1

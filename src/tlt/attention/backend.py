@@ -78,6 +78,9 @@ class AttentionBackend(Protocol):
         """Capacity of each slot in tokens."""
         ...
 
+    key_counts: tuple[int, ...]
+    """sizes of the last block of keys in a target pass (`key_counts`), to which the capacity of slots is rounded"""
+
     @property
     def memory(self) -> Sequence[Tensor]:
         """One tensor per layer, which has the keys and values of all slots. `resize` replaces these tensors."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import HeadShape
+from tlt.attention.key_counts import key_counts
 
 _SPARE = 16  # extra entries after the last slot, to which padding is written; 16, so that values are aligned
 
@@ -19,6 +20,7 @@ class SlotMemory:
 
     def __init__(self, shape: HeadShape) -> None:
         self.shape = shape
+        self.key_counts = key_counts(shape.head_dim, shape.dtype, shape.device.type)
         self.memory = [self._empty(0, 0) for _ in range(shape.num_layers)]
         self.layers = [self._slots_of(memory, 0, 0) for memory in self.memory]
 

@@ -21,14 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
+from tlt.attention.key_counts import rounded_up
 from tlt.attention.slot_memory import SlotMemory
 from tlt.types import MAX_DRAFT_TOKENS
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
+QUERIES = 128  # most queries per key-value head in a call on a CPU; from 192 on, the kernel sums in another order
+_FULL = 4  # the kernel has one order for each multiple of 4 queries, and others for a rest of 1 to 3
 
 
 class RowSpan(NamedTuple):
-    """Rows [low, high) of a pass, which attend in one call to the first `tokens` indices of their slots."""
+    """Rows [low, high) of a pass, which attend together to the first `tokens` indices of their slots. In a target pass
+    on a CPU, the number of tokens is rounded up: see `key_counts`."""
 
     low: int
     high: int
@@ -48,7 +52,7 @@ class SlotPlan(NamedTuple):
     """[2 * M * K] flat indices into a layer's memory: where to write the keys of M nodes, then their values"""
     spans: list[RowSpan]
     biases: list[Tensor | None]
-    """attention bias of each span, [rows * K, 1 or H/K * N, T]: 0 where a node attends, -inf elsewhere; None if it
+    """attention bias of each span, [rows * K, 1 or N * H/K, T]: 0 where a node attends, -inf elsewhere; None if it
     attends to everything"""
     ahead: _Ahead | None
     """state from which `deeper` plans the next level of a draft; None in the plan of a target pass"""
@@ -77,6 +81,7 @@ class SlotAttention(SlotMemory):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
         self.queries_per_kv = shape.num_heads // shape.num_kv_heads
+        self._on_cpu = shape.device.type == "cpu"
         self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
         self._hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
 
@@ -87,10 +92,11 @@ class SlotAttention(SlotMemory):
     ) -> SlotPlan:
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache must resize before a pass"
+        assert rounded_up(self.tokens, self.key_counts) == self.tokens, "slots have room for masked keys"
         places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
         committed = torch.tensor(lengths, device=self.shape.device)
-        beyond = torch.arange(longest + new, device=committed.device) - committed[:, None]
-        spans, biases = _spans(lengths, new), []
+        spans, biases = [s._replace(tokens=rounded_up(s.tokens, self.key_counts)) for s in _spans(lengths, new)], []
+        beyond = torch.arange(max(s.tokens for s in spans), device=committed.device) - committed[:, None]
         for span in spans:
             rows = slice(span.low, span.high)
             seen = None if visible is None else visible[rows]
@@ -177,11 +183,10 @@ class SlotAttention(SlotMemory):
 
     def by_query(self, bias: Tensor) -> Tensor:
         """Return the bias [rows * K, N, T], repeated for the H/K query heads that share a key-value head:
-        [rows * K, H/K * N, T]. If N or H/K is 1, return `bias` itself, which broadcasts."""
-        rows, N, T = bias.shape
-        if N == 1 or self.queries_per_kv == 1:
+        [rows * K, N * H/K, T]. If N or H/K is 1, return `bias` itself, which broadcasts."""
+        if bias.shape[1] == 1 or self.queries_per_kv == 1:
             return bias
-        return bias[:, None].expand(rows, self.queries_per_kv, N, T).reshape(rows, -1, T)
+        return bias.repeat_interleave(self.queries_per_kv, dim=1)
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -214,28 +219,49 @@ class SlotAttention(SlotMemory):
         self.memory[layer].view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
         # queries that share a key-value head become rows of one matmul, so that keys are never repeated
         if plan.nodes > 1:
-            query = query.view(-1, plan.nodes, self.shape.num_kv_heads, self.queries_per_kv, size)
-            query = query.permute(0, 2, 3, 1, 4)
-        folded = query.reshape(-1, self.queries_per_kv * plan.nodes, size)
+            query = query.view(-1, plan.nodes, self.shape.num_kv_heads, self.queries_per_kv, size).transpose(1, 2)
+        folded = query.reshape(-1, plan.nodes * self.queries_per_kv, size)
         parts = [
-            self._attend_span(folded, both, plan.first, span, bias)
+            self._attend_span(folded, both, plan, span, bias)
             for span, bias in zip(plan.spans, self._biases(plan, window), strict=True)
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         if plan.nodes > 1:
-            mixed = mixed.view(-1, self.shape.num_kv_heads, self.queries_per_kv, plan.nodes, size)
-            mixed = mixed.permute(0, 3, 1, 2, 4)
+            mixed = mixed.view(-1, self.shape.num_kv_heads, plan.nodes, self.queries_per_kv, size).transpose(1, 2)
         return mixed.reshape(-1, self.shape.num_heads * size)
 
-    def _attend_span(self, query: Tensor, both: Tensor, first: int, span: RowSpan, bias: Tensor | None) -> Tensor:
-        """Return the attention output of the span's rows. `query` has the rows of all spans, [B * K, H/K * N, E]."""
+    def _attend_span(self, query: Tensor, both: Tensor, plan: SlotPlan, span: RowSpan, bias: Tensor | None) -> Tensor:
+        """Return the attention output of the span's rows. `query` has the rows of all spans, [B * K, N * H/K, E]."""
         heads, rows = self.shape.num_kv_heads, span.high - span.low
         if rows * heads < len(query):
             query = query.narrow(0, span.low * heads, rows * heads)
-        keys, values = both[:, first + span.low : first + span.high, :, : span.tokens]
+        both = both[:, plan.first + span.low : plan.first + span.high, :, : span.tokens]
         mask = None if bias is None else bias.view(rows, heads, -1, span.tokens)
         query = query.view(rows, heads, -1, self.shape.head_dim)
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).flatten(0, 1)
+        if not self._on_cpu:
+            return F.scaled_dot_product_attention(query, *both, attn_mask=mask).flatten(0, 1)
+        count, parts = query.shape[2], []
+        for low in range(0, count, QUERIES):
+            high = min(low + QUERIES, count)
+            last = (high - 1) // self.queries_per_kv  # node of the last query, which attends to no later node
+            tokens = min(span.tokens, rounded_up(span.tokens - plan.nodes + last + 1, self.key_counts))
+            shown = None if mask is None else mask[..., :tokens]
+            if shown is not None and shown.shape[2] > 1:
+                shown = shown[:, :, low:high]
+            keys, values = both[:, :, :, :tokens]
+            parts.append(in_full(query[:, :, low:high], keys, values, shown))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
+
+
+def in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the attention output of `query` [B, K, n, E], computed with a multiple of 4 queries. `key` and `value` are
+    [B, K, T, E], and `mask` is [B, 1 or K, 1 or n, T]."""
+    count = query.shape[2]
+    if more := -count % _FULL:
+        query = F.pad(query, (0, 0, 0, more))
+        if mask is not None and mask.shape[2] > 1:
+            mask = F.pad(mask, (0, 0, 0, more))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, :count]
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:

@@ -54,7 +54,7 @@ class FusedLayer:
     def begin(self) -> None:
         """Compute the tensors that depend on the target's current weights."""
         o, target = self.options, self.target
-        small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
+        small = o.vocab_size * len(self.from_embedding.weight) <= _TABLE
         self.table = self._contribution(target.embedding) if small else None
         self.to_logits = target.to_logits if self.vocabulary is None else Product(target.head[self.vocabulary])
 

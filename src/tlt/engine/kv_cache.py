@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import AttentionBackend, TreeBatch
+from tlt.attention.key_counts import rounded_down, rounded_up
 from tlt.models.decoder import Attend
 from tlt.types import Row
 
 _PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd hash factors; sums and products wrap modulo 2^64
-_GRAIN = 64  # capacity grows in steps of this many tokens
-_CUDA_GRAIN = 512  # the same on a CUDA device; larger, because new memory needs new CUDA graphs
 AUDIT = "TLT_AUDIT"
 """Environment variable. If it is 1, a ledger checks the contents of all slots after every round."""
 
@@ -92,7 +91,6 @@ class KVCache:
     def __init__(self, store: AttentionBackend, bound_tokens: int) -> None:
         self.store, self.bound_tokens = store, bound_tokens
         self.ledger = Ledger() if os.environ.get(AUDIT) == "1" else None
-        self._grain = _CUDA_GRAIN if store.memory[0].is_cuda else _GRAIN
         self._rows: list[Row] = []
         self._held: list[tuple[int, ...]] = []
 
@@ -127,8 +125,9 @@ class KVCache:
     # -- capacity ------------------------------------------------------------------------------------------------------
 
     def fits(self, slots: int, tokens: int) -> bool:
-        """Return whether `slots` slots of `tokens` tokens each are within the memory limit."""
-        return slots * tokens <= self.bound_tokens
+        """Return whether `slots` slots of `tokens` tokens each are within the memory limit. The capacity of a slot is
+        rounded up: see `key_counts`."""
+        return slots * rounded_up(tokens, self.store.key_counts) <= self.bound_tokens
 
     def reserve(self, slots: int, tokens: int) -> None:
         """Make room for `slots` rows of `tokens` tokens each. The caller must have checked `fits`. If the limit allows,
@@ -139,8 +138,9 @@ class KVCache:
         if slots <= self.store.slots and tokens <= have:
             return
         # free slots are dropped: near the end of a rollout, growing them would take longer than the rounds
-        want = have if tokens <= have else -(-(tokens + tokens // 2) // self._grain) * self._grain
-        self._resize(slots, min(want, self.bound_tokens // slots))
+        counts = self.store.key_counts
+        want = have if tokens <= have else rounded_up(tokens + tokens // 2, counts)
+        self._resize(slots, min(want, rounded_down(self.bound_tokens // slots, counts)))
 
     def release(self) -> None:
         """Free the memory of the cache, between a rollout and an update on the same device."""

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from tlt.attention.key_counts import rounded_up
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureLayout
@@ -101,7 +102,8 @@ def _engine(
     widest = Strategy(PLAIN.drafter, max(_NODES) - 1, 1, max(_NODES))
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
     # even a small cache needs room for one row of the profile
-    engine.cache.bound_tokens = max(engine.cache.bound_tokens, length + _TOKENS + engine.rollout.scheduler.headroom)
+    cache, least = engine.cache, length + _TOKENS + engine.rollout.scheduler.headroom
+    cache.bound_tokens = max(cache.bound_tokens, rounded_up(least, cache.store.key_counts))
     prompt = Prompt(-1, "", tuple(i % target.options.vocab_size for i in range(length)))
     sampling = SamplingParams(max_new_tokens=min(_TOKENS, target.options.max_positions - length))
     engine.start([Request(prompt, 0, 0, i, sampling) for i in range(rows)])

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
+from tlt.attention.key_counts import rounded_up
 from tlt.config import EngineConfig
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.protocol import refuse_impossible
@@ -69,9 +70,10 @@ class Scheduler:
         refuse_impossible(request, self.max_positions, "the model supports", "lower rollout.max_new_tokens")
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
         if not self.cache.fits(1, longest + self.headroom):
+            takes = rounded_up(longest + self.headroom, self.cache.store.key_counts)
             raise ValueError(
-                f"one sequence of {longest} tokens, with room for {self.headroom} draft tokens, does not fit the "
-                f"key-value cache of {self.cache.bound_tokens} tokens: raise engine.kv_memory_mb or lower "
+                f"one sequence of {longest} tokens, with room for {self.headroom} draft tokens, takes {takes} tokens "
+                f"of the key-value cache, which has {self.cache.bound_tokens}: raise engine.kv_memory_mb or lower "
                 "rollout.max_new_tokens"
             )
 

@@ -56,6 +56,12 @@ class RMSNorm:
         scaled = self._unit(x).mul_(self.weight)
         return scaled.to(x.dtype) if x.dtype == torch.bfloat16 else scaled
 
+    def of(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the norm of `x` with another weight, with the bits of a call and with gradients."""
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        unit = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot(self.floor)
+        return (unit * (weight.to(wide.dtype) * weight.shape[-1] ** 0.5)).to(x.dtype)
+
     def unit(self, x: Tensor) -> Tensor:
         """Return x / hypot(|x|, sqrt(size * eps)): the norm without `self.weight` [size]. The caller folds the weight
         into the matrix of the next product."""
@@ -266,3 +272,9 @@ def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
     `rotate` needs pairs. Queries and keys are re-ordered in the same way, so their dot products do not change."""
     halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def from_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Undo `to_pairs`."""
+    pairs = weight.view(-1, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()

@@ -170,7 +170,7 @@ class _PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Weight [outputs, inputs]. Expert routers of some families read it instead of calling the layer."""
-        return self.product.weight.t()
+        return self.product.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

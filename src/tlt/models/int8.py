@@ -42,7 +42,7 @@ class Int8Product:
     """Int8 version of a `Product`. The weight is int8, and inputs are quantized to 8 bits at each call."""
 
     def __init__(self, product: Product) -> None:
-        weight = product.weight.t().float()  # [N, K]
+        weight = product.weight.float()  # [N, K]
         scales = weight.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
         if not torch.isfinite(scales).all():
             raise ArithmeticError("a weight is not finite in float32, so it has no int8 copy")

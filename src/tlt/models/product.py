@@ -1,97 +1,73 @@
-"""Matrix products whose weights change only at a weight sync, in the fastest memory layout on this machine.
+"""Matrix products whose weights change only at a weight sync. The bits of an output depend on its own row alone.
 
-MKL packs the weight again in each product of two or more rows, so a pass over four tokens takes almost twice as long as
-a pass over one token. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread
-with AVX-512:
+A library chooses the order of a sum by the number of rows. So each weight has one kernel, and a few rows are padded to
+a number of rows from which on this kernel has one order. On CPUs, oneDNN packs a float32 weight once, and a bfloat16
+weight if the CPU multiplies bfloat16. MKL is used for other weights. It packs the weight again in each product. CPU
+time in ms of all products in a pass of SmolLM2-135M without its head, on one thread with AVX-512:
 
-    rows                1    2    4    8   16   32   64
-    float32 plain      31   45   52   71   85   94  127
-    float32 packed     41   40   41   42   59   78  128
-    bfloat16 packed    24   23   23   24   21   24   34
+    rows                1    2    4    8   16
+    float32 plain      25   37   52   59   76
+    float32 packed     30   35   24   32   43
+    bfloat16 packed    16   18   14   18   24
 
 Shapes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-import time
-from functools import cache
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_ROWS = 4  # number of rows in the timed products, as for a short draft
-_REPEATS = 5  # number of timings; the shortest counts, so that other processes matter little
-_CALL_SECONDS = 20e-6  # overhead of a call of oneDNN between other operations, which the timed products do not have
-_TIMED_BYTES, _COPIES = 1 << 25, 16  # size and maximum number of timed weights; no CPU cache holds them, as in a pass
-NEVER = 1 << 62  # more rows than any product has
+_ROWS = 4  # oneDNN has one order of summation from this number of rows on, MKL for multiples of it
 
 
 class Product:
-    """Function x @ weight.T + bias for a weight [N, K] in Hugging Face's layout.
-
-    Products of at least `packed_from` rows use a weight packed by oneDNN. On most CPUs, a product of one row is faster
-    with the unpacked float32 weight, so both are kept.
-    """
+    """Function x @ weight.T + bias for a weight [N, K] in Hugging Face's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
-        """Prepare the memory layouts. If `shared` is true, `weight` is not copied, so the caller must not change it."""
+        """Prepare the memory layout. If `shared` is true, `weight` is not copied, so the caller must not change it."""
         self.bias = bias
-        cpu = weight.device.type == "cpu"
-        key = (*weight.shape, weight.dtype, shared, torch.get_num_threads())
-        self.packed_from = packed_from(*key) if cpu else NEVER
-        self.packed = _pack(weight) if self.packed_from < NEVER else None
-        self.weight = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
+        self.packed = _can_pack(weight)
+        if self.packed:
+            self._stored = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        else:
+            self._stored = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight [N, K]. A packed weight is unpacked at each access."""
+        return self._stored.to_dense() if self.packed else self._stored.t()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias + residual [M, N], for x [M, K] and residual [M, N]."""
-        if x.shape[0] < self.packed_from:  # len(x) takes a microsecond longer, 50 times in a pass
-            added = [term for term in (residual, self.bias) if term is not None]
-            return torch.addmm(sum(added[1:], added[0]), x, self.weight) if added else torch.mm(x, self.weight)
+        rows = x.shape[0]  # len(x) takes a microsecond longer, 50 times in a pass
+        if self.packed:
+            if 0 < rows < _ROWS:
+                return self._by_onednn(_repeated(x), None if residual is None else _repeated(residual))[:rows]
+            return self._by_onednn(x, residual)
+        if x.is_cpu and (more := -rows % _ROWS):
+            x, residual = F.pad(x, (0, 0, 0, more)), None if residual is None else F.pad(residual, (0, 0, 0, more))
+            return self._by_torch(x, residual)[:rows]
+        return self._by_torch(x, residual)
+
+    def _by_onednn(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+            return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._stored, self.bias, "add")
+
+    def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        added = [term for term in (residual, self.bias) if term is not None]
+        return torch.addmm(sum(added[1:], added[0]), x, self._stored) if added else torch.mm(x, self._stored)
 
 
-@cache
-def packed_from(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, threads: int) -> int:
-    """Return the smallest number of rows for which a packed weight is faster than an unpacked one: 1, 2 or NEVER.
-    Products of 4 rows are timed, then products of 1 row. If packing is faster for 4 rows only, the result is 2.
-
-    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster unpacked, because a call of oneDNN in a
-    pass has an overhead of about 20 us."""
-    if not _can_pack(dtype):
-        return NEVER
-    outputs = min(outputs, max(1, _TIMED_BYTES // (inputs * dtype.itemsize)))  # part of a large head is enough
-    copies = min(_COPIES, -(-_TIMED_BYTES // (outputs * inputs * dtype.itemsize)))
-    weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
-    plain = [weight.t() if shared else weight.t().contiguous() for weight in weights]
-    packed = [_pack(weight) for weight in weights]
-    if not _packed_is_faster(weights[0].new_ones(_ROWS, inputs), plain, packed):
-        return NEVER
-    return 1 if _packed_is_faster(weights[0].new_ones(1, inputs), plain, packed) else 2
+def _repeated(x: Tensor) -> Tensor:
+    """Return the rows of `x`, repeated to at least `_ROWS` rows. This is faster than to add zeros."""
+    return torch.cat([x] * -(-_ROWS // x.shape[0]))
 
 
-def _packed_is_faster(x: Tensor, plain: list[Tensor], packed: list[Tensor]) -> bool:
-    seconds: list[list[float]] = [[], []]
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        for weight in plain:
-            torch.mm(x, weight)
-        between = time.perf_counter()
-        for weight in packed:
-            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        seconds[0].append(between - began)
-        seconds[1].append(time.perf_counter() - between + _CALL_SECONDS * len(packed))
-    return min(seconds[1]) < min(seconds[0])
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+def _can_pack(weight: Tensor) -> bool:
+    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    # oneDNN picks one layout for all batch sizes above 1
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    fast = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return fast or weight.dtype == torch.float32

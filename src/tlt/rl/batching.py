@@ -1,39 +1,44 @@
-"""Packing of sequences into micro-batches: rows of concatenated sequences, within a token budget.
+"""Micro-batches of sequences within a token budget.
 
-A sequence is a prompt and its response. The attention mask keeps sequences of one row apart. Responses to one prompt
-may share one copy of it (`shared_prefix`). The packing depends only on the sequences and their order.
+A sequence is a prompt and its response. It has a row of its own, or shares one copy of its prompt with other responses
+(`shared_prefix`). So the model itself decides what a token attends to: windows and chunks of layers are never replaced
+by a mask. The micro-batches depend only on the sequences and their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tlt.rl.shared_prefix import SharedRow, no_mask
+from tlt.rl.shared_prefix import SharedRow
 
 _BEGINNING = 256  # fixed cost of one micro-batch, in units of the cost of one token
 _ATTENTION = 2  # cost of one additional attention call in every layer, in the same unit
 
 
 class Layout(NamedTuple):
-    """Plan of one micro-batch. Each element of `rows` has the sequence indices of one row."""
+    """Plan of one micro-batch. `groups` has indices of sequences with equal prompts."""
 
-    rows: list[list[int]]
+    groups: list[list[int]]
     shared: bool = False
-    """Whether the responses of each row share one copy of their prompt. If so, all rows are concatenated into one
-    tensor row."""
+    """Whether the responses of each group share one copy of their prompt. If so, all groups are concatenated into one
+    tensor row. If not, each sequence has its own row."""
+
+    @property
+    def sequences(self) -> list[int]:
+        """Indices of all sequences, in packing order."""
+        return [i for group in self.groups for i in group]
 
 
 class MicroBatch(NamedTuple):
     """Input of one pass: tensors with R rows of L tokens. `sequences` has the sequence indices, in packing order."""
 
     sequences: list[int]
-    input_ids: Tensor  # [R, L]
+    input_ids: Tensor  # [R, L], padded at the end: attention is causal, so no token attends to padding
     position_ids: Tensor  # [R, L], from 0 in each sequence; a response continues the positions of its prompt
-    mask: Tensor | None  # [R, 1, L, L] bool: causal in each sequence; None if each row is one sequence
     predicts: Tensor | None  # [R, L] bool: the next token is a response token; None if `shared` is given
     targets: Tensor  # [T] response tokens that the model sampled, in packing order
     shared: SharedRow | None = None  # layout of the single row if responses share a prompt
@@ -81,134 +86,76 @@ def plan_shared(
                 room, begun = most, False
                 need = len(prompts[i]) + len(responses[i])
             if not begun:
-                layouts[-1].rows.append([])
+                layouts[-1].groups.append([])
                 begun = True
-            layouts[-1].rows[-1].append(i)
+            layouts[-1].groups[-1].append(i)
             room -= need
     return layouts
 
 
-def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
-    """Return micro-batches as [micro-batch][row] -> sequence indices, the longest sequences first.
+def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[int]]:
+    """Return micro-batches as lists of sequence indices, the longest sequences first.
 
     The sequences are sorted by descending length. This list is cut into micro-batches such that the total work is
-    least. Rows are as wide as the longest sequence of their micro-batch. Either each row has one sequence, or sequences
-    share rows (first fit), whichever is less work. A sequence that exceeds `max_tokens` gets a micro-batch of its own.
+    least. Each sequence is padded to the longest of its micro-batch. A sequence that exceeds `max_tokens` gets a
+    micro-batch of its own.
 
-    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, attention
-    multiplies the work of a token by 1 + L / (6 hidden_size). If each row is one sequence, the factor is only
-    1 + L / (12 hidden_size), because plain causal attention skips the masked half.
+    Work is measured in tokens. Each micro-batch costs `_BEGINNING` in addition. In rows of width L, causal attention
+    multiplies the work of a token by 1 + L / (12 hidden_size).
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    descending = [lengths[i] for i in order]
-    best = [(0.0, 0, False)] * (len(order) + 1)  # for the sequences from each index on: work, first micro-batch
+    best = [(0.0, 0)] * (len(order) + 1)  # for the sequences from each index on: work, size of the first micro-batch
     for start in reversed(range(len(order))):
-        best[start] = min(
-            (_BEGINNING + work + best[start + count][0], count, alone)
-            for work, count, alone in _first_micro_batches(descending[start:], max_tokens, hidden_size)
-        )
+        width = lengths[order[start]]
+        work = width * (1 + width / (12 * hidden_size))
+        most = min(max(1, max_tokens // width), len(order) - start)
+        best[start] = min((_BEGINNING + k * work + best[start + k][0], k) for k in range(1, most + 1))
     batches, start = [], 0
     while start < len(order):
-        _, count, alone = best[start]
-        members = order[start : start + count]
-        batches.append([[i] for i in members] if alone else _in_rows(members, lengths))
-        start += count
+        batches.append(order[start : start + best[start][1]])
+        start += best[start][1]
     return batches
 
 
-def _first_micro_batches(
-    lengths: Sequence[int], max_tokens: int, hidden_size: int
-) -> Iterator[tuple[float, int, bool]]:
-    """Yield each possible first micro-batch as (work, number of sequences, whether each sequence has its own row).
-    `lengths` has the numbers of tokens of the sequences, in descending order."""
-
-    def work(rows: int, attended: float) -> float:
-        return rows * width * (1 + attended * width / (6 * hidden_size))
-
-    width, rows = lengths[0], 0
-    for count, row in enumerate(_first_fit(lengths), 1):
-        rows = max(rows, row + 1)
-        if rows > 1 and rows * width > max_tokens:
-            return
-        yield work(rows, 1.0), count, False
-        if count == 1 or count * width <= max_tokens:
-            yield work(count, 0.5), count, True
-
-
-def _in_rows(members: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    rows: dict[int, list[int]] = {}
-    for i, row in zip(members, _first_fit([lengths[i] for i in members]), strict=True):
-        rows.setdefault(row, []).append(i)
-    return [*rows.values()]
-
-
-def _first_fit(lengths: Sequence[int]) -> Iterator[int]:
-    """Yield the row index of each sequence: the first row with room for it. Rows are as wide as the first sequence."""
-    room: list[int] = []
-    for own in lengths:
-        row = next((r for r, free in enumerate(room) if free >= own), len(room))
-        if row == len(room):
-            room.append(lengths[0])
-        room[row] -= own
-        yield row
-
-
 def pack(
-    rows: Sequence[Sequence[int]],
+    members: Sequence[int],
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Return the tensors of one micro-batch. `rows` has the sequence indices of each row. A sequence is a prompt and
-    its response."""
-    width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
-    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    position_ids = torch.arange(width).repeat(len(rows), 1)  # padding never has position 0, which begins a sequence
-    # each padding token is its own segment, so that every token attends at least to itself
-    segment = torch.arange(1, width + 1).neg().repeat(len(rows), 1)
+    """Return the tensors of a micro-batch in which each of the sequences `members` has its own row."""
+    width = max(len(prompts[i]) + len(responses[i]) for i in members)
+    input_ids = torch.zeros(len(members), width, dtype=torch.long)
     predicts = torch.zeros_like(input_ids, dtype=torch.bool)
-    targets: list[int] = []
-    for r, row in enumerate(rows):
-        at = 0
-        for i in row:
-            tokens = [*prompts[i], *responses[i]]
-            end = at + len(tokens)
-            input_ids[r, at:end] = torch.tensor(tokens)
-            position_ids[r, at:end] = torch.arange(len(tokens))
-            segment[r, at:end] = i
-            predicts[r, at + len(prompts[i]) - 1 : end - 1] = True
-            targets += responses[i]
-            at = end
-    mask = None
-    if any(len(row) > 1 for row in rows):
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        mask = ((segment[:, None, :, None] == segment[:, None, None, :]) & causal).to(device)
-    input_ids, position_ids, predicts, wanted = (
-        t.to(device) for t in (input_ids, position_ids, predicts, torch.tensor(targets))
-    )
-    return MicroBatch([i for row in rows for i in row], input_ids, position_ids, mask, predicts, wanted)
+    for row, i in enumerate(members):
+        before, end = len(prompts[i]), len(prompts[i]) + len(responses[i])
+        input_ids[row, :end] = torch.tensor([*prompts[i], *responses[i]])
+        predicts[row, before - 1 : end - 1] = True
+    position_ids = torch.arange(width, device=device).expand(len(members), -1)
+    targets = torch.tensor([token for i in members for token in responses[i]], dtype=torch.long, device=device)
+    return MicroBatch([*members], input_ids.to(device), position_ids, predicts.to(device), targets)
 
 
 def pack_shared(
-    rows: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Return the tensors of a micro-batch in which responses share prompts. `rows` has the sequence indices of each
-    group. All groups are concatenated in one tensor row: each prompt, followed by its responses."""
+    """Return the tensors of a micro-batch in which responses share prompts. `groups` has indices of sequences
+    with equal prompts. All groups are concatenated in one tensor row: each prompt, followed by its responses."""
     tokens: list[int] = []
     positions: list[int] = []
-    for row in rows:
-        prompt = prompts[row[0]]
+    for group in groups:
+        prompt = prompts[group[0]]
         tokens += prompt
         positions += range(len(prompt))
-        for i in row:
+        for i in group:
             tokens += responses[i]
             positions += range(len(prompt), len(prompt) + len(responses[i]))
-    sequences = [i for row in rows for i in row]
+    sequences = [i for group in groups for i in group]
     targets = [token for i in sequences for token in responses[i]]
-    layout = SharedRow([(len(prompts[row[0]]), [len(responses[i]) for i in row]) for row in rows], device)
+    layout = SharedRow([(len(prompts[group[0]]), [len(responses[i]) for i in group]) for group in groups])
     input_ids, position_ids = (torch.tensor([of], device=device) for of in (tokens, positions))
     wanted = torch.tensor(targets, dtype=torch.long, device=device)
-    return MicroBatch(sequences, input_ids, position_ids, no_mask(device), None, wanted, layout)
+    return MicroBatch(sequences, input_ids, position_ids, None, wanted, layout)

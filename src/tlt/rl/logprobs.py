@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,26 +25,48 @@ from tlt.sampling import lowest_temperature
 from tlt.types import TrainBatch
 
 
-def token_logprobs(
-    model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
-) -> tuple[Tensor, Tensor]:
+class Forward(Protocol):
+    """Forward pass of a model, with gradients."""
+
+    model: Any
+
+    def hidden(self, micro: MicroBatch) -> Tensor:
+        """Return the hidden states [T, D] that predict a micro-batch's targets."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [T, V] for hidden states [T, D]."""
+        ...
+
+
+class TransformersForward:
+    """Forward pass by transformers' own code. If `autocast`, the model computes in bfloat16."""
+
+    def __init__(self, model: Any, autocast: bool) -> None:
+        self.model, self._head = model, Head(model)
+        self._cast = _autocast(model.device, autocast)
+
+    def hidden(self, micro: MicroBatch) -> Tensor:
+        inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids}
+        shared = micro.shared.arguments(micro.input_ids) if micro.shared else {}
+        with self._cast:
+            return micro.predicting(self.model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with self._cast:
+            return self._head(hidden)
+
+
+def token_logprobs(forward: Forward, micro: MicroBatch, temperature: float, logits_mb: int) -> tuple[Tensor, Tensor]:
     """Return log-probs [T] of a micro-batch's targets under softmax(logits / temperature), and the entropies [T] of
-    these distributions. Entropies have no gradient. At most `logits_mb` MiB of logits are computed at once. If
-    `autocast`, the model computes in bfloat16."""
-    cast = _autocast(micro.input_ids.device, autocast)
-    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
-    shared = {"shared_row": micro.shared} if micro.shared else {}
-    with cast:
-        hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
-    head = Head(model)
+    these distributions. Entropies have no gradient. At most `logits_mb` MiB of logits are computed at once."""
 
     def logprobs_of(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        with cast:
-            logits = head(hidden)
+        logits = forward.logits(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return LogProbs.apply(wide, targets, max(temperature, lowest_temperature(wide.dtype)))
 
-    return in_chunks(logprobs_of, hidden, micro.targets, chunk_tokens(model, logits_mb))
+    return in_chunks(logprobs_of, forward.hidden(micro), micro.targets, chunk_tokens(forward.model, logits_mb))
 
 
 class LogProbs(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
+from tlt.attention.key_counts import rounded_up
 from tlt.draft.tree import DraftTree, stack
 from tlt.engine.memory import return_freed_memory
 from tlt.engine.protocol import Target
@@ -86,7 +87,7 @@ def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tenso
     correct draft token has a wrong sibling."""
     device, text = target.device, tokens.tolist()
     store = attention_for(HeadShape.of(target.options, target.dtype, device))
-    store.resize(1, 2 * len(text))
+    store.resize(1, rounded_up(2 * len(text), store.key_counts))
     done, found = 0, list[Tensor]()
     while done < len(text):
         right = text[done:][: _DRAFT if done else max(1, prefilled)]

@@ -14,7 +14,8 @@ from tlt.config import ConfigError, RolloutConfig, TrainConfig
 from tlt.files import first_line
 from tlt.rl.batching import MicroBatch
 from tlt.rl.early import fixed_logprobs, has_early_gradients
-from tlt.rl.logprobs import FixedLogprobs, rollout_logprobs, token_logprobs
+from tlt.rl.engine_forward import EngineForward, can_follow
+from tlt.rl.logprobs import FixedLogprobs, Forward, TransformersForward, rollout_logprobs, token_logprobs
 from tlt.rl.losses import Objective
 from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import Alone, ProcessGroup
@@ -67,6 +68,7 @@ class Passes:
     ) -> None:
         self.model, self.reference, self.config, self.device = model, reference, config, device
         self.temperature, self.autocast = rollout.temperature, autocast
+        self.forwards = {id(one): self.forward_of(one) for one in (model, reference) if one}
         self.objective = Objective(config, rollout)
         shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
         self.packer = Packer(config.micro_batch_tokens, model.config.hidden_size, device, shares)
@@ -77,7 +79,14 @@ class Passes:
 
     def logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the log-prob and the entropy of each target token of a micro-batch, [T] each."""
-        return token_logprobs(model, micro, self.temperature, self.config.logits_mb, self.autocast)
+        return token_logprobs(self.forwards[id(model)], micro, self.temperature, self.config.logits_mb)
+
+    def forward_of(self, model: Any) -> Forward:
+        """Return the forward pass of the policy or the reference model, by the engine's operations if possible."""
+        dtype = torch.bfloat16 if self.autocast else model.dtype
+        if can_follow(model, dtype):
+            return EngineForward(model, dtype, self.config.gradient_checkpointing)
+        return TransformersForward(model, self.autocast)
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
@@ -85,7 +94,7 @@ class Passes:
         """Yield the micro-batches of the responses `members`, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
             yield self.packer.pack(batch, layout)
-            tokens = sum(batch.lengths([i for row in layout.rows for i in row]))
+            tokens = sum(batch.lengths(layout.sequences))
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
 
     def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:

@@ -45,15 +45,15 @@ class Packer:
         shared = [group for group in groups if self._tokens(batch, group) < sum(batch.lengths(group))]
         sharing = {i for group in shared for i in group}
         rest = [i for i in members if i not in sharing]
-        rows = plan(batch.lengths(rest), self.max_tokens, self.hidden_size)
+        alone = plan(batch.lengths(rest), self.max_tokens, self.hidden_size)
         return [
             *plan_shared(shared, batch.prompt_ids, batch.response_ids, self.max_tokens),
-            *(Layout([[rest[k] for k in row] for row in of_one]) for of_one in rows),
+            *(Layout([[rest[k]] for k in own]) for own in alone),
         ]
 
     def pack(self, batch: TrainBatch, layout: Layout) -> MicroBatch:
-        lay_out = pack_shared if layout.shared else pack
-        micro = lay_out(layout.rows, batch.prompt_ids, batch.response_ids, self.device)
+        sequences = batch.prompt_ids, batch.response_ids, self.device
+        micro = pack_shared(layout.groups, *sequences) if layout.shared else pack(layout.sequences, *sequences)
         if batch.masks.keys().isdisjoint(micro.sequences):
             return micro
         sampled = torch.tensor([own for i in micro.sequences for own in batch.mask(i)], device=self.device)

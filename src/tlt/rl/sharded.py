@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tlt.models import weights
 from tlt.models.hugging_face import checkpointable_layers, save_model
 from tlt.rl.batching import MicroBatch
+from tlt.rl.logprobs import Forward, TransformersForward
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
 from tlt.rl.planner import Held
@@ -29,6 +30,10 @@ from tlt.types import TrainBatch
 
 class ShardedPasses(Passes):
     """Passes through sharded layers. All members of the group take part in every pass."""
+
+    def forward_of(self, model: Any) -> Forward:
+        """Return the forward pass by transformers' own code, because FSDP2 gathers weights when layers are called."""
+        return TransformersForward(model, self.autocast)
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
@@ -46,7 +51,7 @@ class ShardedPasses(Passes):
         """Pass one token without a target through the model, forward and, if gradients are on, backward. Its gradient
         is 0."""
         token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
-        nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
+        nothing = MicroBatch([], token, token, no, token[0, :0])
         logprobs, _ = self.logprobs(model, nothing)
         if torch.is_grad_enabled():
             logprobs.sum().backward()

@@ -1,31 +1,36 @@
 """Attention for shared prompts: one row holds a prompt once, followed by all responses to it.
 
-Each response attends to the prompt and to itself. Its positions continue those of the prompt. `attend` is registered
-with transformers, so it serves every model whose attention layers use that registry.
+Each response attends to the prompt and to itself, within the sliding window or chunk of the layer. Its positions
+continue those of the prompt. `attend` is registered with transformers, so it serves every model whose attention layers
+use that registry.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 log = logging.getLogger(__name__)
 
 _NAME = "tlt_shared_prefix"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
-_LAYERS = {"full_attention", "sliding_attention"}
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _ROUNDING = 1e-4  # largest difference of hidden states by rounding, relative to the largest hidden state
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function (query [B, H, N, D], key and value [B, K, T, D]) -> attention [B, N, H, D] of the last N of T tokens"""
+MakeMask = Callable[[int, int], Tensor | None]
+"""Function (N, T) -> mask [1, 1, N, T] of the last N of T tokens, or None if they need none"""
 
 
 class CannotShare(RuntimeError):
@@ -38,26 +43,18 @@ class SharedRow:
     prompt tokens, number of tokens of each response)."""
 
     groups: Sequence[tuple[int, Sequence[int]]]
-    device: torch.device
-    windows: list[int | None] = field(default_factory=list)
-    """sliding window in tokens of each layer that has used this layout; None is full attention"""
-    _masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+    layers: int = 0
+    """number of times that a layer has used this layout"""
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of tokens of the prompts and responses, in the order of the row."""
         return list(chain.from_iterable((prompt, *responses) for prompt, responses in self.groups))
 
-    def mask(self, before: int, own: int, window: int | None) -> Tensor:
-        """Return a bool mask [own, before + own]: `own` tokens attend to `before` tokens and causally to each other.
-
-        `window` is a sliding window in tokens. Each mask is computed once for all layers."""
-        window = window if window and window < before + own else None
-        key = (before, own, window)
-        if key not in self._masks:
-            mask = torch.ones(own, before + own, dtype=torch.bool, device=self.device).tril(before)
-            self._masks[key] = mask.triu(before + 1 - window) if window else mask
-        return self._masks[key]
+    def arguments(self, input_ids: Tensor) -> dict[str, Any]:
+        """Return arguments for the model's forward pass. Without a mask, transformers would take the row for packed
+        sequences, which begin where positions do not increase by 1."""
+        return {"shared_row": self, "attention_mask": torch.ones_like(input_ids)}
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Select the hidden states that predict response tokens: [1, N, D] -> [tokens of all responses, D].
@@ -72,55 +69,63 @@ class SharedRow:
         return torch.cat(found)
 
 
+def _lazy_mask(**settings: Any) -> Callable[..., Tensor | None]:
+    """Return a function that makes a layer's mask as transformers does, with some `settings` replaced. It returns
+    None for causal attention without window or chunk. transformers passes it to the layers in place of a mask."""
+    return cache(partial(sdpa_mask, **settings))
+
+
 def attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     shared_row: SharedRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. If `shared_row` is None, call
+    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. If `shared_row` is None, return
     transformers' sdpa attention.
 
-    Raises CannotShare if `settings` has an option that is not supported."""
+    Raises CannotShare if the layer does not get its mask from `_lazy_mask`."""
     if shared_row is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    _refuse(settings)
-    scaling, window = settings.get("scaling"), settings.get("sliding_window")
+        mask = attention_mask() if callable(attention_mask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, **settings)
+    if not callable(attention_mask):
+        raise CannotShare("its layers do not use the mask that transformers makes")
+
+    def mask(new: int, whole: int) -> Tensor | None:
+        return attention_mask(q_length=new, kv_length=whole, q_offset=whole - new, attention_mask=None)
+
+    def last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        shape = mask(query.shape[2], key.shape[2])
+        return sdpa_attention_forward(module, query, key, value, shape, **settings)[0]
+
     parts = zip(*(tensor.split(shared_row.sizes, dim=2) for tensor in (query, key, value)), strict=True)
     found = []
-    for before, responses in shared_row.groups:
-        query, key, value = next(parts)
-        mask = shared_row.mask(0, before, window) if window and window < before else None
-        found.append(_sdpa(query, key, value, mask, scaling))
+    for _, responses in shared_row.groups:
+        prompt = next(parts)
+        found.append(last(*prompt))
         owns = [next(parts) for _ in responses]
         mixed = {}
         for batch in _alike(responses):
-            together = _responses([query, key, value], [owns[i] for i in batch], shared_row, window, scaling)
-            mixed |= {i: out[None, :, : responses[i]] for i, out in zip(batch, together, strict=True)}
+            together = _responses(prompt, [owns[i] for i in batch], last, mask)
+            mixed |= {i: out[None, : responses[i]] for i, out in zip(batch, together, strict=True)}
         found += [mixed[i] for i in sorted(mixed)]
-    shared_row.windows.append(window)
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+    shared_row.layers += 1
+    return torch.cat(found, dim=1), None
 
 
-def _responses(
-    prompt: Sequence[Tensor],
-    owns: Sequence[Sequence[Tensor]],
-    row: SharedRow,
-    window: int | None,
-    scaling: float | None,
-) -> Tensor:
-    """Return attention [B, H, N, D] of B responses, padded to N tokens, to their prompt and to themselves. `prompt` and
+def _responses(prompt: Sequence[Tensor], owns: Sequence[Sequence[Tensor]], last: Attend, mask: MakeMask) -> Tensor:
+    """Return attention [B, N, H, D] of B responses, padded to N tokens, to their prompt and to themselves. `prompt` and
     each element of `owns` are (query, key, value)."""
     query, *own = (_padded([x[part] for x in owns]) for part in range(3))
     key, value = (_after(x, y) for x, y in zip(prompt[1:], own, strict=True))
     before, whole = prompt[0].shape[2], key.shape[2]
     # causal kernels skip the masked half, so computing a short prompt again costs less than a mask does
-    if 2 * before < whole and not (window and window < whole):
-        return _sdpa(_after(prompt[0], query), key, value, None, scaling)[:, :, before:]
-    return _sdpa(query, key, value, row.mask(before, whole - before, window), scaling)
+    if 2 * before < whole and mask(whole, whole) is None:
+        return last(_after(prompt[0], query), key, value)[:, before:]
+    return last(query, key, value)
 
 
 def _after(prompt: Tensor, own: Tensor) -> Tensor:
@@ -145,28 +150,8 @@ def _padded(parts: Sequence[Tensor]) -> Tensor:
     return pad_sequence([part[0].transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
 
 
-def _refuse(settings: dict[str, Any]) -> None:
-    if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
-        raise CannotShare(f"its attention uses {names[0]}, which shared prompts do not support")
-    if settings.get("dropout"):
-        raise CannotShare("its attention uses dropout, which shared prompts do not support")
-    if settings.get("is_causal") is False:
-        raise CannotShare("its attention is not causal")
-
-
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Return attention with `mask`, or causal attention if `mask` is None."""
-    share = query.shape[1] // key.shape[1]
-    grouped = share > 1 and (mask is None or query.device.type == "cpu")  # CUDA: no fast kernel for GQA with a mask
-    if share > 1 and not grouped:
-        key, value = repeat_kv(key, share), repeat_kv(value, share)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-    )
-
-
 AttentionInterface.register(_NAME, attend)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionMaskInterface.register(_NAME, _lazy_mask)
 
 
 def share_prefixes(model: Any) -> bool:
@@ -177,7 +162,7 @@ def share_prefixes(model: Any) -> bool:
     model.config._attn_implementation = _NAME
     try:
         _compare(model)
-    except (TypeError, ValueError, RuntimeError) as error:  # a model may reject the layout in any way
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # a model may reject the layout in any way
         log.warning(
             "%s cannot share prompts, because %s: the update computes each prompt once per response, which is slower",
             type(model).__name__,
@@ -196,27 +181,19 @@ def _compare(model: Any) -> None:
     if unknown := set(types) - _LAYERS:
         raise CannotShare(f"it has layers of type {min(unknown)}, which shared prompts do not support")
     first, second, third = (size * k // 4 for k in (1, 2, 3))  # not the padding token, whose embedding may be 0
-    prompt, responses = [first], [[second, third], [third]]
-    row = SharedRow([(1, [2, 1])], device)
+    prompt, responses = [first], [[third], [second, third]]
+    row = SharedRow([(1, [1, 2])])
     tokens = torch.tensor([[*prompt, *responses[0], *responses[1]]], device=device)
-    positions = torch.tensor([[0, 1, 2, 1]], device=device)
-    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": no_mask(device)}
-    together = model.base_model(**inputs, use_cache=False, shared_row=row).last_hidden_state[0]
-    if len(row.windows) != model.config.num_hidden_layers:
+    positions = torch.tensor([[0, 1, 1, 2]], device=device)
+    inputs = {"input_ids": tokens, "position_ids": positions, **row.arguments(tokens)}
+    together = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+    if row.layers != model.config.num_hidden_layers:
         raise CannotShare(
             f"its {model.config.num_hidden_layers} layers must each call transformers' attention registry once, and "
-            f"the number of calls was {len(row.windows)}"
+            f"the number of calls was {row.layers}"
         )
-    if sum(window is not None for window in row.windows) < types.count("sliding_attention"):
-        raise CannotShare("its sliding-window layers do not pass their window size")
-    for response, own in zip(responses, (together[1:3], together[3:]), strict=True):
+    for response, own in zip(responses, (together[1:2], together[2:]), strict=True):
         tokens = torch.tensor([[*prompt, *response]], device=device)
         alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, 1:]
         if not (alone - own).abs().max() <= _ROUNDING * alone.abs().max():
             raise CannotShare("hidden states of a shared prompt differ from those of each sequence alone")
-
-
-def no_mask(device: torch.device) -> Tensor:
-    """Return a [1, 1, 1, 1] mask of True. transformers passes a 4D mask on unchanged. If the mask is None, it builds
-    one of [N, N] from the positions."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

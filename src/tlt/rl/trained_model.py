@@ -77,6 +77,7 @@ class TrainedModel:
         if norm.isfinite():  # else the optimizer step would make weights NaN
             self.version = None
             self.optimizer.step()
+            torch.autograd.graph.increment_version(parameters)  # a fused step does not, and `EngineForward` needs it
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
