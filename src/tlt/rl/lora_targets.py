@@ -17,7 +17,7 @@ from tlt_rl import install_hint
 
 _ALL = "all-linear"
 _TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""names that PEFT takes for those of experts in transformers 4, if the model's experts are fused; it would then pass
+"""names that PEFT takes for those of experts in transformers 4, if the model is a mixture of experts; it then passes
 over a linear layer of this name, such as that of a shared expert"""
 
 
@@ -92,6 +92,7 @@ def _find(model: Any, config: LoraConfig) -> Targets:
     linear, experts = _layers(model)
     ends, known = names_of_ends(model), _kinds([*linear, *experts])
     targets = dict.fromkeys(name for target in config.targets for name in (known if target == _ALL else [target]))
+    is_mixture = any("expert" in field for field in model.config.to_dict())
     modules, parameters = list[str](), list[str]()
     for target in targets:
         is_layer, is_tensor = (any(is_named(x, target) for x in names) for names in ([*linear, *ends], experts))
@@ -100,7 +101,7 @@ def _find(model: Any, config: LoraConfig) -> Targets:
                 f"train.lora.targets has {target}, but the model has no linear layer of this name: name some of "
                 f"{', '.join(known)}, or {_ALL}"
             )
-        if is_layer and experts and target.rpartition(".")[2] in _TAKEN:
+        if is_layer and is_mixture and target.rpartition(".")[2] in _TAKEN:
             parameters.append(f"{target}.weight")
         elif is_layer:
             modules.append(target)
