@@ -30,8 +30,8 @@ class LoraConfig(Section):
 
     @field_validator("targets", mode="before")
     @classmethod
-    def _one_is_a_list(cls, targets: object) -> object:
-        return [targets] if isinstance(targets, str) else targets
+    def _listed(cls, targets: object) -> object:
+        return targets.split(",") if isinstance(targets, str) else targets
 
 
 class ModelConfig(Section):

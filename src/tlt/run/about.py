@@ -25,6 +25,7 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
     chat = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
+    chat += "; eval.path is not used (eval.every above 0 uses it)" if config.eval.path and not config.eval.every else ""
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
     return f"{shown} of {source}{chat}; {per_step} per step; reward {config.reward.named}"
 
