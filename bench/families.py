@@ -3,8 +3,9 @@
     python bench/families.py [NAME ...]        all causal language models of the installed transformers, or these
 
 A family passes if greedy tokens are those of `generate`, if drafts change no token at temperature 1, if log-probs of
-packed responses are those of single ones, and if all this holds after an update by the gradient. Others are listed with
-the reason that a user would read.
+packed responses are those of single ones, and if all this holds after an update by the gradient. Two updates by LoRA
+must change exactly the weights of linear layers and experts, and engine and policy must be one model after them. Others
+are listed with the reason that a user would read.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from tlt import Engine, Prompt, SamplingParams, make_requests
 from tlt.config import EngineConfig, RolloutConfig, TrainConfig
+from tlt.config.sections import LoraConfig
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.tuner import Fixed
@@ -30,7 +33,8 @@ from tlt.files import first_line
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import is_fused, read_config
-from tlt.models.hugging_face import experts_in
+from tlt.models.hugging_face import empty_model, experts_in, load_model
+from tlt.rl.lora import AdaptedPolicy, merged_state
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -91,15 +95,18 @@ def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]
     return "" if policy.update(batch, 0)["grad_norm"] > 0 else "the gradient is 0"
 
 
-def save_small(name: str, folder: Path) -> None:
-    """Write a small random model of a family, with weights large enough for its tokens to depend on the context."""
+def small_config(name: str) -> Any:
     kind = CONFIG_MAPPING[name]
     known = kind().to_dict()
     if is_fused(kind()):  # it decodes as far as a window reaches
         known.pop("sliding_window", None)
-    config = kind(**SIZES | {field: value for field, value in MORE.items() if field in known})
-    with torch.device("meta"):
-        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    return kind(**SIZES | {field: value for field, value in MORE.items() if field in known})
+
+
+def save_small(name: str, folder: Path) -> None:
+    """Write a small random model of a family, with weights large enough for its tokens to depend on the context."""
+    config = small_config(name)
+    size = sum(weight.numel() for weight in empty_model(config).parameters())
     if size > LARGEST:
         raise ValueError(f"it has {size:,} weights with the sizes that are known here")
     torch.manual_seed(0)
@@ -118,7 +125,7 @@ def try_family(name: str) -> str:
         except Exception as error:  # a config may need fields that are not known here
             return f"no small model can be made ({first_line(error)[:200]})"
         try:
-            return _compare(folder, torch.float64) or _compare(folder, torch.float32)
+            return next(filter(None, (_compare(folder, d) or _adapt(folder, d) for d in ROUNDING)), "")
         except ValueError as error:
             return first_line(error)[:200]
 
@@ -137,6 +144,29 @@ def _compare(folder: Path, dtype: torch.dtype) -> str:
         if wrong := update(policy, sorted(plain + decode(target, 1.0, PLAIN))):
             return f"{wrong} in {at}"
     return ""
+
+
+def _adapt(folder: Path, dtype: torch.dtype) -> str:
+    """Take two optimizer steps by LoRA with its default targets. The first changes only one half of each adapter."""
+    lora = TrainConfig(learning_rate=1e-2, lora=LoraConfig(rank=2))
+    policy = AdaptedPolicy(folder, dtype, DEVICE, lora, RolloutConfig(), reference=folder)
+    before, target = merged_state(policy.model), decoder_for(read_config(folder), dtype, DEVICE)
+    texts = torch.randint(3, VOCABULARY, (8, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    for _ in range(2):
+        if wrong := update(policy, [(tuple(text[:5]), tuple(text[5:])) for text in texts]):
+            return f"LoRA: {wrong}"
+    take_weights(target, policy, 2)
+    changed = {name for name, weight in merged_state(policy.model).items() if not torch.equal(weight, before[name])}
+    if odd := changed ^ linear_weights(load_model(folder, dtype, DEVICE)):
+        return f"LoRA trains {min(odd)}" if min(odd) in changed else f"LoRA does not train {min(odd)}"
+    return ""
+
+
+def linear_weights(model: Any) -> set[str]:
+    """Return the names of the weights of linear layers except the head, and of experts."""
+    layers = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    layers -= {id(model.get_output_embeddings().weight)}
+    return {name for name, weight in model.named_parameters() if id(weight) in layers or weight.dim() == 3}
 
 
 def decode(target: Decoder, temperature: float, strategy: Strategy) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

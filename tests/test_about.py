@@ -39,3 +39,10 @@ def test_an_unused_chat_template_is_named(tmp_path: Path, template: str | None, 
     config = tiny_config(tmp_path, data={"chat": chat})
     said = about_prompts(config, [], SimpleNamespace(chat_template=template))
     assert ("the model's chat template is not used (data.chat = true uses it)" in said) == named
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_unused_file_for_evaluations_is_named(tmp_path: Path, every: int) -> None:
+    config = tiny_config(tmp_path, eval={"path": "held_out.jsonl", "every": every})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=None))
+    assert ("eval.path is not used (eval.every above 0 uses it)" in said) == (not every)

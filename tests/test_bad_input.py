@@ -93,6 +93,10 @@ OPTIONS = {
     "--reward.name=format --reward.pattern=a{99999999999}": r"'a\{99999999999\}' is not a regular expression",
     "--reward.name=format --reward.pattern=DEEP": r"is not a regular expression: .*recursion",
     "--reward.name=exact --reward.answer_marker=<eos>": r"answer_marker contains the special token <eos>",
+    "--reward.name=exact --reward.pattern=a": r"'exact' does not use reward\.pattern: remove one of the two",
+    "--reward.name=exact --reward.batched=true": r"'exact' does not use reward\.batched",
+    "--reward.length_to=9": r"'tiny_rewards:share_of_low_bytes' does not use reward\.length_to",
+    "--train.lora.rank=2 --train.lora.targets=v_porj": r"has v_porj, but the model has no linear layer of this name",
     "--reward.name=length": r"reward\.length_to above reward\.length_from",
     "--eval.every=1": r"eval\.every needs eval\.path",
     "--rollout.max_new_tokens=511": r"max_position_embeddings = 512: lower rollout\.max_new_tokens to at most 499$",
@@ -140,6 +144,10 @@ FILES: list[tuple[dict[str, Change], str]] = [
     (
         {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="exact"}]'), "options": "--reward.batched=true"},
         r"reward\.batched has no effect with \[\[reward\.terms\]\]: set batched in its term$",
+    ),
+    (
+        {"recipe.toml": replace(b'name = "tiny.*"', b'environment = "a:B"\nweight = 0.5')},
+        r"reward\.weight has no effect with an environment, which gives the reward: remove it$",
     ),
     (
         {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="tiny_rewards:f"}]')},

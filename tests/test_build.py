@@ -83,7 +83,7 @@ def test_a_sharded_policy_trains_no_drafter_of_vllm(shard: bool, tmp_path: Path)
     assert backend_of(config.engine).trains_drafter(config) != shard
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
 def test_vllm_refuses_an_untied_head_of_a_tied_config(tmp_path: Path, target: str) -> None:
     """The error comes before vLLM starts. Its weights would differ from the policy's after the first update."""
     config = by_vllm(tmp_path, 1, {"lora": {"rank": 2, "targets": ["q_proj", target]}}, drafter="off")

@@ -66,6 +66,15 @@ def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> Non
     assert prompt.data["answer"] == 2
 
 
+def test_a_template_that_names_another_column_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = '{"question": "1 + 1", "context": "sums", "answer": "2"}'
+    load(tmp_path, row, template="{question} Write \\boxed{answer} as in {example}.")
+    assert not caplog.text
+    (prompt,) = load(tmp_path, row, template="{context}: {question}")
+    assert prompt.text == "{context}: 1 + 1"
+    assert "data.template has {context}, and shows it as it is: only {question} is replaced" in caplog.text
+
+
 NO_TEXT = "has neither text nor messages under 'question'"
 
 

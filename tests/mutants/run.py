@@ -84,6 +84,8 @@ def main() -> int:
     parser.add_argument("-j", type=int, default=1, help="number of mutants at a time (default 1)")
     asked = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if asked.k in str(mutant)]
+    if not chosen:
+        parser.error(f"no mutant has the text {asked.k!r}")
     with ThreadPoolExecutor(asked.j) as pool:
         suites = sorted({mutant.tests for mutant in chosen})
         for suite, outcome in zip(suites, pool.map(run_tests, suites), strict=True):

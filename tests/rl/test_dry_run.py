@@ -162,7 +162,7 @@ def test_a_device_that_runs_out_of_memory_names_a_field(home: Path, monkeypatch:
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_pass_on_a_device_overrides_the_estimate(home: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
-    need = module._Need(fixed=MIB, saved=1000.0, logits=10, layers=2, hidden=4)
+    need = module._Need(fixed=MIB, saved=1000.0, merged=0, logits=10, layers=2, hidden=4)
     monkeypatch.setattr(module._Need, "measured", lambda policy, config: need)
     monkeypatch.setattr(module, "_has_room", lambda policy, need, update: has_room)
     said = refusal(monkeypatch, 2**40, config_of(home), SimpleNamespace(device=torch.device("cuda")))

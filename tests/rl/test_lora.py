@@ -138,11 +138,6 @@ def test_a_file_of_adapters_that_lacks_one_or_has_another_is_refused(folder: Pat
         adapted(tmp_path / "policy", folder)
 
 
-def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"train\.lora\.targets do not fit the model"):
-        adapted(folder, folder, targets=["query_key_value"])
-
-
 def run(home: Path, name: str, resume: bool = False, display: Any = None, **training: Any) -> str:
     sections = {
         "train": {"steps": 3, "lora": {"rank": 2}, "learning_rate": 1e-2} | training,

@@ -193,9 +193,9 @@ class _Bench:
             for looks_ahead in (False, True) if self.older else (False,):
                 name = "adaptive, look-ahead" if looks_ahead else "adaptive"
                 found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
-        if not any(c.name.startswith(self.only) for c in found):
+        if odd := [only for only in self.only if not any(c.name.startswith(only) for c in found)]:
             names = ", ".join(c.name for c in found)
-            raise ConfigError(f"--only {','.join(self.only)}: no strategy begins with this; there are {names}")
+            raise ConfigError(f"--only {odd[0]}: no strategy begins with this; there are {names}")
         return [c for c in found if c.name == PLAIN.name or c.name.startswith(self.only)]
 
     def rows(self, batch: int, label: str, count: int, repeats: int) -> list[dict[str, Any]]:

@@ -15,6 +15,9 @@ def _data(config: Config) -> None:
         raise ValueError(
             "reward.name = 'reasoning_gym' needs data.tasks: for your own data use 'math', 'exact' or 'module:function'"
         )
+    for term in config.reward.all_terms:
+        if term.unread:
+            raise ValueError(f"reward.name = {term.name!r} does not use reward.{term.unread[0]}: remove one of the two")
     if config.eval.every and config.data.environment:
         raise ValueError("eval.every cannot be used with data.environment: set eval.every = 0")
     if config.eval.every and config.data.path and not config.eval.path:

@@ -11,6 +11,9 @@ from pydantic import Field, model_validator
 from tlt.config.registry import REWARDS
 from tlt.config.section import LONGEST, Section
 
+_READ_BY = {"pattern": "format", "length_from": "length", "length_to": "length", "batched": ":"}
+"""field that only one reward reads -> its name; `:` stands for functions of the user"""
+
 
 class RewardTerm(Section):
     name: str = "reasoning_gym"
@@ -39,8 +42,8 @@ class RewardTerm(Section):
             near = difflib.get_close_matches(self.name, REWARDS, n=1)
             meant = f"did you mean {near[0]!r}" if near else f"give one of {', '.join(REWARDS)}"
             raise ValueError(f"unknown reward.name {self.name!r}: {meant}, or your own as 'module:function'")
-        if (self.name == "format") != bool(self.pattern):
-            raise ValueError("reward.name = 'format' needs reward.pattern, a regular expression: set both or neither")
+        if self.name == "format" and not self.pattern:
+            raise ValueError("reward.name = 'format' needs reward.pattern, a regular expression")
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
@@ -48,6 +51,18 @@ class RewardTerm(Section):
         if self.name == "length" and self.length_to <= self.length_from:
             raise ValueError("reward.name = 'length' needs reward.length_to above reward.length_from, in tokens")
         return self
+
+    @property
+    def changed(self) -> list[str]:
+        """Fields of the term, except `name`, that differ from their defaults."""
+        fields = RewardTerm.model_fields
+        return [name for name in fields if name != "name" and getattr(self, name) != fields[name].default]
+
+    @property
+    def unread(self) -> list[str]:
+        """Fields that differ from their defaults, but that a reward of this name does not read."""
+        kind = ":" if ":" in self.name else self.name
+        return [name for name in self.changed if _READ_BY.get(name, kind) != kind]
 
 
 class RewardConfig(RewardTerm):
@@ -83,8 +98,10 @@ class RewardConfig(RewardTerm):
     def _one_or_several(self) -> RewardConfig:
         if self.terms and self.name != "reasoning_gym":
             raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
-        if self.terms and self.batched:
-            raise ValueError("reward.batched has no effect with [[reward.terms]]: set batched in its term")
+        if self.terms and (odd := self.changed):
+            raise ValueError(f"reward.{odd[0]} has no effect with [[reward.terms]]: set {odd[0]} in its term")
+        if self.environment and (odd := self.changed):
+            raise ValueError(f"reward.{odd[0]} has no effect with an environment, which gives the reward: remove it")
         if self.environment and (self.terms or self.name != "reasoning_gym"):
             raise ValueError(
                 "the environment (reward.environment or data.environment) gives the reward: remove reward.name and "

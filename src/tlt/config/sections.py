@@ -23,8 +23,15 @@ class LoraConfig(Section):
     frozen. 0 turns LoRA off."""
     alpha: float = Field(default=32.0, gt=0, le=10_000)
     """Scale of the LoRA adapters: the output of each is multiplied by alpha / rank."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """Linear layers that get LoRA adapters. Each entry is the end of a layer's name."""
+    targets: list[Annotated[str, Field(min_length=1)]] = Field(default=["all-linear"], min_length=1)
+    """Linear layers that get LoRA adapters. Each entry is the end of a layer's name, such as `q_proj`, or of the name
+    of a tensor that holds the weights of all experts, such as `experts.down_proj`. `all-linear` stands for all of these
+    except the head. The start of a run says which kinds are trained."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _listed(cls, targets: object) -> object:
+        return targets.split(",") if isinstance(targets, str) else targets
 
 
 class ModelConfig(Section):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import random
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -280,6 +281,9 @@ def _file_rows(config: DataConfig) -> list[Row]:
         rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
         log.warning("the tools in the rows of %s are not in the prompts: set data.chat_arguments.tools", config.path)
+    for name in re.findall(r"(?<!\w)\{(\w+)\}", config.template):
+        if name != "question" and any(name in row for _, row in rows):
+            log.warning("data.template has {%s}, and shows it as it is: only {question} is replaced", name)
     if not rows:
         raise DataError(f"{config.path} contains no prompts: it needs one JSON object per line, or one row per prompt")
     answers = [column(row, config.answer_column) for _, row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,15 +16,12 @@ from tlt.integrations import UnsupportedError
 from tlt.rl.lora import merged_state
 from tlt.rl.sharded import Gathered
 
-_BEYOND_LORA = (
-    "use_dora",
-    "modules_to_save",
-    "lora_bias",
-    "trainable_token_indices",
-    "target_parameters",
-    "alora_invocation_tokens",
-)
-"""options of PEFT's LoRA that `merged_state` does not merge"""
+_MERGED = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "ensure_weight_tying", "task_type", "base_model_name_or_path", "revision", "inference_mode"),
+}
+"""options of PEFT's LoRA with which `merged_state` is the model with adapters, or that do not change the model"""
 
 
 class Trained:
@@ -49,8 +47,9 @@ class Trained:
     def _refuse_adapters(self) -> None:
         for name, peft in self.model.peft_config.items():
             kind = str(getattr(peft.peft_type, "value", peft.peft_type))
-            beyond = [kind] if kind != "LORA" else [what for what in _BEYOND_LORA if getattr(peft, what, None)]
-            if beyond:
+            usual, options = type(peft)(), {field.name for field in fields(peft)} - _MERGED
+            changed = sorted(what for what in options if getattr(peft, what) != getattr(usual, what))
+            if beyond := changed if kind == "LORA" else [kind]:
                 raise UnsupportedError(
                     f"tlt in TRL does not support the adapter {name!r} with {beyond[0]}: use plain LoRA"
                 )

@@ -97,14 +97,29 @@ def as_in_files(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> Mapp
 
     In memory, transformers 5 uses other names and shapes for some families, for example one tensor for all experts of a
     layer."""
+    return revert_weight_conversion(empty_model(config), dict(weights))
+
+
+def empty_model(config: PreTrainedConfig) -> Any:
+    """Return the transformers model of a config, with weights that have shapes but no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return revert_weight_conversion(model, dict(weights))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def is_tied(model: Any) -> bool:
     """Return whether the model's head and embedding are the same tensor, whatever config.json says."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def names_of_ends(model: Any) -> list[str]:
+    """Return the names of a model's embedding and head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in ends]
+
+
+def is_named(name: str, target: str) -> bool:
+    """Return whether `target` is the end of a layer's name, in whole words between dots."""
+    return f".{name}".endswith(f".{target}")
 
 
 def checkpointable_layers(model: Any) -> list[Any]:

@@ -138,8 +138,11 @@ def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
 def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
     """Raise RewardError if reward.answer_marker or reward.answer_end contains a special token, because special tokens
     are removed from the text of responses. Special tokens in data.prefill are allowed. Log a warning if reward.pattern
-    contains one."""
+    contains one, or if rollout.stop_strings names a token that the tokenizer lacks."""
     reward, prefill = config.reward, config.data.prefill
+    for name in re.findall(r"<[|\uff5c]\S+?[|\uff5c]>", " ".join(config.rollout.stop_strings)):
+        if name not in tokenizer.get_vocab():
+            _log.warning("rollout.stop_strings names %s, which is no token of the model: it ends no response", name)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
         for token in special:

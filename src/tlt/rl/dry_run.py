@@ -117,6 +117,8 @@ class _Need:
     """bytes of gradients, Adam's moments and copies of the state, whatever the number of tokens"""
     saved: float
     """bytes per token that a forward pass saves for the backward pass, without gradient checkpointing"""
+    merged: float
+    """bytes that it saves whatever the number of tokens: copies of experts' weights with LoRA adapters"""
     logits: int
     """bytes of the logits of one token"""
     layers: int
@@ -128,19 +130,22 @@ class _Need:
         model = policy.model
         width = 8 if model.dtype == torch.float64 else 4
         with _without_checkpoints(model):
-            saved = (_saved_bytes(policy, 2 * _SHORT) - _saved_bytes(policy, _SHORT)) / _SHORT
+            once, twice = (_saved_bytes(policy, times * _SHORT) for times in (1, 2))
         return _Need(
             fixed=_copies(policy, config) * _trained_bytes(policy),
-            saved=saved,
+            saved=(twice - once) / _SHORT,
+            merged=max(0, 2 * once - twice),
             logits=model.config.vocab_size * width,
             layers=max(1, len(checkpointable_layers(model))),
             hidden=model.config.hidden_size * width,
         )
 
     def of(self, update: _Update) -> float:
-        by_token = self.saved / self.layers + self.layers * self.hidden if update.checkpoints else self.saved
+        saved = self.merged + self.saved * update.tokens
+        if update.checkpoints:
+            saved = saved / self.layers + self.layers * self.hidden * update.tokens
         logits = min(update.tokens * self.logits, update.logits_mb * 2**20)
-        return self.fixed + by_token * update.tokens + _LOGITS * logits
+        return self.fixed + saved + _LOGITS * logits
 
 
 def _copies(policy: Policy, config: Config) -> int:

@@ -13,6 +13,8 @@ from tlt.engine.memory import free_bytes
 from tlt.models.device import torch_device
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED
+from tlt.models.hugging_face import empty_model
+from tlt.rl.lora_targets import add_adapters
 from tlt.run.trackers import names_of
 from tlt.types import Prompt
 from tlt.wording import counted
@@ -23,6 +25,7 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
     chat = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
+    chat += "; eval.path is not used (eval.every above 0 uses it)" if config.eval.path and not config.eval.every else ""
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
     return f"{shown} of {source}{chat}; {per_step} per step; reward {config.reward.named}"
 
@@ -40,6 +43,14 @@ def about_model(config: Config) -> str:
     untested = f" ({family.model_type} is not tested with tlt yet: each sync compares engine and policy)"
     new = "" if family.model_type in TRIED else untested
     return f"model: {model}{new}, on {device}{many}; speculation: {backend.about_speculation(config)}{start}"
+
+
+def about_adapters(config: Config) -> str:
+    """Return a log line with the layers that LoRA trains. Raises ModelError if the model lacks one of
+    `train.lora.targets`."""
+    with torch.device("meta"):
+        model = empty_model(read_config(config.model.path))
+        return add_adapters(model, config.train.lora).sentence(model)
 
 
 def about_memory(config: Config) -> str:

@@ -22,7 +22,7 @@ from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
-from tlt.run.about import about_memory, about_model, about_prompts
+from tlt.run.about import about_adapters, about_memory, about_model, about_prompts
 from tlt.spot.spot_worker import SpotWorker
 
 
@@ -66,6 +66,8 @@ def make_parts(
     sampling = replace(sampling, continues=config.reward.environment is not None)
     cursor = make_cursor(config.data, prompts, config.run.seed)
     note(about_model(config))
+    if config.train.lora.rank:
+        note(about_adapters(config))
     note(about_memory(config))
     with working("start the policy and its workers"):
         start = _one_worker if config.cluster.workers == 1 else _many_workers

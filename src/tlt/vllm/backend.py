@@ -13,6 +13,7 @@ from tlt.engine.protocol import Target
 from tlt.engine.spelling import Detokenizer
 from tlt.models.choose import folder_weights
 from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.hugging_face import empty_model, is_named, names_of_ends
 from tlt.spot.buffer import Transcript
 from tlt.trace import Tracer
 from tlt.vllm.engine import VllmEngine
@@ -84,10 +85,13 @@ class VllmBackend:
 def _refuse_other_heads(config: Config) -> None:
     """Raise ModelError for a LoRA adapter on the head or the embedding if these two are tied. vLLM keeps one tensor for
     both, but the adapter changes only one of them."""
-    lora, options = config.train.lora, decoder_options(read_config(config.model.path))
-    if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
+    lora, family = config.train.lora, read_config(config.model.path)
+    if not (lora.rank and decoder_options(family).tied):
+        return
+    ends = names_of_ends(empty_model(family))
+    if odd := [target for target in lora.targets if any(is_named(end, target) for end in ends)]:
         raise ModelError(
-            f"train.lora.targets has {min(ends)}, but the model's head and embedding are tied, and vLLM keeps one "
+            f"train.lora.targets has {odd[0]}, but the model's head and embedding are tied, and vLLM keeps one "
             "tensor for both: remove that target, or set engine.backend = 'tlt'"
         )
 
