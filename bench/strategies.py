@@ -43,7 +43,7 @@ def main() -> None:
         plain = 0.0
         names = arguments.drafters or [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
         chains = [
-            Strategy(name, depth, 1, depth + 1, chance)
+            Strategy(name, depth, chance)
             for name in names
             for depth in arguments.depths
             for chance in arguments.chances
