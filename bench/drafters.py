@@ -1,5 +1,5 @@
 """Compares learned drafters: shapes and unroll lengths, each trained for the same time on the same harvest. It
-also compares trees of the same shape, drafted with shared noise and without.
+also compares drafts of the same length with shared noise and without.
 
 Time is CPU time of one thread, so that it does not depend on what else the machine does.
 
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tlt.commands.drafting import Workbench, evaluate, harvest
 from tlt.config import Config, load_config
+from tlt.draft.chains import Draft
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.noise import DraftNoise
 from tlt.engine.state import Round
@@ -35,7 +35,7 @@ from tlt.metrics import provenance, write_json
 from tlt.progress import shown
 from tlt.spot.trainer import DrafterTrainer
 
-CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
+DRAFTED = Strategy("eagle", 6)
 PACK = 512  # tokens of a micro-batch; a recipe may have smaller ones, so that workers come back sooner
 Variant = tuple[Kind, dict[str, Any]]
 VARIANTS: dict[str, Variant] = {
@@ -52,7 +52,7 @@ VARIANTS: dict[str, Variant] = {
 class WithoutNoise(Engine):
     """Drafts without shared noise, as other engines do: it takes the drafter's likeliest tokens."""
 
-    def draft(self, now: Round) -> list[DraftTree]:
+    def draft(self, now: Round) -> list[Draft]:
         with patch("tlt.engine.drafting.DraftNoise", _NoNoise):
             return super().draft(now)
 
@@ -79,17 +79,16 @@ def train(bench: Workbench, items: list[Any], change: Variant, seconds: float) -
             trainer.rate_scale = 1 - 0.9 * spent / seconds
 
 
-def judge(bench: Workbench, layer: EagleLayer, how: Strategy) -> dict[str, Any]:
+def judge(bench: Workbench, layer: EagleLayer) -> dict[str, Any]:
     start = time.process_time()
-    result = evaluate(bench, layer, how)
+    result = evaluate(bench, layer, DRAFTED)
     return result | {"tokens_per_second": result["tokens"] / (time.process_time() - start)}
 
 
-def accept_length(bench: Workbench, engine: type[Engine], layer: EagleLayer, how: Strategy, heat: float) -> float:
+def accept_length(bench: Workbench, engine: type[Engine], layer: EagleLayer, heat: float) -> float:
     requests = [replace(r, sampling=replace(r.sampling, temperature=heat)) for r in bench.held_out]
-    decoder = engine(
-        bench.target, bench.config.engine, [EagleDrafter(layer, bench.target)], Fixed(how), layout=layer.options.layout
-    )
+    drafter, layout = EagleDrafter(layer, bench.target), layer.options.layout
+    decoder = engine(bench.target, bench.config.engine, [drafter], Fixed(DRAFTED), layout=layout)
     for _ in decoder.generate(requests):
         pass
     return decoder.stats.accept_length
@@ -99,13 +98,9 @@ def shared_noise(bench: Workbench, config: Config) -> list[dict[str, Any]]:
     assert config.speculation.path is not None, "the recipe names a drafter"
     layer, rows = load_drafter(config.speculation.path, bench.target.options), []
     for heat in (1.0, 0.6):
-        for how in (CHAIN, TREE, Strategy("eagle", 4, 4, 16)):
-            lengths = [accept_length(bench, engine, layer, how, heat) for engine in (Engine, WithoutNoise)]
-            rows.append({"temperature": heat, "strategy": how.name, "shared_noise": lengths[0], "without": lengths[1]})
-            print(
-                f"temperature {heat}, {how.name}: accept length {lengths[0]:.2f} with shared noise, "
-                f"{lengths[1]:.2f} without"
-            )
+        with_noise, without = (accept_length(bench, engine, layer, heat) for engine in (Engine, WithoutNoise))
+        rows.append({"temperature": heat, "strategy": DRAFTED.name, "shared_noise": with_noise, "without": without})
+        print(f"temperature {heat}: accept length {with_noise:.2f} with shared noise, {without:.2f} without")
     return rows
 
 
@@ -135,13 +130,11 @@ def main() -> None:
         if arguments.only not in name:
             continue
         layer, steps = train(bench, items, change, seconds)
-        results = {how.name: judge(bench, layer, how) for how in (CHAIN, TREE)}
+        result = judge(bench, layer)
         rows = [row for row in rows if (row["variant"], row["seconds"]) != (name, seconds)]
-        rows.append({"variant": name, "seconds": seconds, "steps": steps, "held_out": results})
-        lengths = ", ".join(
-            f"{r['accept_length']:.2f} ({r['tokens_per_second']:,.0f} tokens/s)" for r in results.values()
-        )
-        print(f"{name}, {seconds:g} s: {steps} steps, accept length of chain and tree {lengths}", flush=True)
+        rows.append({"variant": name, "seconds": seconds, "steps": steps, "held_out": result})
+        speed = f"accept length {result['accept_length']:.2f} ({result['tokens_per_second']:,.0f} tokens/s)"
+        print(f"{name}, {seconds:g} s: {steps} steps, {speed}", flush=True)
         keep(arguments.json, rows, noise)
 
 

@@ -133,7 +133,7 @@ def try_family(name: str) -> str:
 def _compare(folder: Path, dtype: torch.dtype) -> str:
     target = decoder_for(read_config(folder), dtype, DEVICE)
     target.load(folder_weights(folder, dtype), 0)
-    policy, drafted, at = policy_of(folder, dtype), Strategy("suffix", 6, 1, 7), str(dtype).removeprefix("torch.")
+    policy, drafted, at = policy_of(folder, dtype), Strategy("suffix", 6), str(dtype).removeprefix("torch.")
     for version in (0, 1):
         take_weights(target, policy, version)
         plain = decode(target, 0.0, PLAIN)

@@ -29,9 +29,6 @@ from tlt.metrics import provenance, write_json
 
 _ENOUGH = 5  # least number of rounds with a number of rows, for a median
 
-Kind = tuple[str, int]
-"""drafter, branching"""
-
 
 def record(recipe: Path, out: Path, steps: int) -> None:
     from tlt.build import open_workplace
@@ -85,8 +82,8 @@ class Recorder(Fixed):
 class World(NamedTuple):
     seconds: dict[Strategy, dict[int, list[float]]]
     """seconds of rounds, by strategy and number of rows"""
-    right: dict[Kind, list[list[list[bool]]]]
-    """[step][response][position] whether a draft token of this kind was accepted"""
+    right: dict[str, list[list[list[bool]]]]
+    """drafter -> [step][response][position] whether its draft token was accepted"""
     chances: dict[str, float]
     """acceptance rate of each drafter's first draft token, as known before"""
     where: dict[str, Any]
@@ -98,12 +95,12 @@ class World(NamedTuple):
     def commits(self, arm: Strategy, step: int, response: int, at: int) -> int:
         if arm == PLAIN:
             return 1
-        ahead = self.right[arm.drafter, arm.branching][step][response][at:]
+        ahead = self.right[arm.drafter][step][response][at:]
         return min(next((i for i, right in enumerate(ahead[: arm.depth]) if not right), arm.depth) + 1, len(ahead))
 
 
 def read(path: Path) -> World:
-    """Read a recording. The deepest arm of a kind shows which draft tokens are accepted: a rejected one ends a round.
+    """Read a recording. The deepest arm of a drafter shows which tokens are accepted: a rejected one ends a round.
     The target's own token behind a chain that was right to its end counts as an accepted draft token."""
     recorded = json.loads(path.read_text(encoding="utf-8"))
     tables = {Strategy(*t["strategy"]): t for t in recorded["tables"]}
@@ -113,12 +110,10 @@ def read(path: Path) -> World:
         for rows, taken in table["rounds"]:
             by_rows.setdefault(rows, []).append(taken)
         seconds[arm] = {rows: taken for rows, taken in by_rows.items() if len(taken) >= _ENOUGH}
-    deepest: dict[Kind, Strategy] = {}
-    for arm in sorted(tables, key=lambda arm: arm.depth):
-        deepest[arm.drafter, arm.branching] = arm
+    deepest = {arm.drafter: arm for arm in sorted(tables, key=lambda arm: arm.depth)}
     right = {
-        kind: [[_right(response, arm.depth) for response in text] for text in tables[arm]["texts"]]
-        for kind, arm in deepest.items()
+        drafter: [[_right(response, arm.depth) for response in text] for text in tables[arm]["texts"]]
+        for drafter, arm in deepest.items()
         if arm != PLAIN
     }
     where = {key: recorded[key] for key in ("machine", "versions", "commit")}

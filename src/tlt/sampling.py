@@ -5,7 +5,7 @@
 Targets and drafters both use `gumbel_topk`. So a draft token usually equals the target's token if their distributions
 are close. The committed token is always the target's exact sample (Gumbel-max), and no drafter can change it (drafter
 invariance: arXiv 2408.07978).
-Shapes: M rows or nodes, V vocabulary, K listed candidates.
+Shapes: M rows or tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tenso
 
 
 class TopK(NamedTuple):
-    """The k best candidates of each row or node, best first: `scores` and `picks`, both [..., k]. A pick is an index
+    """The k best candidates of each row, best first: `scores` and `picks`, both [..., k]. A pick is an index
     into the last dimension of the log-probs."""
 
     scores: Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_DRAFT_TOKENS = 64
-"""maximum number of draft tokens of one row in a round: the nodes of its draft tree without the root"""
+"""maximum number of draft tokens of one row in a round"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Reply(NamedTuple):
 @dataclass
 class Row:
     """Request that is being decoded, with its tokens so far. The KV cache has all tokens except the last one, which is
-    the root of the next round's draft tree."""
+    the root of the next round's draft."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Protocol of attention backends. To add a backend (paged attention, another kernel), write one file with these
 methods.
 
-Shapes: R slots, B rows in a pass, N new nodes per row, H query heads, K key-value heads, E head size.
+Shapes: R slots, B rows in a pass, N new tokens per row, H query heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -13,23 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class TreeBatch(NamedTuple):
-    """New tokens of a pass: one draft tree for each of B rows, padded to N nodes.
-
-    The position of a node is the number of committed tokens of its row plus its depth. `visible[b, n, m]` says whether
-    node n of row b attends to node m, which is n itself or one of its ancestors. If `visible` is None, all trees are
-    chains: a node attends to itself and to all nodes before it.
-    """
-
-    tokens: Tensor
-    """[B, N] token ids of the nodes"""
-    depths: Tensor
-    """[B, N] depth of each node in its tree; the root has depth 0"""
-    visible: Tensor | None
-    nodes: Tensor | None = None
-    """[M] flat indices b * N + n of the nodes to compute, which are not padding; None: all are computed"""
 
 
 @dataclass(frozen=True)
@@ -102,24 +85,16 @@ class AttentionBackend(Protocol):
         """Write keys and values that `read` returned, for this or another slot, to the first positions of a slot."""
         ...
 
-    def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Move keys and values in slot `slots[i]` from position `sources[i]` to position `targets[i]`, for all i. All
-        are read before any is written."""
-        ...
-
     def wipe(self, slot: int, start: int) -> None:
         """Set the keys and values of a slot to zero from position `start` on. A mask is not enough to hide values that
         are not finite, because 0 * NaN is NaN."""
         ...
 
-    def plan(
-        self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
-    ) -> Any:
+    def plan(self, first: int, lengths: Sequence[int], new: int) -> Any:
         """Return the plan of a target pass over slots [first, first + B). `attend` needs it.
 
-        Row b has `lengths[b]` committed positions and gets `new` nodes. A node's position is the committed length plus
-        its depth in `depths` [B, N] (None: 0, 1, 2, ...). A node attends to all committed positions of its row, and to
-        the nodes in `visible` [B, N, N] (None: itself and all nodes before it)."""
+        Row b has `lengths[b]` committed positions and gets `new` tokens, which follow them. Each attends to itself and
+        to everything before it."""
         ...
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> Any:
@@ -130,12 +105,9 @@ class AttentionBackend(Protocol):
         each row)."""
         ...
 
-    def deeper(self, plan: Any, new: int, parents: Tensor | None = None) -> Any:
-        """Return the plan of a draft's next level, with `new` nodes per row. The plan of the previous level, `plan`,
-        may not be used any more.
-
-        A node attends to itself and to everything that its parent attends to. `parents` [B, new] are the indices of the
-        parents among the nodes of `plan` (None: `plan` has one node per row)."""
+    def deeper(self, plan: Any) -> Any:
+        """Return the plan of a draft's next pass, with one more token per row. It attends to itself and to everything
+        that the token before it attends to. The plan of the previous pass, `plan`, may not be used any more."""
         ...
 
     def attend(
@@ -145,6 +117,6 @@ class AttentionBackend(Protocol):
         [B * N, H * E] of `query` [B * N, H, E].
 
         If the plan has `written` entries, key and value are [M, K, E], one for each entry. Scores are scaled by E **
-        -0.5. Softmax is computed in float32 or wider. A node attends to the last `window` tokens, itself included
+        -0.5. Softmax is computed in float32 or wider. A token attends to the last `window` tokens, itself included
         (None: to all)."""
         ...

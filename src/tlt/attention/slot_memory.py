@@ -62,10 +62,6 @@ class SlotMemory:
         for tensor, part in zip(self.layers, values, strict=True):
             tensor[:, slot, :, : part.shape[2]] = part
 
-    def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        for tensor in self.layers:
-            tensor[:, slots, :, targets] = tensor[:, slots, :, sources]
-
     def wipe(self, slot: int, start: int) -> None:
         for tensor in self.layers:
             tensor[:, slot, :, start:] = 0

@@ -6,7 +6,7 @@ tokens, and its slots are ring buffers slightly longer than the window. Rows of 
 several spans, and each span is padded to its own longest row. This is faster, because a CPU spends most of the time on
 reading keys and values.
 
-Shapes: R slots, B rows in a pass, N new nodes per row, T tokens per slot, H query heads, K key-value heads, E head
+Shapes: R slots, B rows in a pass, N new tokens per row, T tokens per slot, H query heads, K key-value heads, E head
 size.
 """
 
@@ -40,39 +40,39 @@ class RowSpan(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """Plan of a pass: where keys and values are written, and what each node attends to. All layers share it."""
+    """Plan of a pass: where keys and values are written, and what each token attends to. All layers share it."""
 
     first: int
     """slot of the first row"""
     old: int
-    """number of nodes per row from earlier levels of the draft, which follow the committed positions"""
-    nodes: int
-    """N, the number of new nodes per row"""
+    """number of tokens per row from earlier passes of the draft"""
+    new: int
+    """N, the number of new tokens per row"""
     places: Tensor
-    """[2 * M * K] flat indices into a layer's memory: where to write the keys of M nodes, then their values"""
+    """[2 * M * K] flat indices into a layer's memory: where to write the keys of M tokens, then their values"""
     spans: list[RowSpan]
     biases: list[Tensor | None]
-    """attention bias of each span, [rows * K, 1 or N * H/K, T]: 0 where a node attends, -inf elsewhere; None if it
-    attends to everything"""
+    """attention bias of each span, [rows * K, 1 or N * H/K, T]: 0 where a token attends, -inf elsewhere; None if
+    it attends to everything"""
     ahead: _Ahead | None
-    """state from which `deeper` plans the next level of a draft; None in the plan of a target pass"""
+    """state from which `deeper` plans the next pass of a draft; None in the plan of a target pass"""
     positions: Tensor | None = None
-    """[B, N] positions of the nodes in a target pass; None in a draft"""
+    """[B, N] positions of the new tokens in a target pass; None in a draft"""
     windowed: dict[int, list[Tensor | None]] | None = None
     """biases of layers with an attention window: window in tokens -> one bias per span; filled at first use"""
 
 
 class _Ahead(NamedTuple):
-    """State of a draft from which its next level is planned."""
+    """State of a draft from which its next pass is planned."""
 
     ends: np.ndarray
-    """[B] position of each row's last committed entry, which is the first node of its draft"""
+    """[B] position of each row's last committed entry, which the first pass of the draft computes"""
     starts: np.ndarray
     """[B] position of the first entry that each row attends to"""
     wraps: bool
     """whether the draft of some row may reach the end of its ring buffer"""
     seen: Tensor | None
-    """[B * K, N, T] attention bias of the last level's nodes; None if all rows are chains that attend to all entries"""
+    """[B * K, 1, T] attention bias of the last pass; None if all rows attend to all entries"""
 
 
 class SlotAttention(SlotMemory):
@@ -87,23 +87,17 @@ class SlotAttention(SlotMemory):
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def plan(
-        self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
-    ) -> SlotPlan:
+    def plan(self, first: int, lengths: Sequence[int], new: int) -> SlotPlan:
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache must resize before a pass"
         assert rounded_up(self.tokens, self.key_counts) == self.tokens, "slots have room for masked keys"
         places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
-        committed = torch.tensor(lengths, device=self.shape.device)
-        spans, biases = [s._replace(tokens=rounded_up(s.tokens, self.key_counts)) for s in _spans(lengths, new)], []
-        beyond = torch.arange(max(s.tokens for s in spans), device=committed.device) - committed[:, None]
-        for span in spans:
-            rows = slice(span.low, span.high)
-            seen = None if visible is None else visible[rows]
-            biases.append(self.by_query(self.bias(beyond[rows, : span.tokens], seen, new)))
-        if depths is None:
-            depths = torch.arange(new, device=committed.device)
-        return SlotPlan(first, 0, new, self._both(places), spans, biases, None, committed[:, None] + depths, {})
+        committed = torch.tensor(lengths, device=self.shape.device)[:, None]
+        spans = [s._replace(tokens=rounded_up(s.tokens, self.key_counts)) for s in _spans(lengths, new)]
+        beyond = torch.arange(max(s.tokens for s in spans), device=committed.device) - committed
+        biases = [self.bias(beyond[s.low : s.high, : s.tokens], new) for s in spans]
+        positions = committed + torch.arange(new, device=committed.device)
+        return SlotPlan(first, 0, new, self._both(places), spans, biases, None, positions, {})
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
@@ -115,34 +109,25 @@ class SlotAttention(SlotMemory):
         else:
             places = heads[written.rows, 0] + (written.positions % size)[:, None]
         if min(lengths) < longest or max(starts) > 0:
-            ahead = ahead._replace(
-                seen=self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)), None, 1)
-            )
+            ahead = ahead._replace(seen=self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)), 1))
         span = RowSpan(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
         return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
 
-    def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
-        ahead, old, heads = plan.ahead, plan.old + plan.nodes, self.shape.num_kv_heads
+    def deeper(self, plan: SlotPlan) -> SlotPlan:
+        ahead, old = plan.ahead, plan.old + 1
         assert ahead is not None, "`plan` must be the plan of a draft"
         (span,) = plan.spans
-        span = span._replace(tokens=min(self.tokens, span.tokens + new))
-        chain, seen = new == plan.nodes == 1, ahead.seen
-        if chain and plan.old > 0 and not ahead.wraps:
+        span = span._replace(tokens=min(self.tokens, span.tokens + 1))
+        if plan.old > 0 and not ahead.wraps:
             places = plan.places + 1
         else:
-            places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, new)[..., None])
-        if chain and seen is not None:  # the previous level's pass is over, so its bias is changed in place
-            seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
-        elif not chain:
-            assert parents is not None, "branches need parents"
-            if seen is None:
-                seen = self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)) - (old - 1), None, 1)
-            of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
-            own = self._tensor(self._indices(ahead.ends, old, new).repeat(heads, axis=0))
-            seen = seen.gather(1, of_parent).scatter_(2, own[..., None], 0.0)
-        bias = None if seen is None else self.by_query(seen[..., : span.tokens])
-        return SlotPlan(0, old, new, places, [span], [bias], ahead._replace(seen=seen))
+            places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, 1)[..., None])
+        bias = None
+        if ahead.seen is not None:  # the previous pass is over, so its bias is changed in place
+            ahead.seen.view(-1).index_fill_(0, places[: len(ahead.seen)], 0.0)
+            bias = ahead.seen[..., : span.tokens]
+        return SlotPlan(0, old, 1, places, [span], [bias], ahead)
 
     # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
     # longer than all of its work here.
@@ -153,7 +138,7 @@ class SlotAttention(SlotMemory):
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
     def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
-        """Return the indices [B, N] of new nodes in their slots, after `committed` [B] positions and `old` nodes."""
+        """Return the indices [B, N] of new tokens in their slots, after `committed` [B] positions and `old` tokens."""
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
     def _both(self, places: np.ndarray) -> Tensor:
@@ -171,19 +156,15 @@ class SlotAttention(SlotMemory):
         around = torch.arange(self.tokens, device=ends.device) - start % self.tokens
         return around + self.tokens * (around < 0) + (start - ends)
 
-    def bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
-        """Return the attention bias [rows * K, N, T] of `new` nodes: 0 where a node attends, -inf elsewhere. `beyond`
-        [rows, T] is the position at each slot index, relative to the first node. `visible` is as in `TreeBatch`."""
-        if visible is None:
-            hidden = beyond[:, None] > torch.arange(new, device=beyond.device)[:, None]
-        else:
-            which = beyond.clamp(0, new - 1)[:, None].expand(-1, new, -1)
-            hidden = (beyond >= 0)[:, None] & ~(visible.gather(2, which) & (beyond < new)[:, None])
-        return torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
+    def bias(self, beyond: Tensor, new: int) -> Tensor:
+        """Return the attention bias of `new` tokens, as in `SlotPlan.biases`. `beyond` [rows, T] is the position at
+        each slot index, relative to the first new token."""
+        return self._bias_of(beyond[:, None] > torch.arange(new, device=beyond.device)[:, None])
 
-    def by_query(self, bias: Tensor) -> Tensor:
-        """Return the bias [rows * K, N, T], repeated for the H/K query heads that share a key-value head:
-        [rows * K, N * H/K, T]. If N or H/K is 1, return `bias` itself, which broadcasts."""
+    def _bias_of(self, hidden: Tensor) -> Tensor:
+        """Return the attention bias of tokens to which the indices `hidden` [rows, N, T] are hidden. If N is 1, the
+        query heads that share a key-value head share its only row."""
+        bias = torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
         if bias.shape[1] == 1 or self.queries_per_kv == 1:
             return bias
         return bias.repeat_interleave(self.queries_per_kv, dim=1)
@@ -191,11 +172,7 @@ class SlotAttention(SlotMemory):
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _biases(self, plan: SlotPlan, window: int | None) -> list[Tensor | None]:
-        """Return the attention biases, one per span, of a layer whose window is `window` tokens (None: no window).
-
-        The window is applied to slot indices. A committed token's index is its position, but a tree node's index may be
-        larger. This is harmless, because no window is smaller than the depth of a tree, so tree nodes are always
-        inside."""
+        """Return the attention biases, one per span, of a layer whose window is `window` tokens (None: no window)."""
         if window is None or plan.positions is None or plan.windowed is None:
             return plan.biases
         if window not in plan.windowed:
@@ -209,8 +186,8 @@ class SlotAttention(SlotMemory):
         if tokens <= window:
             return bias
         outside = torch.arange(tokens, device=positions.device) <= positions - window
-        narrow = torch.where(outside, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
-        return self.by_query(narrow) if bias is None else self.by_query(narrow) + bias
+        narrow = self._bias_of(outside)
+        return narrow if bias is None else narrow + bias
 
     def attend(
         self, plan: SlotPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
@@ -218,16 +195,16 @@ class SlotAttention(SlotMemory):
         both, size = self.layers[layer], self.shape.head_dim
         self.memory[layer].view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
         # queries that share a key-value head become rows of one matmul, so that keys are never repeated
-        if plan.nodes > 1:
-            query = query.view(-1, plan.nodes, self.shape.num_kv_heads, self.queries_per_kv, size).transpose(1, 2)
-        folded = query.reshape(-1, plan.nodes * self.queries_per_kv, size)
+        if plan.new > 1:
+            query = query.view(-1, plan.new, self.shape.num_kv_heads, self.queries_per_kv, size).transpose(1, 2)
+        folded = query.reshape(-1, plan.new * self.queries_per_kv, size)
         parts = [
             self._attend_span(folded, both, plan, span, bias)
             for span, bias in zip(plan.spans, self._biases(plan, window), strict=True)
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if plan.nodes > 1:
-            mixed = mixed.view(-1, self.shape.num_kv_heads, plan.nodes, self.queries_per_kv, size).transpose(1, 2)
+        if plan.new > 1:
+            mixed = mixed.view(-1, self.shape.num_kv_heads, plan.new, self.queries_per_kv, size).transpose(1, 2)
         return mixed.reshape(-1, self.shape.num_heads * size)
 
     def _attend_span(self, query: Tensor, both: Tensor, plan: SlotPlan, span: RowSpan, bias: Tensor | None) -> Tensor:
@@ -243,8 +220,8 @@ class SlotAttention(SlotMemory):
         count, parts = query.shape[2], []
         for low in range(0, count, QUERIES):
             high = min(low + QUERIES, count)
-            last = (high - 1) // self.queries_per_kv  # node of the last query, which attends to no later node
-            tokens = min(span.tokens, rounded_up(span.tokens - plan.nodes + last + 1, self.key_counts))
+            last = (high - 1) // self.queries_per_kv  # token of the last query, which attends to no later token
+            tokens = min(span.tokens, rounded_up(span.tokens - plan.new + last + 1, self.key_counts))
             shown = None if mask is None else mask[..., :tokens]
             if shown is not None and shown.shape[2] > 1:
                 shown = shown[:, :, low:high]
@@ -266,7 +243,7 @@ def in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
 
 def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
     """Cut the rows of a pass into spans, in order. A cut is made where it saves more padding than an extra span costs.
-    `new` is the number of nodes per row."""
+    `new` is the number of new tokens per row."""
 
     def cut(low: int, high: int) -> list[RowSpan]:
         whole = max(lengths[low:high])

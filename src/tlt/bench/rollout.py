@@ -24,12 +24,12 @@ from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
 from tlt.build import load_detokenizer, open_workplace, settled
 from tlt.config import Config, ConfigError
-from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.calibration import Calibration
 from tlt.draft.choose import make_drafters
-from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.strategy import PLAIN
 from tlt.engine.backend import make_tuner
+from tlt.engine.bandit import strategies
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json
@@ -47,10 +47,6 @@ _HALF_WIDTH = 0.02
 _TRIALS = 3  # measurements of each number of threads
 _TURN = 0.1  # duration of a turn in seconds
 _FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # number of responses per repeat that rounding may change
-_SHAPES = {
-    "suffix": ((6, 2, 8, 0.5),),
-    "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (8, 1, 9, 0.0), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
-}
 _AHEAD = (8, 16, 32, 63)  # maximum numbers of look-ahead tokens in a draft
 
 
@@ -181,9 +177,7 @@ class _Bench:
         drafters, _ = make_drafters(speculation, self.target)
         found = [_Contender("plain", Fixed(PLAIN)), _Contender("plain, harvest", Fixed(PLAIN), harvest=True)]
         for drafter in drafters:
-            entry = DRAFTERS[drafter.name]
-            for shape in _SHAPES.get(drafter.name, entry.chains + entry.trees):
-                strategy = Strategy(drafter.name, *shape)
+            for strategy in strategies([drafter.name])[1:]:
                 found.append(_Contender(strategy.name, Fixed(strategy)))
         for width in _AHEAD if self.older else ():
             strategy = PLAIN._replace(ahead=width)

@@ -48,7 +48,7 @@ _EVALUATED = 2048  # number of tokens that a validation uses
 _OVERFITTED = 0.1  # gap between the acceptance rates of the first draft token in training and validation
 _LEAST_ROUNDS = 8  # minimum number of rounds of a final evaluation, even if they exceed its time
 _RISING = 1.01  # if the accept length grew by this factor in the last quarter, training is not finished
-_CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
+_JUDGED = Strategy("eagle", 6)  # strategy of the final evaluation
 
 
 @dataclass
@@ -124,13 +124,13 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     if signals:
         raise Stopped(f"{signals.name} ended the training early: {kept}", signals.number)
     try:
-        results = judge(bench, layer, _JUDGING * seconds)
+        result = judge(bench, layer, _JUDGING * seconds)
     except KeyboardInterrupt as stop:
         stop.add_note(kept)
         raise
-    layer.acceptance_rate = results[0]["acceptance_rate"][0]
-    _save(layer, folder, facts | {"held_out": results})
-    _print(results)
+    layer.acceptance_rate = result["acceptance_rate"][0]
+    _save(layer, folder, facts | {"held_out": [result]})
+    _print(result)
     console().print(curve.advice(more_data))
     use = f"--speculation.drafter adaptive --speculation.path {folder}"
     console().print(f"the drafter is in {folder}: use it with {use}")
@@ -263,11 +263,11 @@ def fit(
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> list[dict[str, Any]]:
-    """Decode the held-out prompts with plain decoding, a chain and a tree of draft tokens, in about `seconds`
-    altogether. Return the results of the chain and of the tree, each with its speed relative to plain decoding."""
-    plain, *found = (evaluate(bench, layer, strategy, seconds / 3) for strategy in (PLAIN, _CHAIN, _TREE))
-    return [result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]} for result in found]
+def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> dict[str, Any]:
+    """Decode the held-out prompts with plain decoding and with the drafter, in about `seconds` altogether. Return the
+    result of the drafter, with its speed relative to plain decoding."""
+    plain, result = (evaluate(bench, layer, strategy, seconds / 2) for strategy in (PLAIN, _JUDGED))
+    return result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]}
 
 
 def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: float = math.inf) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
         "strategy": strategy.name,
         "accept_length": stats.accept_length,
         "interval": 1.96 * statistics.pstdev(lengths) / len(lengths) ** 0.5,
-        "acceptance_rate": calibration.acceptance_rates(strategy.depth, strategy.branching),
+        "acceptance_rate": calibration.acceptance_rates(strategy.depth),
         "tokens_per_second": stats.tokens / spent,
         "tokens": stats.tokens,
     }
@@ -300,28 +300,25 @@ def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None
         raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
     bench = Workbench.of(from_hub(config))
     layer = load_drafter(config.speculation.path, bench.target.options)
-    results = judge(bench, layer, seconds)
-    _print(results)
+    result = judge(bench, layer, seconds)
+    _print(result)
     if json_file:
-        write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
+        write_json(json_file, {"held_out": [result], "options": asdict(layer.options), **provenance()})
 
 
-def _print(results: Sequence[dict[str, Any]]) -> None:
-    """Print the results in 80 columns."""
-    depth = max(len(result["acceptance_rate"]) for result in results)
-    table = Table(title=f"held-out prompts, {results[0]['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
+def _print(result: dict[str, Any]) -> None:
+    """Print the result in 80 columns."""
+    rates = [f"{rate:.2f}" if rate is not None else "-" for rate in result["acceptance_rate"]]
+    table = Table(title=f"held-out prompts, {result['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
     table.add_column("strategy", no_wrap=True)
-    for column in ("accept\nlength", "times\nplain", *(str(d + 1) for d in range(depth))):
+    for column in ("accept\nlength", "times\nplain", *(str(d + 1) for d in range(len(rates)))):
         table.add_column(column, justify="right", min_width=5)
-    for result in results:
-        rates = (f"{a:.2f}" if a is not None else "-" for a in result["acceptance_rate"])
-        length = f"{result['accept_length']:.2f} ±{result['interval']:.2f}"
-        numbers = (length, f"{result['times_plain']:.2f}")
-        table.add_row(result["strategy"], *numbers, *rates)
+    length = f"{result['accept_length']:.2f} ±{result['interval']:.2f}"
+    table.add_row(result["strategy"], length, f"{result['times_plain']:.2f}", *rates)
     console().print(table)
     console().print(
         "accept length: tokens committed per target pass, including the target's own, ± half of the 95 % interval; "
         "times plain: tokens per second divided by those of plain decoding on this machine; 1, 2, ...: acceptance rate "
-        "at this depth if the tokens before it were accepted. Strategies: depth d, branching b, nodes verified n.",
+        "at this depth if the tokens before it were accepted. Strategy: depth d, least chance of a draft token p.",
         style="dim",
     )

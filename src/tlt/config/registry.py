@@ -6,19 +6,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-Shape = tuple[int, int, int, float]
-"""Shape of a draft: depth in tokens, children per node (1 is a chain), number of nodes to verify including the root,
-and smallest estimated probability that a node and all nodes before it are accepted."""
-
 
 class DrafterEntry(NamedTuple):
     make: str
     """`module:function` that makes the drafter. It is called with `Sources`. It returns a `Drafter`, or None if the
     drafter does not support the target model; see `tlt.draft.drafter`."""
-    chains: tuple[Shape, ...]
-    """shapes of chains that speculation.drafter = 'adaptive' may choose, from short to long"""
-    trees: tuple[Shape, ...] = ()
-    """shapes of trees that `adaptive` may choose too if speculation.trees is true; empty for drafters of chains only"""
+    depths: tuple[int, ...]
+    """maximum numbers of draft tokens that speculation.drafter = 'adaptive' may choose, ascending"""
+    min_chance: float
+    """A draft ends where the estimated probability that all its tokens are accepted would fall below this."""
     learned: bool = False
     """whether the drafter needs trained weights, from speculation.path or from training during the run"""
 
@@ -49,20 +45,12 @@ BACKENDS = {
     "tlt": BackendEntry("tlt.engine.backend:OwnBackend"),
     "vllm": BackendEntry("tlt.vllm.backend:VllmBackend"),
 }
-# The last number of a shape is a minimum probability. For the learned drafter it is 0.3: a chain ends where the
-# probability that all its tokens are accepted would fall below 0.3. Values from 0.2 to 0.4 were equally fast at batch
-# sizes 1 and 4, and 0.5 was slower.
+# With the learned drafter, values of `min_chance` from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5 was
+# slower.
 DRAFTERS = {
-    "eagle": DrafterEntry(
-        "tlt.draft.learned:make",
-        ((1, 1, 2, 0.3), (2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3), (16, 1, 17, 0.3)),
-        ((6, 2, 12, 0.1),),
-        learned=True,
-    ),
-    "quantized": DrafterEntry(
-        "tlt.draft.quantized:make", ((1, 1, 2, 0.3), (2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3))
-    ),
-    "suffix": DrafterEntry("tlt.draft.suffix:make", ((4, 1, 5, 0.5),), ((8, 2, 12, 0.3),)),
+    "eagle": DrafterEntry("tlt.draft.learned:make", (1, 2, 4, 8, 16), 0.3, learned=True),
+    "quantized": DrafterEntry("tlt.draft.quantized:make", (1, 2, 4, 8), 0.3),
+    "suffix": DrafterEntry("tlt.draft.suffix:make", (4,), 0.5),
 }
 REWARDS = {
     "reasoning_gym": RewardEntry("tlt.rewards.scores:reasoning_gym"),

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from tlt.config.registry import DRAFTERS, learned, may_be_learned
 from tlt.config.section import Section
-from tlt.types import MAX_DRAFT_TOKENS
 
 
 class DrafterTrainConfig(Section):
@@ -35,15 +34,12 @@ class DrafterTrainConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """Speculative decoding: the drafter, the shape of its drafts, and look-ahead drafts."""
+    """Speculative decoding: the drafter, the length of its drafts, and look-ahead drafts."""
 
     drafter: str = "adaptive"
     """Drafter of a run. `adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM
     it chooses one for the run, docs/vllm.md). `eagle` (learned), `quantized` (the model itself with int8 weights, on
-    CPUs) and `suffix` (model-free) always draft. The fields depth, branching, verify_tokens and min_chance set the
-    shape of their drafts. `off` never drafts."""
-    trees: bool = False
-    """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
+    CPUs) and `suffix` (model-free) always draft. `off` never drafts."""
     path: str | None = None
     """Folder of a learned drafter, as made by `tlt draft train`. A relative path is looked up in the recipe's folder
     first, then in the working directory."""
@@ -55,16 +51,8 @@ class SpeculationConfig(Section):
     """Attention window of a new drafter, in tokens. Hidden states of the last `window` tokens are kept for each active
     request."""
     depth: int = Field(default=6, gt=0, le=32)
-    """Largest number of consecutive draft tokens. `adaptive` chooses its own number."""
-    branching: int = Field(default=2, gt=0, le=16)
-    """Number of children of each node of a draft tree, and number of nodes that get children at each depth. 1 drafts a
-    chain. `quantized` always drafts chains. `adaptive` chooses its own number."""
-    verify_tokens: int = Field(default=8, gt=0, le=256)
-    """Largest number of nodes of a draft tree that are verified in one pass of the target, including the root. 1 is
-    plain decoding. `adaptive` chooses its own number."""
-    min_chance: float = Field(default=0.5, ge=0, lt=1)
-    """Minimum estimated probability that a draft token and all draft tokens before it are accepted. Less likely draft
-    tokens are not verified. `adaptive` has its own minimum for each strategy."""
+    """Largest number of draft tokens of a row in a round. Unlikely draft tokens are not verified, so a draft may be
+    shorter. `adaptive` chooses its own number."""
     history_tokens: int = Field(default=200_000, gt=0)
     """Number of tokens of prompts and responses that the drafter `suffix` keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
@@ -94,10 +82,5 @@ class SpeculationConfig(Section):
             raise ValueError(
                 f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
                 "speculation.drafter = 'adaptive', or remove the path with --speculation.path ''"
-            )
-        if learned(self.drafter) and (self.depth - 1) * self.branching > MAX_DRAFT_TOKENS:
-            raise ValueError(
-                f"speculation.depth and branching give more than {MAX_DRAFT_TOKENS} draft tokens per row: lower one of "
-                "them"
             )
         return self

@@ -1,9 +1,8 @@
-"""Online counts of accepted draft tokens. They decide which nodes of a draft tree are worth verifying.
+"""Online counts of accepted draft tokens. They decide where a draft ends, because unlikely tokens are not verified.
 
-Given the noise, two quantities predict acceptance: a draft token's rank among its siblings, and its lead in the noisy
-score (log q plus noise). The lead of the best sibling is its score minus that of the second best. The lead of every
-other sibling is its score minus that of the best, so it is not positive. log q itself adds almost nothing to the
-prediction. So each drafter has counts per cell: (class of draft token, depth, rank, lead).
+Given the noise, one quantity predicts whether a draft token is accepted: its lead, which is its noisy score (log q plus
+noise) minus that of the second best token. log q itself adds almost nothing to the prediction. So each drafter has
+counts per cell: (class of draft token, depth, lead).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 CLASSES = 4  # number of classes of draft tokens that a drafter may distinguish
-_EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings count at the last index
-_OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
-_SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
+_EDGES = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_DEPTHS, _LEADS = 8, len(_EDGES) + 1  # deeper tokens count at the last index
+_SHAPE = (CLASSES, _DEPTHS, _LEADS)
+_PRIOR = 1.0 / (1.0 + np.exp(-np.array([0.0, *_EDGES])))  # [_LEADS] logistic curve of the cell's smallest lead
 _PRIOR_WEIGHT = 4.0
 # rounds after which all counts are halved, because drafters and targets change
 _HALF_LIFE = 256
@@ -31,45 +30,35 @@ class Calibration:
     def __init__(self) -> None:
         self.seen, self.agreed = np.zeros(math.prod(_SHAPE)), np.zeros(math.prod(_SHAPE))
         self.rounds = 0
-        self._prior = np.broadcast_to(_prior_table(), _SHAPE).ravel()
+        self._prior = np.broadcast_to(_PRIOR, _SHAPE).ravel()
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update the table: for each cell, the estimated probability that the target accepts a node whose parent is
-        accepted. It is computed from the counts and a prior of 4 pseudo-counts. It stays below 1, so that a child is
-        always less likely than its parent."""
-        chance = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
-        self.table = np.minimum(chance, 0.9999)
+        """Update the table: for each cell, the estimated probability that the target accepts a draft token if all draft
+        tokens before it were accepted. It is computed from the counts and a prior of 4 pseudo-counts."""
+        self.table = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
 
-    def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
-        """Return the calibration cells [B, W, k] of the k best children of each node. k is `branching`, or the number
-        of scores if that is smaller. `scores` [B, W, k or k + 1] are the children's noisy scores, best first. `classes`
-        [B, W] has one class for all children of a node (None: all 0)."""
-        k = min(branching, scores.shape[-1])
-        lead = scores[..., :k] - scores[..., :1]  # -inf for tokens that were not proposed or may not be drafted
-        lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
-        cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
-        return cell if classes is None else cell + classes[..., None] * (_DEPTHS * _PLACES * _LEADS)
+    def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray) -> np.ndarray:
+        """Return the calibration cell of each row's draft token at this depth, [B]. `scores` [B, 2] are the noisy
+        scores of the best and the second best candidate ([B, 1]: there is no second). `classes` [B] are the classes of
+        the draft tokens (None: all 0)."""
+        with np.errstate(invalid="ignore"):  # tokens that may not be drafted have score -inf
+            lead = scores[:, 0] - scores[:, 1] if scores.shape[1] > 1 else np.full(len(scores), np.inf)
+        cell = np.searchsorted(_EDGES, lead) + min(depth, _DEPTHS - 1) * _LEADS
+        return cell if classes is None else cell + classes * (_DEPTHS * _LEADS)
 
-    def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None:
-        """Count, for one verified tree, which children of accepted nodes were accepted. `cells` and `parents` are those
-        of the tree. `path` has the accepted nodes, the root included."""
-        reached = set(path)
-        for node in range(1, len(cells)):
-            if parents[node] in reached:
-                self.seen[cells[node]] += 1.0
-                self.agreed[cells[node]] += node in reached
+    def observe(self, cells: Sequence[int], accepted: int) -> None:
+        """Count a verified draft. `cells` are those of its tokens, of which the first `accepted` were accepted. Tokens
+        after the first rejected one do not count."""
+        for place, cell in enumerate(cells[: accepted + 1]):
+            self.seen[cell] += 1.0
+            self.agreed[cell] += place < accepted
 
-    def acceptance_rates(self, depth: int, branching: int) -> list[float | None]:
-        """Return, for each of the first `depth` depths (at most 8), the share of accepted nodes that have an accepted
-        child among their `branching` best children. Only draft tokens of class 0 count. The share is None if nothing
-        was counted at this depth."""
-        seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
-        places = min(branching, _PLACES)
-        return [
-            float(agreed[d, :places].sum() / seen[d, 0].sum()) if seen[d, 0].sum() else None
-            for d in range(min(depth, _DEPTHS))
-        ]
+    def acceptance_rates(self, depth: int) -> list[float | None]:
+        """Return, for each of the first `depth` depths (at most 8), the share of draft tokens that were accepted. Only
+        draft tokens of class 0 count. The share is None if nothing was counted at this depth."""
+        seen, agreed = (x.reshape(_SHAPE)[0].sum(1) for x in (self.seen, self.agreed))
+        return [float(agreed[d] / seen[d]) if seen[d] else None for d in range(min(depth, _DEPTHS))]
 
     def renew(self) -> None:
         """Reduce the weight of the old drafter's counts when a new drafter replaces it. Otherwise, cells in which the
@@ -86,11 +75,3 @@ class Calibration:
             self.agreed /= 2
         if self.rounds % _REFRESH == 0 or self.rounds < _REFRESH:
             self._refresh()
-
-
-def _prior_table() -> np.ndarray:
-    """Return the prior acceptance probabilities [_PLACES, _LEADS]. For the best sibling it is a logistic curve of the
-    lead. For a later sibling, whose lead is at most 0, it is 0.5 exp(lead) / rank, with ranks counted from 0."""
-    lead = np.array([-8.0, *_EDGES])
-    rest = [0.5 * np.exp(np.minimum(0.0, lead)) / place for place in range(1, _PLACES)]
-    return np.stack([1.0 / (1.0 + np.exp(-lead)), *rest])

@@ -1,7 +1,7 @@
-"""Protocol of drafters. A drafter proposes children for the nodes of draft trees, one level at a time, with their
-log-probs (log q). `tree.py` builds the trees. A new drafter needs one file and one line in `tlt.config.registry`.
+"""Protocol of drafters. A drafter proposes the next token of each row's draft, with log-probs (log q). `chains.py`
+makes the drafts. A new drafter needs one file and one line in `tlt.config.registry`.
 
-Shapes: B active rows, in the engine's order; W nodes per row in a level; K candidates per node; V vocabulary size.
+Shapes: B active rows, in the engine's order; K candidates per row; V vocabulary size.
 """
 
 from __future__ import annotations
@@ -25,36 +25,34 @@ if TYPE_CHECKING:
 
 
 class Level(NamedTuple):
-    """Nodes of one level of all rows' draft trees. The drafter proposes their children. The arrays are in NumPy,
-    because trees grow on the host. They are copies, so a drafter that writes to them changes no tree."""
+    """Last tokens of all rows' drafts so far. The drafter proposes the next ones. The arrays are in NumPy, because
+    drafts grow on the host. They are copies, so a drafter that writes to them changes no draft."""
 
     depth: int
-    """depth of the nodes; level 0 has one node per row (W = 1), the root, which is the last committed token"""
+    """number of draft tokens of each row so far"""
     tokens: np.ndarray
-    """[B, W] int64 token ids of the nodes"""
-    parents: np.ndarray
-    """[B, W] int64, index of each node's parent among the nodes of the previous level"""
+    """[B] int64 last token of each row's draft; at depth 0 the root, which is the last committed token"""
     alive: np.ndarray
-    """[B, W] bool: nodes that may get children. Proposals for other nodes are ignored."""
+    """[B] bool: rows whose draft may get another token. Proposals for other rows are ignored."""
     sampling: SamplingTensors
     """sampling parameters of the B requests"""
 
 
 class Candidates(NamedTuple):
-    """Draft log-probs (log q) of the next token at each node. `log_q` [B, W, K] belongs to the token ids `ids`
-    [B, W, K]. If `ids` is None, `log_q` covers the whole vocabulary in order (K = V). Padding has log q -inf."""
+    """Draft log-probs (log q) of each row's next token. `log_q` [B, K] belongs to the token ids `ids` [B, K]. If `ids`
+    is None, `log_q` covers the whole vocabulary in order (K = V). Padding has log q -inf."""
 
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B, W] class of the draft tokens proposed at each node, from 0 to calibration.CLASSES - 1, for example by match
-    length. Acceptance is counted separately for each class. None: all are of class 0."""
+    """[B] class of each row's candidates, from 0 to calibration.CLASSES - 1, for example by match length. Acceptance is
+    counted separately for each class. None: all are of class 0."""
 
 
 class Drafter(Protocol):
     """A drafter. Rows are in the engine's order. The engine calls `begin` once per rollout. It calls `open`, `commit`
-    and `close` when a row is added, advances or leaves, and `predict` once per level in each round, from the roots
-    down. A drafter gets only copies and views, so it can change no token. But a drafter that writes to a view's hidden
+    and `close` when a row is added, advances or leaves, and `predict` once per level in each round, from level 0 on. A
+    drafter gets only copies and views, so it can change no token. But a drafter that writes to a view's hidden
     states may spoil the training data of drafters."""
 
     name: str
@@ -79,7 +77,7 @@ class Drafter(Protocol):
         ...
 
     def predict(self, level: Level) -> Candidates:
-        """Return candidates for the token after each node, with log q under each request's sampling parameters. A node
+        """Return candidates for the next token of each row, with log q under each request's sampling parameters. A row
         may have no candidates."""
         ...
 
@@ -96,22 +94,22 @@ class Sources(NamedTuple):
 
 
 @dataclass
-class Node:
-    """Node of a draft tree whose children a drafter proposes. `path` has the draft tokens from the root's child down to
-    this node. The root is the last committed token."""
+class Prefix:
+    """Tokens of a row so far, for which a drafter proposes the next one."""
 
     request: Request
     committed: Sequence[int]
-    """response tokens so far; the last one is the root"""
-    path: tuple[int, ...]
+    """committed tokens of the response"""
+    drafted: tuple[int, ...]
+    """draft tokens after them"""
     state: Any = None
-    """the drafter's own state at this node, from `Offer.states`; None at a root"""
+    """the drafter's own state, from `Offer.states`; None if there is no draft token yet"""
 
 
 class Offer(NamedTuple):
-    """Candidates for a list of M nodes: `ids` and `log_q` are [M, K]. Padding has log q -inf. `states[m][k]` becomes
-    the state of the child of node m that takes candidate k. `classes[m]` is the class of the candidates of node m, as
-    in `Candidates`."""
+    """Candidates for a list of M prefixes: `ids` and `log_q` are [M, K]. Padding has log q -inf. `states[m][k]` becomes
+    the state of prefix m with candidate k appended. `classes[m]` is the class of the candidates of prefix m, as in
+    `Candidates`."""
 
     ids: Tensor | None
     log_q: Tensor
@@ -121,10 +119,10 @@ class Offer(NamedTuple):
 
 @runtime_checkable
 class ChainDrafter(Protocol):
-    """Drafter that can draft a whole chain for each row on the device, without the host."""
+    """Drafter that can draft all tokens of each row on the device, without the host."""
 
     whole_chains: bool
-    """whether drafting whole chains is faster on this machine than drafting one level at a time"""
+    """whether drafting whole chains is faster on this machine than drafting one token at a time"""
 
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Draft a chain for each row, as repeated calls of `predict` would. Return the tokens [B, depth], and at each
@@ -137,9 +135,9 @@ class DraftCache(Protocol):
     """Access to the target's keys and values, for drafters that attend to them."""
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of one node per row, and the attention function of these nodes. A node's position
-        is `depth` after that of the row's last committed token. The function also stores the nodes' keys and values,
-        until the target's next pass overwrites them. Call this method once for each depth of a draft, from 0 on."""
+        """Return the positions [B, 1] of one token per row, and the attention function of these tokens. Their position
+        is `depth` after that of the row's last committed token. The function also stores their keys and values, until
+        the target's next pass overwrites them. Call this method once for each depth of a draft, from 0 on."""
         ...
 
 
@@ -152,17 +150,17 @@ class CacheDrafter(Protocol):
         ...
 
 
-class NodeDrafter(ABC):
-    """Base class of drafters that work on `Node` objects instead of arrays. A subclass implements `propose`, which
-    returns candidates for a list of nodes."""
+class PrefixDrafter(ABC):
+    """Base class of drafters that work on `Prefix` objects instead of arrays. A subclass implements `propose`, which
+    returns candidates for a list of prefixes."""
 
-    name = "nodes"
+    name: str
     acceptance_rate: float | None = None
 
     def begin(self, window: FeatureView | None) -> None:
         self.rows: list[tuple[Request, list[int]]] = []
-        self._level: list[list[Node | None]] = []
-        self._states: dict[tuple[int, int], dict[int, Any]] = {}
+        self._prefixes: dict[int, Prefix] = {}  # by row
+        self._states: dict[int, dict[int, Any]] = {}
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         self.rows.append((request, list(committed)))
@@ -175,49 +173,36 @@ class NodeDrafter(ABC):
         self.rows.pop()
 
     @abstractmethod
-    def propose(self, nodes: Sequence[Node]) -> Offer: ...
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer: ...
 
     def predict(self, level: Level) -> Candidates:
-        self._level = self._nodes(level)
-        places = [(b, w) for b, row in enumerate(self._level) for w, node in enumerate(row) if node is not None]
-        offer = self.propose([node for row in self._level for node in row if node is not None])
+        rows = np.flatnonzero(level.alive).tolist()
+        if level.depth == 0:
+            self._prefixes = {row: Prefix(*self.rows[row], ()) for row in rows}
+        else:
+            self._prefixes = {row: self._longer(row, int(level.tokens[row])) for row in rows}
+        offer = self.propose([*self._prefixes.values()])
         self._states = {}
         if offer.states is not None:
-            listed = offer.ids.tolist() if offer.ids is not None else [range(offer.log_q.shape[-1])] * len(places)
-            for place, tokens, states in zip(places, listed, offer.states, strict=True):
-                self._states[place] = dict(zip(tokens, states, strict=False))  # padding has no state
-        return self._scatter(offer, places, level.tokens.shape)
+            listed = offer.ids.tolist() if offer.ids is not None else [range(offer.log_q.shape[-1])] * len(rows)
+            for row, tokens, states in zip(rows, listed, offer.states, strict=True):
+                self._states[row] = dict(zip(tokens, states, strict=False))  # padding has no state
+        return _scattered(offer, rows, len(level.alive))
 
-    def _nodes(self, level: Level) -> list[list[Node | None]]:
-        alive = level.alive.tolist()
-        if level.depth == 0:
-            return [
-                [Node(request, committed, ()) if on else None]
-                for (request, committed), (on,) in zip(self.rows, alive, strict=True)
-            ]
-        tokens, parents = level.tokens.tolist(), level.parents.tolist()
-        return [
-            [self._child(b, p, t) if on else None for p, t, on in zip(parents[b], tokens[b], alive[b], strict=True)]
-            for b in range(len(tokens))
-        ]
+    def _longer(self, row: int, token: int) -> Prefix:
+        before, state = self._prefixes[row], self._states.get(row, {}).get(token)
+        return Prefix(before.request, before.committed, (*before.drafted, token), state)
 
-    def _child(self, row: int, place: int, token: int) -> Node:
-        parent = self._level[row][place]
-        assert parent is not None, "only alive nodes have children"
-        state = self._states.get((row, place), {}).get(token)
-        return Node(parent.request, parent.committed, (*parent.path, token), state)
 
-    def _scatter(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
-        """Return `Candidates` [B, W, K] for all nodes from an offer [M, K]. `places`: (row, index) of its M nodes."""
-        shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
-        log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
-        ids = None if offer.ids is None else torch.full(shape, -1, device=device)
-        classes = None if offer.classes is None else np.zeros(nodes, dtype=np.int64)
-        if places:
-            row, place = torch.tensor(places, device=device).unbind(1)
-            log_q[row, place] = offer.log_q
-            if ids is not None and offer.ids is not None:
-                ids[row, place] = offer.ids.to(device)
-            if classes is not None and offer.classes is not None:
-                classes[tuple(np.array(places).T)] = offer.classes
-        return Candidates(ids, log_q, classes)
+def _scattered(offer: Offer, rows: Sequence[int], count: int) -> Candidates:
+    """Return `Candidates` for `count` rows from an offer for the rows `rows`."""
+    shape, device = (count, offer.log_q.shape[-1]), offer.log_q.device
+    log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
+    ids = None if offer.ids is None else torch.full(shape, -1, device=device)
+    classes = None if offer.classes is None else np.zeros(count, dtype=np.int64)
+    log_q[rows] = offer.log_q
+    if ids is not None and offer.ids is not None:
+        ids[rows] = offer.ids.to(device)
+    if classes is not None and offer.classes is not None:
+        classes[rows] = offer.classes
+    return Candidates(ids, log_q, classes)

@@ -90,7 +90,7 @@ class FusedLayer:
         gate, up = self.gate_up(self.norms["post_attention_layernorm"].unit(x)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), x)
 
-    def log_q(self, hidden: Tensor, nodes: tuple[int, ...], sampling: SamplingTensors) -> Tensor:
-        """Return log q [*nodes, V] for the layer's outputs [M, D], over the V tokens that the drafter can propose."""
+    def log_q(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        """Return log q [B, V] for the layer's outputs [B, D], over the V tokens that the drafter can propose."""
         normed = self.norms["norm"](hidden) if "norm" in self.norms else hidden
-        return sampling_log_probs(self.to_logits(normed).view(*nodes, -1), sampling)[0]
+        return sampling_log_probs(self.to_logits(normed), sampling)[0]

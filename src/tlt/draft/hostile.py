@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.drafter import Offer, Prefix, PrefixDrafter
 
 
-class RandomDrafter(NodeDrafter):
+class RandomDrafter(PrefixDrafter):
     """Drafter that proposes random tokens."""
 
     name = "random"
@@ -18,13 +18,13 @@ class RandomDrafter(NodeDrafter):
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.generator = vocab_size, torch.Generator().manual_seed(0)
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        shape = (len(nodes), 8)
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        shape = (len(prefixes), 8)
         ids = torch.randint(self.vocab_size, shape, generator=self.generator)
         return Offer(ids, torch.randn(shape, generator=self.generator))
 
 
-class AdversarialDrafter(NodeDrafter):
+class AdversarialDrafter(PrefixDrafter):
     """Drafter that proposes in turn duplicates, tokens outside the vocabulary, NaN scores, infinite scores, and one
     token with almost all probability."""
 
@@ -33,7 +33,7 @@ class AdversarialDrafter(NodeDrafter):
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.calls = vocab_size, 0
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
         self.calls += 1
         some = (self.calls * 7919) % self.vocab_size
         ids, log_q = [
@@ -43,4 +43,4 @@ class AdversarialDrafter(NodeDrafter):
             ([some, 0, 1], [math.inf, -math.inf, 0.0]),
             ([some, (some + 1) % self.vocab_size, 2], [90.0, 80.0, -90.0]),
         ][self.calls % 5]
-        return Offer(torch.tensor([ids] * len(nodes)), torch.tensor([log_q] * len(nodes)))
+        return Offer(torch.tensor([ids] * len(prefixes)), torch.tensor([log_q] * len(prefixes)))

@@ -4,10 +4,9 @@ In a single layer, an entry's keys and values depend on its own input alone, not
 be rebuilt exactly from its feature window in one batched pass, at any time: after rounds without this drafter, after a
 swap of drafters, or after a preemption.
 
-A slot of the cache holds the window and the draft tokens of one round. Draft tokens follow the committed entries, as
-the target's draft nodes follow its committed tokens.
+A slot of the cache holds the window and the draft tokens of one round, which follow the committed entries.
 
-Shapes: B rows, n nodes per row in a level, M entries, D hidden size, H query heads, K key-value heads, E head size.
+Shapes: B rows, M entries, D hidden size, H query heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch import Tensor
 from tlt.attention.backend import Entries, HeadShape
 from tlt.attention.choose import attention_for
 from tlt.cuda_graph import rounded_up
-from tlt.draft.chain import ChainShape, ReplayedChain
 from tlt.draft.drafter import Candidates, Level, Sources
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
 from tlt.draft.fused import FusedLayer
+from tlt.draft.replayed_chain import ChainShape, ReplayedChain
 from tlt.models.decoder import Decoder
 from tlt.sampling import SamplingTensors
 from tlt.types import MAX_DRAFT_TOKENS, Request
@@ -89,9 +88,9 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def predict(self, level: Level) -> Candidates:
-        missing = self._catch_up(level.alive[:, 0]) if level.depth == 0 else None
-        self.hidden = self._first(missing) if missing else self._deeper(level)  # [B * n, D]
-        log_q = self.fused.log_q(self.hidden, level.tokens.shape, level.sampling)
+        missing = self._catch_up(level.alive) if level.depth == 0 else None
+        self.hidden = self._first(missing) if missing else self._deeper(level)  # [B, D]
+        log_q = self.fused.log_q(self.hidden, level.sampling)
         if missing and missing.blind:
             log_q[self._tensor(np.array(missing.blind))] = -torch.inf
         vocabulary = self.fused.vocabulary
@@ -111,7 +110,7 @@ class EagleDrafter:
             self.chains[shape] = ReplayedChain(self, shape)
         return self.chains[shape](self, missing, sampling, noise)
 
-    # -- the roots, from the target's hidden states --------------------------------------------------------------------
+    # -- the first token, from the target's hidden states --------------------------------------------------------------
 
     def _catch_up(self, alive: np.ndarray) -> Missing:
         """Return the entries that the caller must write to the cache now, and record them as written. Rows that are not
@@ -151,21 +150,15 @@ class EagleDrafter:
             q, residual = q[at_last], residual[at_last]
         return self.attend(q, kv, residual, self.plan)
 
-    # -- deeper levels, from its own output ----------------------------------------------------------------------------
+    # -- further tokens, from its own output ---------------------------------------------------------------------------
 
     def _deeper(self, level: Level) -> Tensor:
-        B, n = level.tokens.shape
-        g, cis = self.hidden, self.cis[:, level.depth - 1]
-        parents = None
-        if n > 1 or len(g) > B:
-            parents = self._tensor(level.parents)
-            g = g[self._tensor((level.parents + np.arange(B)[:, None] * (len(g) // B)).ravel())]
-            cis = cis.repeat_interleave(n, dim=0)
-        self.plan = self.attention.deeper(self.plan, n, parents)
-        return self.attend(*self.fused.project(self._tensor(level.tokens.ravel()), g, cis), self.plan)
+        self.plan = self.attention.deeper(self.plan)
+        cis = self.cis[:, level.depth - 1]
+        return self.attend(*self.fused.project(self._tensor(level.tokens), self.hidden, cis), self.plan)
 
     def attend(self, query: Tensor, kv: Tensor, residual: Tensor, plan: Any) -> Tensor:
-        """Write keys and values `kv` [M, 2, K, E]. Return the layer's output [B * n, D] for queries [B * n, H, E]."""
+        """Write keys and values `kv` [M, 2, K, E]. Return the layer's output [B, D] for queries [B, H, E]."""
         return self.fused.output(self.attention.attend(plan, 0, query, kv[:, 0], kv[:, 1]), residual)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -45,8 +45,8 @@ class QuantizedDrafter:
         decoder = self.copy.decoder(self.target)
         positions, attend = self.cache.draft_pass(level.depth)
         positions = positions.clamp(max=decoder.options.max_positions - 1)  # a draft may exceed the last position
-        hidden = decoder.forward(torch.from_numpy(level.tokens), positions, attend)
-        if not torch.isfinite(hidden[torch.from_numpy(level.alive[:, 0])].sum()):
+        hidden = decoder.forward(torch.from_numpy(level.tokens)[:, None], positions, attend)[:, 0]
+        if not torch.isfinite(hidden[torch.from_numpy(level.alive)].sum()):
             raise ArithmeticError("the int8 copy of the model computed a value that is not finite")
         return Candidates(None, sampling_log_probs(decoder.logits(hidden), level.sampling)[0])
 

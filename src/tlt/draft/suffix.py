@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlt.draft.drafter import Node, NodeDrafter, Offer, Sources
+from tlt.draft.drafter import Offer, Prefix, PrefixDrafter, Sources
 from tlt.draft.features import FeatureView
 from tlt.types import Request
 
@@ -66,7 +66,7 @@ class _History:
         return self._index
 
 
-class SuffixDrafter(NodeDrafter):
+class SuffixDrafter(PrefixDrafter):
     name = "suffix"
 
     def __init__(self, history_tokens: int) -> None:
@@ -121,12 +121,12 @@ class SuffixDrafter(NodeDrafter):
                     del self.epochs[key[0]]
                 self.live.pop(key, None)
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        found = [node.state if node.path else self._match(node) for node in nodes]
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        found = [prefix.state if prefix.drafted else self._match(prefix) for prefix in prefixes]
         listed = [_followers(match) for match in found]
         width = 1 + max((len(followers) for followers in listed), default=0)
-        ids = torch.full((len(nodes), width), -1)
-        log_q = torch.full((len(nodes), width), -math.inf)
+        ids = torch.full((len(prefixes), width), -1)
+        log_q = torch.full((len(prefixes), width), -math.inf)
         states: list[list[_Match | None]] = []
         for m, (match, followers) in enumerate(zip(found, listed, strict=True)):
             states.append([])
@@ -142,9 +142,10 @@ class SuffixDrafter(NodeDrafter):
         classes = [_CLASSES[match.order] if match else 0 for match in found]
         return Offer(ids, log_q, states, classes)
 
-    def _match(self, node: Node) -> _Match | None:
-        prompt_id = node.request.prompt.prompt_id
-        sequence = self.histories[prompt_id, node.request.epoch].sequences[node.request.index]
+    def _match(self, prefix: Prefix) -> _Match | None:
+        request = prefix.request
+        prompt_id = request.prompt.prompt_id
+        sequence = self.histories[prompt_id, request.epoch].sequences[request.index]
         for order in _ORDERS:
             if len(sequence) < order:
                 continue

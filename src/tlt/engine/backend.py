@@ -111,10 +111,9 @@ def make_tuner(
     if config.drafter == "off":
         return Fixed(PLAIN)
     if config.drafter != "adaptive":
-        branching = config.branching if DRAFTERS[config.drafter].trees else 1
-        return Fixed(Strategy(config.drafter, config.depth, branching, config.verify_tokens, config.min_chance))
+        return Fixed(Strategy(config.drafter, config.depth, DRAFTERS[config.drafter].min_chance))
     drafters, layout = make_drafters(config, target, layer)
-    arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
+    arms = with_ahead(strategies(drafter.name for drafter in drafters))
     known = {drafter.name: drafter.acceptance_rate for drafter in drafters if drafter.acceptance_rate is not None}
 
     def measure() -> dict[int, dict[Strategy, float]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.estimates import AcceptanceModel, Bucket, RoundTimes, Source, bucket_of, interpolate
+from tlt.engine.estimates import AcceptanceModel, Bucket, RoundTimes, bucket_of, interpolate
 from tlt.engine.tuner import RoundResult
 
 _ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before other arms
@@ -33,14 +33,13 @@ _MEMORY = 1 - 1 / 512  # factor on the seconds spent and lost so far, applied at
 _HOPED_ACCEPTANCE = 0.8  # rate assumed for a drafter that was never evaluated, to decide whether to try it
 _ACCEPTANCE_AHEAD = 0.97  # assumed acceptance rate of look-ahead tokens before any was verified
 _AHEAD = (4, 8, 16, 32, 63)  # limits on look-ahead chains, in tokens; the longest chain sets the width of the pass
-_LOOK_AHEAD: Source = ("ahead", 1)  # source under which look-ahead tokens are counted
+_LOOK_AHEAD = "ahead"  # source under which look-ahead tokens are counted
 
 
-def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
-    """Return plain decoding, and the strategies that the registry lists for these drafters: chains, and trees if
-    `trees` is true."""
-    shapes = {name: DRAFTERS[name].chains + DRAFTERS[name].trees * trees for name in drafters}
-    return [PLAIN, *(Strategy(name, *shape) for name, some in shapes.items() for shape in some)]
+def strategies(drafters: Iterable[str]) -> list[Strategy]:
+    """Return plain decoding, and the strategies that the registry lists for these drafters."""
+    entries = ((name, DRAFTERS[name]) for name in drafters)
+    return [PLAIN, *(Strategy(name, depth, entry.min_chance) for name, entry in entries for depth in entry.depths)]
 
 
 def with_ahead(arms: Iterable[Strategy]) -> list[Strategy]:
@@ -157,7 +156,7 @@ class Bandit:
     def tokens(self, arm: Strategy) -> float:
         """Return the expected tokens per row in a round, from the acceptance rates of recent rounds. For a drafter
         without recent rounds, use the rate of its last rounds (`AcceptanceModel.lasting`)."""
-        return self._tokens(arm, self.seen.lasting((arm.drafter, 1), self.chances.get(arm.drafter, 0.0)))
+        return self._tokens(arm, self.seen.lasting(arm.drafter, self.chances.get(arm.drafter, 0.0)))
 
     def _hoped_tokens(self, arm: Strategy) -> float:
         """Return the tokens per row that a round may reach. For a drafter without recent rounds, assume the acceptance
@@ -165,12 +164,9 @@ class Bandit:
         return self._tokens(arm, self.chances.get(arm.drafter, _HOPED_ACCEPTANCE))
 
     def _tokens(self, arm: Strategy, prior: float) -> float:
-        """Return the expected tokens per row in a round. `prior`: assumed acceptance rate of the first level, for a
-        drafter without recent rounds."""
-        if arm.branching > 1:  # a tree is accepted at least as often as a chain
-            prior = max(prior, *self.seen.chances((arm.drafter, 1), 1, prior))
-        rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, prior)
-        return 1.0 + sum(accumulate(rates, operator.mul))
+        """Return the expected tokens per row in a round. `prior`: assumed acceptance rate of the first draft token, for
+        a drafter without recent rounds."""
+        return 1.0 + sum(accumulate(self.seen.chances(arm.drafter, arm.depth, prior), operator.mul))
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket, rounds: int = _ROUNDS_BETWEEN_COMPARISONS) -> float:
         """Return the mean seconds of the arm's next `rounds` rounds. If the last round used another drafter, the mean
@@ -219,7 +215,7 @@ class Bandit:
         self.seen.age()
         drafted = [n for n, width in zip(result.tokens, ahead, strict=True) if not width]
         if arm.drafter != PLAIN.drafter and drafted:
-            self.seen.add((arm.drafter, arm.branching), [arm.depth] * len(drafted), drafted)
+            self.seen.add(arm.drafter, [arm.depth] * len(drafted), drafted)
         if any(ahead):
             levels, right = zip(*((a, n) for n, a in zip(result.tokens, ahead, strict=True) if a), strict=True)
             self.seen_ahead.age()
@@ -254,4 +250,4 @@ class Bandit:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.times.load_state(state.get("took", ()), self.strategies)
         self.seen.load_state(state.get("seen", ()), {arm.drafter for arm in self.strategies})
-        self.seen_ahead.load_state(state.get("seen_ahead", ()), {_LOOK_AHEAD[0]})
+        self.seen_ahead.load_state(state.get("seen_ahead", ()), {_LOOK_AHEAD})

@@ -1,55 +1,50 @@
-"""Verification and commit of a round: one target pass over all trees, then each row takes its accepted tokens."""
+"""Verification and commit of a round: one target pass over all drafts, then each row takes its accepted tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from tlt.draft.tree import DraftTree, stack
+from tlt.draft.chains import Draft
 from tlt.engine.drafters import Drafters
-from tlt.engine.runner import Sampled
+from tlt.engine.runner import NewTokens, Sampled
 from tlt.engine.state import RolloutState, Round, count_depth, count_row
 from tlt.engine.stops import Stops
 from tlt.types import Row
 
 
-def walk(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
-    """Return the nodes on the accepted path, the root first. `sampled[n]` is the target's token at node n. The caller
-    commits the sampled token of each node on the path.
-
-    The token sampled at the last node was not in the draft: it is the bonus token. Siblings have distinct tokens and
-    parents come before children, so one pass over the nodes suffices.
-    """
-    path = [0]
-    for node in range(1, len(tree.tokens)):
-        if tree.parents[node] == path[-1] and tree.tokens[node] == sampled[path[-1]]:
-            path.append(node)
-    return path
+def num_accepted(draft: Draft, sampled: Sequence[int]) -> int:
+    """Return the number of draft tokens that are accepted, which end at the first one that differs from the target's.
+    `sampled[n]` is the target's token after the root and n draft tokens. The first one after the accepted tokens, which
+    was not in the draft, is the bonus token."""
+    for accepted, token in enumerate(draft.tokens):
+        if token != sampled[accepted]:
+            return accepted
+    return len(draft.tokens)
 
 
-def verify_trees(now: Round, trees: Sequence[DraftTree], rollout: RolloutState) -> tuple[Sequence[DraftTree], Sampled]:
-    """Verify all trees in one target pass. Return the trees and the target's tokens.
+def verify_drafts(now: Round, drafts: Sequence[Draft], rollout: RolloutState) -> tuple[Sequence[Draft], Sampled]:
+    """Verify all drafts in one target pass. Return the drafts and the target's tokens.
 
-    If a draft leads to a value that is not finite, repeat the pass without drafts. Otherwise the value could change the
-    tokens of other nodes, because a mask does not hide it (0 * NaN is NaN)."""
-    sampled = _pass(now, trees, rollout)
+    If a draft leads to a value that is not finite, repeat the pass without drafts. Otherwise the value could change
+    other tokens, because a mask does not hide it (0 * NaN is NaN)."""
+    sampled = _pass(now, drafts, rollout)
     spoiled = _spoiled(now, sampled)
-    if spoiled and any(len(tree.tokens) > 1 for tree in trees):
+    if spoiled and any(draft.tokens for draft in drafts):
         for place in spoiled:
             rollout.runner.cache.wipe(place, now.lengths[place])
-        trees = now.roots()
-        sampled = _pass(now, trees, rollout)
+        drafts = now.no_drafts()
+        sampled = _pass(now, drafts, rollout)
     for place in _spoiled(now, sampled):
         now.rows[place].finite = False
-    return trees, sampled
+    return drafts, sampled
 
 
-def _pass(now: Round, trees: Sequence[DraftTree], rollout: RolloutState) -> Sampled:
-    runner, drafted = rollout.runner, any(len(tree.tokens) > 1 for tree in trees)
+def _pass(now: Round, drafts: Sequence[Draft], rollout: RolloutState) -> Sampled:
+    runner, drafted = rollout.runner, any(draft.tokens for draft in drafts)
+    rows = [[row.root, *draft.tokens] for row, draft in zip(now.rows, drafts, strict=True)]
     # pad a strategy's drafts to one size, so that few CUDA graphs are captured
-    stacked = stack(trees, runner.target.device, now.strategy.nodes if runner.graphs and drafted else 1)
-    return runner.verify(stacked, now.lengths, rollout.noise, now.positions, now.batch.sampling)
+    new = NewTokens.of(rows, runner.target.device, now.strategy.new if runner.graphs and drafted else 1)
+    return runner.verify(new, now.lengths, rollout.noise, now.positions, now.batch.sampling)
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:
@@ -58,32 +53,28 @@ def _spoiled(now: Round, sampled: Sampled) -> list[int]:
 
 
 def commit_tokens(
-    now: Round, trees: Sequence[DraftTree], sampled: Sampled, rollout: RolloutState, drafters: Drafters, stops: Stops
+    now: Round, drafts: Sequence[Draft], sampled: Sampled, rollout: RolloutState, drafters: Drafters, stops: Stops
 ) -> list[tuple[Row, str]]:
-    """Append the accepted tokens to each row, up to a stop. Remove the finished rows, and return them with their finish
-    reasons."""
+    """Append the accepted tokens and the bonus token to each row, up to a stop. Remove the finished rows, and return
+    them with their finish reasons."""
     drafters.next_round()
-    moves: list[tuple[int, int, int]] = []
-    entries: list[tuple[int, int, int, int]] = []  # place, node, position, the token that follows
+    entries: list[tuple[int, int, int, int]] = []  # place, index in the pass, position, the token that follows
     finished: dict[int, str] = {}
     grown = 0
-    for place, (row, tree, start) in enumerate(zip(now.rows, trees, now.lengths, strict=True)):
-        path = walk(tree, sampled.tokens[place])
-        if len(tree.tokens) > 1 and not tree.ahead:
-            drafters.learn(now.strategy.drafter, tree, path)
-            count_depth(rollout.stats, now.strategy.drafter, tree, path)
-        moves += [(place, start + node, start + i) for i, node in enumerate(path) if node != i]
-        reason = stops.append(row, path, sampled, place)
+    for place, (row, draft, start) in enumerate(zip(now.rows, drafts, now.lengths, strict=True)):
+        accepted = num_accepted(draft, sampled.tokens[place])
+        if draft.tokens and not draft.ahead:
+            drafters.learn(now.strategy.drafter, draft, accepted)
+            count_depth(rollout.stats, now.strategy.drafter, draft, accepted)
+        reason = stops.append(row, accepted + 1, sampled, place)
         taken = row.kv_length - start
         grown = max(grown, taken)
-        entries += [(place, node, start + i, sampled.tokens[place][node]) for i, node in enumerate(path[:taken])]
-        count_row(rollout.stats, row, tree, taken, min(taken, len(path) - 1), now.strategy.drafter)
+        entries += [(place, n, start + n, sampled.tokens[place][n]) for n in range(taken)]
+        count_row(rollout.stats, row, draft, taken, min(taken, accepted), now.strategy.drafter)
         drafters.commit(place, row.tokens[-taken:])
         rollout.ahead.commit(place, row.tokens[-taken:])
         if reason:
             finished[place] = reason
-    if moves:
-        rollout.runner.cache.move(*torch.tensor(moves, device=rollout.runner.target.device).unbind(1))
     if rollout.harvester and sampled.features is not None:
         rollout.harvester.write(sampled.features, entries, grown)
         rollout.harvester.collect(now.rows, finished)

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 from tlt.draft.calibration import Calibration
+from tlt.draft.chains import Draft
 from tlt.draft.drafter import CacheDrafter, Drafter
 from tlt.draft.features import FeatureView
-from tlt.draft.tree import DraftTree
 from tlt.engine.kv_cache import KVCache
 from tlt.types import Request, Row
 
@@ -99,10 +99,10 @@ class Drafters:
         for calibration in self.calibrations.values():
             calibration.next_round()
 
-    def learn(self, name: str, tree: DraftTree, path: Sequence[int]) -> None:
-        """Record which draft tokens of the tree were accepted, given the accepted path."""
-        self.calibrations[name].observe(tree.cells, tree.parents, path)
-        self.acceptance_rates[name].add(1 in path)
+    def learn(self, name: str, draft: Draft, accepted: int) -> None:
+        """Record that the first `accepted` tokens of the draft were accepted."""
+        self.calibrations[name].observe(draft.cells, accepted)
+        self.acceptance_rates[name].add(accepted > 0)
 
     def propose(self, name: str, call: Callable[[], T]) -> T | None:
         """Return the result of `call`, in which the drafter drafts. If `call` raises, drop the drafter, set the keys

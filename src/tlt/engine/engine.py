@@ -15,15 +15,15 @@ from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
 from tlt.cuda_graph import Replayed
 from tlt.draft.ahead import Ahead, AheadStore, LookAhead
+from tlt.draft.chains import Draft
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree
-from tlt.engine.committing import commit_tokens, verify_trees
+from tlt.engine.committing import commit_tokens, verify_drafts
 from tlt.engine.drafters import Drafters
-from tlt.engine.drafting import draft_trees, look_ahead_offers
+from tlt.engine.drafting import draft_rows, look_ahead_offers
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.memory import cache_tokens
@@ -93,11 +93,10 @@ class Engine(Generates):
         ahead = LookAhead(self.store, target.options.vocab_size)
         turns = TurnStore(self.cache, window)
         rows = RowTable([turns, self.cache, sampling, noise, *([window] if window else []), ahead, self.drafters])
-        widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
         return RolloutState(
             rows=rows,
-            scheduler=Scheduler(rows, self.cache, config, widest, target.options.max_positions),
+            scheduler=Scheduler(rows, self.cache, config, max(s.new for s in strategies), target.options.max_positions),
             sampling=sampling,
             noise=noise,
             window=window,
@@ -216,20 +215,20 @@ class Engine(Generates):
         began, start, slow_calls = time.time(), time.perf_counter(), Replayed.slow_calls
         with clock.phase("draft"):
             now = self.open_round(strategy)
-            trees = self.draft(now)
+            drafts = self.draft(now)
         with clock.phase("verify"):
-            trees, sampled = self.verify(now, trees)
+            drafts, sampled = self.verify(now, drafts)
         with clock.phase("commit"):
-            responses = self._commit(now, trees, sampled)
+            responses = self._commit(now, drafts, sampled)
             self.cache.check(self.rollout.version)
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
         took = time.perf_counter() - start
-        counts = [draft_counts(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
+        counts = [draft_counts(row, draft, taken) for row, draft, taken in zip(now.rows, drafts, tokens, strict=True)]
         committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
         if scored:
-            compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context, trees)
+            compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context, drafts)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._in_round = False
@@ -251,12 +250,12 @@ class Engine(Generates):
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
     def make_room(self, strategy: Strategy) -> bool:
-        """Make room in the cache for the trees of a round. If needed, preempt the youngest rows. Return whether any
-        were preempted."""
+        """Make room in the cache for the new tokens of a round. If needed, preempt the youngest rows. Return whether
+        any were preempted."""
         scheduler = self.rollout.scheduler
-        if full := self.busy and not scheduler.has_room(strategy.nodes):
+        if full := self.busy and not scheduler.has_room(strategy.new):
             self._preempt_ahead()
-        left = scheduler.make_room(strategy.nodes)
+        left = scheduler.make_room(strategy.new)
         self.stats.preemptions += left
         return full or left > 0
 
@@ -268,15 +267,15 @@ class Engine(Generates):
         at = torch.tensor(positions, device=self.target.device)
         return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.sampling.batch)
 
-    def draft(self, now: Round) -> list[DraftTree]:
-        return draft_trees(now, self.rollout, self.drafters)
+    def draft(self, now: Round) -> list[Draft]:
+        return draft_rows(now, self.rollout, self.drafters)
 
-    def verify(self, now: Round, trees: Sequence[DraftTree]) -> tuple[Sequence[DraftTree], Sampled]:
-        return verify_trees(now, trees, self.rollout)
+    def verify(self, now: Round, drafts: Sequence[Draft]) -> tuple[Sequence[Draft], Sampled]:
+        return verify_drafts(now, drafts, self.rollout)
 
-    def _commit(self, now: Round, trees: Sequence[DraftTree], sampled: Sampled) -> list[Response]:
+    def _commit(self, now: Round, drafts: Sequence[Draft], sampled: Sampled) -> list[Response]:
         """Commit the accepted tokens. Return the finished responses. Save finished look-ahead rows as drafts."""
-        finished = commit_tokens(now, trees, sampled, self.rollout, self.drafters, self.stops)
+        finished = commit_tokens(now, drafts, sampled, self.rollout, self.drafters, self.stops)
         self.store.put([Ahead.of(row, self.rollout.version, ended=True) for row, _ in finished if row.ahead])
         return [response_of(row, reason, self.detokenize) for row, reason in finished if not row.ahead]
 

@@ -21,13 +21,11 @@ _ENOUGH_ROUNDS = 4  # rounds of a look-ahead strategy before their seconds repla
 _PRIOR_ROUNDS = 4  # number of rounds that the profile counts as, because the first rounds of a strategy may be slow
 
 X = TypeVar("X", bound=float)
-_DEEPEST = 64  # levels of a draft whose acceptance is counted
+_DEEPEST = 64  # depths of a draft whose acceptance is counted
 _KEPT = 1 - 1 / 64  # factor on the counts of recent rounds, applied at every round
 _KEPT_LASTING = 1 - 1 / 256  # factor on the lasting counts of a source, applied at every round of this source
 _PRIOR_ROWS = 2  # number of rows that an assumed acceptance rate counts as
 _ROWS_OF_EVALUATION = 8  # number of rows that a new drafter's rate on held-out data counts as
-Source = tuple[str, int]
-"""(name of the drafter, branching): draft tokens with the same source are counted together"""
 
 
 class Bucket(NamedTuple):
@@ -124,14 +122,14 @@ class RoundTimes:
 
 class AcceptanceModel:
     """Estimate of the acceptance rate at each level: the probability that a draft token is accepted if all draft tokens
-    before it were. The estimator is that of Kaplan and Meier: a row counts only at the levels that it reached. So
-    chains of all depths are combined. Older rounds have smaller weights."""
+    before it were. A source is a drafter, or look-ahead. The estimator is that of Kaplan and Meier: a row counts only
+    at the levels that it reached. So drafts of all lengths are combined. Older rounds have smaller weights."""
 
     def __init__(self) -> None:
-        self.seen: dict[Source, np.ndarray] = {}
+        self.seen: dict[str, np.ndarray] = {}
         """recent counts per source, [_DEEPEST, 2]: rows that reached each level, and rows whose token there was
         accepted"""
-        self._lasting: dict[Source, np.ndarray] = {}
+        self._lasting: dict[str, np.ndarray] = {}
         """the first level's counts over more rounds, [1, 2]; aged only in rounds of the source"""
 
     def age(self) -> None:
@@ -139,7 +137,7 @@ class AcceptanceModel:
         for levels in self.seen.values():
             levels *= _KEPT
 
-    def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
+    def add(self, source: str, depths: Sequence[int], tokens: Sequence[int]) -> None:
         """Count the rows of a round. Row i had a draft of `depths[i]` levels and committed `tokens[i]` tokens, bonus
         token included."""
         drafted = np.array(depths)[:, None]
@@ -148,40 +146,39 @@ class AcceptanceModel:
         self.seen[source] = self.seen.get(source, 0.0) + counts
         self._lasting[source] = _KEPT_LASTING * self._lasting.get(source, 0.0) + counts[:1]
 
-    def lasting(self, source: Source, prior: float) -> float:
+    def lasting(self, source: str, prior: float) -> float:
         """Return the acceptance rate of the first level, from more rounds than `chances` uses. It does not change while
         the source is not used. The assumed rate `prior` counts as 2 rows."""
         return _rates(self._lasting.get(source), 1, prior)[0]
 
-    def chances(self, source: Source, depth: int, prior: float) -> list[float]:
+    def chances(self, source: str, depth: int, prior: float) -> list[float]:
         """Return the acceptance rates of the first `depth` levels. `prior` is an assumed rate of the first level, which
         counts as 2 rows. The prior of each further level is the rate of the level before it."""
         return _rates(self.seen.get(source), depth, prior)
 
     def assume(self, drafter: str, chance: float) -> None:
-        """Set the counts of the drafter's chains as if 8 rows had been drafted with acceptance rate `chance` at each
-        level."""
+        """Set the counts of the drafter as if it had drafted for 8 rows with acceptance rate `chance` at each level."""
         reached = _ROWS_OF_EVALUATION * chance ** np.arange(_DEEPEST, dtype=np.float64)
-        self.seen[drafter, 1] = np.stack([reached, reached * chance], axis=1)
+        self.seen[drafter] = np.stack([reached, reached * chance], axis=1)
 
     def forget(self, drafter: str) -> None:
-        self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
-        self._lasting = {source: levels for source, levels in self._lasting.items() if source[0] != drafter}
+        self.seen.pop(drafter, None)
+        self._lasting.pop(drafter, None)
 
     def state(self) -> list[Any]:
         """Return the counts as plain data for a checkpoint."""
         none = np.zeros((0, 2))
         both = [(source, seen, self._lasting.get(source, none)) for source, seen in self.seen.items()]
-        return [[*source, *(levels[levels[:, 0] > 0].tolist() for levels in counts)] for source, *counts in both]
+        return [[source, *(levels[levels[:, 0] > 0].tolist() for levels in counts)] for source, *counts in both]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Load the counts that `state` returned, for these drafters only."""
-        for drafter, branching, levels, *lasting in state:
+        for drafter, levels, *lasting in state:
             if drafter in drafters:
-                padded = self.seen[drafter, branching] = np.zeros((_DEEPEST, 2))
+                padded = self.seen[drafter] = np.zeros((_DEEPEST, 2))
                 padded[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
                 if any(lasting):  # states of older versions lack it, or have more levels
-                    self._lasting[drafter, branching] = np.array(lasting[0][:1])
+                    self._lasting[drafter] = np.array(lasting[0][:1])
 
 
 def _rates(counts: np.ndarray | None, depth: int, prior: float) -> list[float]:

@@ -5,7 +5,7 @@ of which the device computes for 3 ms. Replayed, the pass takes 4 ms. A CUDA gra
 the number of rows, and of positions that they attend to, is padded to a few sizes (bucketed graphs: arXiv 2511.16665,
 section 5).
 
-Shapes: B rows, N nodes per row, D hidden size, F size of a token's features (hidden states kept for the drafter).
+Shapes: B rows, N new tokens per row, D hidden size, F size of a token's features (hidden states kept for the drafter).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import TreeBatch
 from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, SlotPlan
 from tlt.cuda_graph import Replayed, rounded_up
@@ -31,11 +30,10 @@ they are kept"""
 
 class Shape(NamedTuple):
     rows: int
-    nodes: int
-    tokens: int
+    new: int
+    """number of new tokens of each row"""
+    seen: int
     """number of positions that each row attends to"""
-    branches: bool
-    """whether some tree may branch, so that a mask of visible nodes is needed"""
 
 
 class GraphedPasses:
@@ -48,21 +46,20 @@ class GraphedPasses:
         self._memory: Callable[[], Tensor | None] = lambda: None  # a weak reference, so that a released cache is freed
 
     @torch.inference_mode()
-    def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
+    def __call__(self, tokens: Tensor, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
+        """Run a pass over the new tokens [B, N] of the first B slots, which have `lengths` committed positions."""
         memory = self.slots.memory[0]
         if self._memory() is not memory:  # the graphs have the addresses of a cache that was freed
             self.passes, self._memory = {}, weakref.ref(memory)
-        shape = self._shape(trees, lengths)
+        shape = self._shape(len(lengths), tokens.shape[1], max(lengths))
         if shape not in self.passes:
             self.passes[shape] = PaddedPass(shape, self.slots, self.device)
-        return self.passes[shape](trees, lengths, forward)
+        return self.passes[shape](tokens, lengths, forward)
 
-    def _shape(self, trees: TreeBatch, lengths: Sequence[int]) -> Shape:
-        rows, nodes = trees.tokens.shape
-        assert max(lengths) + nodes <= self.slots.tokens, "the cache must resize before a pass"
-        tokens = max(_LEAST_TOKENS, rounded_up(max(lengths) + nodes, 4))
-        most = self.slots.slots, self.slots.tokens
-        return Shape(min(rounded_up(rows), most[0]), nodes, min(tokens, most[1]), trees.visible is not None)
+    def _shape(self, rows: int, new: int, longest: int) -> Shape:
+        assert longest + new <= self.slots.tokens, "the cache must resize before a pass"
+        seen = max(_LEAST_TOKENS, rounded_up(longest + new, 4))
+        return Shape(min(rounded_up(rows), self.slots.slots), new, min(seen, self.slots.tokens))
 
 
 class PaddedPass:
@@ -70,21 +67,18 @@ class PaddedPass:
 
     def __init__(self, shape: Shape, slots: SlotAttention, device: torch.device) -> None:
         self.shape, self.slots = shape, slots
-        rows, nodes, _, branches = shape
-        self.tokens, self.depths = torch.zeros(2, rows, nodes, dtype=torch.long, device=device)
-        self.lengths = torch.full((rows,), -1, device=device)
-        self.visible = torch.ones(rows, nodes, nodes, dtype=torch.bool, device=device) if branches else None
+        self.tokens = torch.zeros(shape.rows, shape.new, dtype=torch.long, device=device)
+        self.lengths = torch.full((shape.rows,), -1, device=device)
         self.replayed = Replayed(device)
 
-    def __call__(self, trees: TreeBatch, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
+    def __call__(self, tokens: Tensor, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
         rows = len(lengths)
-        self.tokens[:rows], self.depths[:rows] = trees.tokens, trees.depths
+        self.tokens[:rows] = tokens
         self.lengths.copy_(torch.tensor([*lengths, *[-1] * (self.shape.rows - rows)]))
-        if self.visible is not None and trees.visible is not None:
-            self.visible[:rows] = trees.visible
         hidden, *features = self.replayed(lambda: self._compute(forward))
         return hidden[:rows], *[kept[:rows].clone() for kept in features]  # features are kept for some rounds
 
     def _compute(self, forward: Forward) -> tuple[Tensor, ...]:
-        plan = padded_plan(self.slots, self.lengths, self.shape.tokens, self.visible, self.depths)
-        return forward(self.tokens, self.lengths.clamp(min=0)[:, None] + self.depths, plan)
+        plan = padded_plan(self.slots, self.lengths, self.shape.seen, self.shape.new)
+        assert plan.positions is not None, "the plan of a target pass has positions"
+        return forward(self.tokens, plan.positions, plan)

@@ -27,14 +27,15 @@ class Harvester:
         self._grown = 0
 
     def write(self, features: Tensor, entries: Sequence[tuple[int, int, int, int]], grown: int) -> None:
-        """Write the hidden states `features` [B, N, F] of a pass. `entries` has (row's place, node, position, next
-        token) for each node on an accepted path. `grown` is the largest number of tokens that a row committed."""
-        places, nodes, positions, following = zip(*entries, strict=True)
+        """Write the hidden states `features` [B, N, F] of a pass. `entries` has (row's place, index in the pass,
+        position, next token) for the root and each accepted token. `grown` is the largest number of tokens that a row
+        committed."""
+        places, indices, positions, following = zip(*entries, strict=True)
         if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
         else:
-            index = torch.tensor([places, nodes], device=features.device)
-            kept = features[index[0], index[1]]
+            where = torch.tensor([places, indices], device=features.device)
+            kept = features[where[0], where[1]]
         self.window.write(places, positions, kept, following)
         self._grown += grown
 

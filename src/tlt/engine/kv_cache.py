@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import AttentionBackend, TreeBatch
+from tlt.attention.backend import AttentionBackend
 from tlt.attention.key_counts import rounded_down, rounded_up
 from tlt.models.decoder import Attend
 from tlt.types import Row
@@ -36,23 +36,16 @@ class Ledger:
         r, t = min(slots, len(old)), min(tokens, old.shape[1])
         self.booked[:r, :t] = old[:r, :t]
 
-    def wrote(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
-        """Record the nodes of a pass. A node's checksum is that of the last committed position before the root, plus
-        hashes of all nodes that the node attends to."""
-        B, N = trees.tokens.shape
-        committed, row = torch.tensor(lengths), torch.arange(first, first + B)
+    def wrote(self, first: int, lengths: Sequence[int], tokens: Tensor, version: int) -> None:
+        """Record the new tokens [B, N] of a pass. A token's checksum is that of the last committed position, plus
+        hashes of the new tokens up to this one."""
+        committed, row = torch.tensor(lengths), torch.arange(first, first + len(lengths))
         before = torch.where(committed > 0, self.booked[row, (committed - 1).clamp(min=0)], _begin(version))
-        own = _mixed(trees.tokens.cpu(), committed[:, None] + trees.depths.cpu())
-        visible = torch.ones(N, N, dtype=torch.bool).tril() if trees.visible is None else trees.visible.cpu()
-        sums = before[:, None] + (visible * own[:, None, :]).sum(-1)
-        self.booked[row[:, None], committed[:, None] + torch.arange(N)] = sums
+        positions = committed[:, None] + torch.arange(tokens.shape[1])
+        self.booked[row[:, None], positions] = before[:, None] + _mixed(tokens.cpu(), positions).cumsum(1)
 
     def copied(self, source: int, target: int, length: int) -> None:
         self.booked[target, :length] = self.booked[source, :length]
-
-    def moved(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        slots, sources, targets = slots.cpu(), sources.cpu(), targets.cpu()
-        self.booked[slots, targets] = self.booked[slots, sources]
 
     def wiped(self, slot: int, start: int) -> None:
         self.booked[slot, start:] = 0
@@ -156,21 +149,22 @@ class KVCache:
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
-    def note_pass(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
-        """Record a target pass over slots [first, first + B) in the ledger, if there is one."""
+    def note_pass(self, first: int, lengths: Sequence[int], tokens: Tensor, version: int) -> None:
+        """Record a target pass over the new tokens [B, N] of slots [first, first + B) in the ledger, if there is
+        one."""
         if self.ledger:
-            self.ledger.wrote(first, lengths, trees, version)
+            self.ledger.wrote(first, lengths, tokens, version)
 
     def draft_pass(self, depth: int) -> tuple[Tensor, Attend]:
-        """Return the positions [B, 1] of one draft node per active row, and the attention function of these nodes. The
-        function stores their keys and values behind the committed ones: see `DraftCache`."""
+        """Return the positions [B, 1] of one draft token per active row, and their attention function. The function
+        stores their keys and values behind the committed ones: see `DraftCache`."""
         assert depth >= 0, "committed positions are the target's"
         lengths = [row.kv_length + depth for row in self._rows]
         if self.ledger:
             for slot, length in enumerate(lengths):
                 self.ledger.wiped(slot, length)
         positions = torch.tensor(lengths, device=self.store.memory[0].device)[:, None]
-        return positions, partial(self.store.attend, self.store.plan(0, lengths, 1, None))
+        return positions, partial(self.store.attend, self.store.plan(0, lengths, 1))
 
     def wipe_drafts(self) -> None:
         """Set the keys and values after the committed positions to zero, in the slots of all active rows."""
@@ -192,11 +186,6 @@ class KVCache:
         self.store.write(slot, saved.values)
         if self.ledger and saved.booked is not None:
             self.ledger.booked[slot, : len(saved.booked)] = saved.booked
-
-    def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        self.store.move(slots, sources, targets)
-        if self.ledger:
-            self.ledger.moved(slots, sources, targets)
 
     def wipe(self, slot: int, start: int) -> None:
         self.store.wipe(slot, start)

@@ -77,7 +77,7 @@ class NoiseWindow:
 
 class DraftNoise:
     """Noise for the drafts of one round. `positions` [B] are the positions of the rows' next tokens, and `depth` is the
-    number of levels of a draft."""
+    maximum number of draft tokens."""
 
     def __init__(self, window: NoiseWindow, positions: Tensor, depth: int) -> None:
         self.window, self.positions, self.depth = window, positions, depth
@@ -85,11 +85,11 @@ class DraftNoise:
         self._whole: Tensor | None = None
 
     def __call__(self, depth: int, ids: Tensor | None) -> Tensor:
-        """Return the noise at each row's next position + `depth`: [B, W, K] for token ids `ids` [B, W, K], or [B, 1, V]
-        for the whole vocabulary if `ids` is None."""
+        """Return the noise at each row's next position + `depth`: [B, K] for token ids `ids` [B, K], or [B, V] for the
+        whole vocabulary if `ids` is None."""
         if ids is not None:
-            return self.window.at_ids(self.rows[:, None, None], (self.positions + depth)[:, None, None], ids)
-        if self._whole is None:  # for all levels at once, because that costs as much as for one
+            return self.window.at_ids(self.rows[:, None], (self.positions + depth)[:, None], ids)
+        if self._whole is None:  # for all depths at once, because that costs as much as for one
             depths = torch.arange(max(1, self.depth), device=self.positions.device)
             self._whole = self.window.at(self.rows[:, None], self.positions[:, None] + depths)
-        return self._whole[:, depth : depth + 1]
+        return self._whole[:, depth]

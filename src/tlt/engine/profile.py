@@ -11,13 +11,13 @@ import torch
 
 from tlt.attention.key_counts import rounded_up
 from tlt.config import EngineConfig
+from tlt.draft.chains import Draft
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.estimates import interpolate
-from tlt.engine.runner import most_nodes
+from tlt.engine.runner import most_new
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
@@ -25,8 +25,8 @@ from tlt.types import Prompt, Request, SamplingParams
 _SECONDS = 1.0  # time limit of all timed calls; the rounds of the rollout refine the result
 _REPEATS = 5
 _ROWS = 16
-_NODES = (1, 2, 3, 5, 9, 17, 33)  # numbers of tokens per row in the timed passes
-_LEVELS = (1, 3)  # levels of the timed drafts; the first level costs more than the others
+_NEW = (1, 2, 3, 5, 9, 17, 33)  # numbers of new tokens per row in the timed passes
+_DEPTHS = (1, 3)  # depths of the timed drafts; the first draft token costs more than the others
 _TOKENS = 8  # maximum number of tokens of the prompt, and of the response
 
 
@@ -42,28 +42,28 @@ def profile(
     The profile assumes that the seconds of a pass over B rows of N tokens depend only on B x N. So only passes over one
     row and over up to 16 rows are timed. The times of all other passes are computed from the timed ones.
     """
-    shapes = sorted({(s.drafter, s.branching) for s in strategies if s.drafter != PLAIN.drafter})
+    names = sorted({s.drafter for s in strategies} - {PLAIN.drafter})
     length = max(1, min(_TOKENS, target.options.max_positions // 2))  # tokens of the prompt, and of the response
     deepest = target.options.max_positions - length  # a draft must not go beyond the positions of a short model
     passes: dict[int, float] = {}
-    drafts: dict[tuple[str, int, int], dict[int, float]] = {}
+    drafts: dict[tuple[str, int], dict[int, float]] = {}
     for count, seconds in {1: _SECONDS / 3, min(_ROWS, config.max_rows): _SECONDS * 2 / 3}.items():
         engine = _engine(target, config, drafters, layout, count, length)
         live = len(engine.rows)  # fewer rows if the cache is small
-        nodes = [n for n in _NODES if n <= min(deepest, most_nodes(live, target.options.vocab_size))]
+        new = [n for n in _NEW if n <= min(deepest, most_new(live, target.options.vocab_size))]
         calls: dict[Hashable, tuple[int, Callable[[], object]]] = {
-            (*shape, level): (0, partial(_draft, engine, shape, min(level, deepest)))
-            for shape in shapes
-            for level in _LEVELS
+            (name, depth): (0, partial(_draft, engine, name, min(depth, deepest)))
+            for name in names
+            for depth in _DEPTHS
         }
-        calls |= {n: (n * live, partial(_verify, engine, n)) for n in nodes}
-        for shape in shapes:  # a first draft may prepare what later ones use
-            _draft(engine, shape, 1)
-        for name, least in _least_seconds(calls, seconds, target.device).items():
-            if isinstance(name, int):
-                passes[name * live] = least
-            elif isinstance(name, tuple):
-                drafts.setdefault(name, {})[live] = least
+        calls |= {n: (n * live, partial(_verify, engine, n)) for n in new}
+        for name in names:  # a first draft may prepare what later ones use
+            _draft(engine, name, 1)
+        for call, least in _least_seconds(calls, seconds, target.device).items():
+            if isinstance(call, int):
+                passes[call * live] = least
+            elif isinstance(call, tuple):
+                drafts.setdefault(call, {})[live] = least
     counts = sorted({min(2**power, config.max_rows) for power in range(config.max_rows.bit_length() + 1)})
     return {count: {s: _seconds_of(s, count, passes, drafts) for s in strategies} for count in counts}
 
@@ -72,14 +72,14 @@ def _seconds_of(
     strategy: Strategy,
     rows: int,
     passes: Mapping[int, float],
-    drafts: Mapping[tuple[str, int, int], Mapping[int, float]],
+    drafts: Mapping[tuple[str, int], Mapping[int, float]],
 ) -> float:
-    verifying = _extrapolate(passes, rows * strategy.nodes)
+    verifying = _extrapolate(passes, rows * strategy.new)
     if strategy.drafter == PLAIN.drafter:
         return verifying
-    first, low = (_extrapolate(drafts[strategy.drafter, strategy.branching, level], rows) for level in _LEVELS)
-    further = max(0.0, low - first) / (_LEVELS[1] - _LEVELS[0])
-    return verifying + first + (strategy.depth - _LEVELS[0]) * further
+    first, third = (_extrapolate(drafts[strategy.drafter, depth], rows) for depth in _DEPTHS)
+    further = max(0.0, third - first) / (_DEPTHS[1] - _DEPTHS[0])
+    return verifying + first + (strategy.depth - _DEPTHS[0]) * further
 
 
 def _extrapolate(points: Mapping[int, float], x: int) -> float:
@@ -99,7 +99,7 @@ def _engine(
     length: int,
 ) -> Engine:
     """Return an engine in which `rows` rows have begun to decode the same prompt of `length` tokens."""
-    widest = Strategy(PLAIN.drafter, max(_NODES) - 1, 1, max(_NODES))
+    widest = Strategy(PLAIN.drafter, max(_NEW) - 1)
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
     # even a small cache needs room for one row of the profile
     cache, least = engine.cache, length + _TOKENS + engine.rollout.scheduler.headroom
@@ -111,16 +111,14 @@ def _engine(
     return engine
 
 
-def _verify(engine: Engine, nodes: int) -> None:
-    strategy = Strategy(PLAIN.drafter, nodes - 1, 1, nodes)
+def _verify(engine: Engine, new: int) -> None:
+    strategy = Strategy(PLAIN.drafter, new - 1)
     engine.make_room(strategy)
-    tree = DraftTree.chain(0, [0] * (nodes - 1))
-    engine.verify(engine.open_round(strategy), [tree] * len(engine.rows))
+    engine.verify(engine.open_round(strategy), [Draft([0] * (new - 1))] * len(engine.rows))
 
 
-def _draft(engine: Engine, shape: tuple[str, int], levels: int) -> None:
-    drafter, branching = shape
-    engine.draft(engine.open_round(Strategy(drafter, levels, branching, max(_NODES))))
+def _draft(engine: Engine, drafter: str, depth: int) -> None:
+    engine.draft(engine.open_round(Strategy(drafter, depth)))
 
 
 def _least_seconds(

@@ -1,4 +1,4 @@
-"""Target passes: prefill, and verification, which samples the target's token at every node."""
+"""Target passes: prefill, and verification, which samples the token that follows each new token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import TreeBatch
 from tlt.attention.slots import SlotAttention
 from tlt.draft.features import FeatureWindow
 from tlt.engine.graphs import GraphedPasses
@@ -24,19 +23,50 @@ _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
 _CACHE_BYTES = 1 << 21  # log-probs are computed in parts of this size, which fit the cache of a CPU core
 
 
-def most_nodes(rows: int, vocab_size: int) -> int:
-    """Return the largest number of nodes per row in a pass over this many rows. The limit is 512 MiB for the logits."""
+def most_new(rows: int, vocab_size: int) -> int:
+    """Return the largest number of new tokens per row in a pass over this many rows. The limit is 512 MiB for the
+    logits."""
     return max(2, _LOGITS_BYTES // (rows * vocab_size * 4))
 
 
+class NewTokens(NamedTuple):
+    """New tokens of a target pass, N for each of B rows. Shorter rows are padded at their end."""
+
+    tokens: Tensor
+    """[B, N]"""
+    real: Tensor | None = None
+    """[M] flat indices b * N + n of the tokens to compute, which are not padding; None: all are computed"""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], device: torch.device, least: int = 1) -> NewTokens:
+        """Return the tokens of all rows, padded to the longest row and to at least `least` tokens. On a CPU, padding is
+        not computed."""
+        counts = [len(row) for row in rows]
+        width = max(least, *counts)
+        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        if device.type != "cpu" or min(counts) == width:
+            return cls(padded)
+        return cls(padded, (torch.arange(width) < torch.tensor(counts)[:, None]).flatten().nonzero()[:, 0])
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Return the M entries of `x` [B * N, ...] that are computed."""
+        return x if self.real is None else x.index_select(0, self.real)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return `x` [M, ...] as [B, N, ...], with zeros for padding."""
+        if self.real is not None:
+            x = x.new_zeros(self.tokens.numel(), *x.shape[1:]).index_copy_(0, self.real, x)
+        return x.view(*self.tokens.shape, *x.shape[1:])
+
+
 class Sampled(NamedTuple):
-    """The target's sampled tokens at each node [B][N], and their two log-probs: see `Response`."""
+    """Tokens [B][N] that the target samples after each new token, and their two log-probs: see `Response`."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
     finite: list[bool]
-    """[B] whether a row's values are finite at all nodes"""
+    """[B] whether all values of a row are finite"""
     features: Tensor | None = None
     """[B, N, F] hidden states for the feature window; None if there is no window"""
 
@@ -53,7 +83,7 @@ class Runner:
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
         """Compute the keys and values of each context, in the slots from `first` on. The last token of a context is not
-        included, because it is the root of the row's first draft tree. `known` has for each context the number of
+        included, because it is the root of the row's first draft. `known` has for each context the number of
         tokens whose keys and values its slot already has (default: 0). Return for each row whether its hidden states
         are finite."""
         known = known or [0] * len(contexts)
@@ -79,8 +109,7 @@ class Runner:
             lows = [start + lo for start in starts]
             part = [list(c[low : min(low + width, len(c) - 1)]) for c, low in zip(contexts, lows, strict=True)]
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
-            depths = torch.arange(width, device=tokens.device).expand_as(tokens)
-            hidden, *features = self._pass(first, TreeBatch(tokens, depths, None), lows)
+            hidden, *features = self._pass(first, NewTokens(tokens), lows)
             total = total + hidden.sum((1, 2))  # finite if all terms are finite
             if self.window is not None:
                 self._keep(self.window, features[0], first, lows, contexts)
@@ -113,48 +142,50 @@ class Runner:
             window.write([first + r for r in rows], positions, features[row, offset], following)
 
     def verify(
-        self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
+        self, new: NewTokens, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
     ) -> Sampled:
-        """Run one target pass over the trees of all rows. Sample the token that follows each node, with the Gumbel
-        noise of that token's position in its response. `times` [B]: number of tokens that each response has so far,
-        which is the position of the token after the root. In plain decoding without prefill, the host waits for the
-        device only here."""
+        """Run one target pass over the roots and drafts of all rows. Sample the token that follows each of them, with
+        the Gumbel noise of that token's position in its response. `times` [B]: number of tokens that each response has
+        so far, which is the position of the token after the root. In plain decoding without prefill, the host waits for
+        the device only here."""
         if self.graphs:
-            trees = trees._replace(nodes=None)  # passes of a few shapes are replayed, padding included
-        hidden, *features = self._pass(0, trees, lengths, self.graphs)
+            new = new._replace(real=None)  # passes of a few shapes are replayed, padding included
+        hidden, *features = self._pass(0, new, lengths, self.graphs)
         logits = self.target.logits(hidden).flatten(0, 1)  # [M, V]
-        place = torch.arange(len(lengths), device=self.target.device)[:, None].expand_as(trees.tokens)
-        rows, positions = (_nodes(x.flatten(), trees) for x in (place, times[:, None] + trees.depths))
+        place = torch.arange(len(lengths), device=self.target.device)[:, None].expand_as(new.tokens)
+        rows, positions = (new.pick(x.flatten()) for x in (place, self._following(times, new)))
         parts = [
             _sample(logits[part], noise.at(rows[part], positions[part]), sampling.of(rows[part]))
             for part in _parts(logits)
         ]
-        found = (_padded(torch.cat(x)[:, 0], trees) for x in zip(*parts, strict=True))
-        features = [_padded(x.flatten(0, 1), trees) for x in features]
+        found = (new.pad(torch.cat(x)[:, 0]) for x in zip(*parts, strict=True))
+        features = [new.pad(x.flatten(0, 1)) for x in features]
         tokens, logprobs, full = to_host(*found)
         finite = [bool(row.all()) for row in np.isfinite(full)]
         return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, *features)
 
     def _pass(
-        self, first: int, trees: TreeBatch, lengths: Sequence[int], graphs: GraphedPasses | None = None
+        self, first: int, new: NewTokens, lengths: Sequence[int], graphs: GraphedPasses | None = None
     ) -> tuple[Tensor, ...]:
         """Run a target pass. Return hidden states [B, N, D], and also features [B, N, F] if there is a feature window.
-        With `trees.nodes` the shapes are [1, M, D] and [1, M, F]."""
-        self.cache.note_pass(first, lengths, trees, self.target.version)
+        With `new.real` the shapes are [1, M, D] and [1, M, F]."""
+        self.cache.note_pass(first, lengths, new.tokens, self.target.version)
         if graphs is not None:
-            return graphs(trees, lengths, self._forward)
-        plan = self.cache.store.plan(first, lengths, trees.tokens.shape[1], trees.visible, trees.depths)
-        positions = self._tensor(lengths)[:, None] + trees.depths
-        if trees.nodes is None:
-            return self._forward(trees.tokens, positions, plan)
-        tokens, positions = (_nodes(x.flatten(), trees)[None] for x in (trees.tokens, positions))
-        return self._forward(tokens, positions, plan, trees)
+            return graphs(new.tokens, lengths, self._forward)
+        plan = self.cache.store.plan(first, lengths, new.tokens.shape[1])
+        positions = self._following(self._tensor(lengths), new)
+        if new.real is None:
+            return self._forward(new.tokens, positions, plan)
+        tokens, positions = (new.pick(x.flatten())[None] for x in (new.tokens, positions))
+        return self._forward(tokens, positions, plan, new)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, plan: Any, packed: TreeBatch | None = None
+        self, tokens: Tensor, positions: Tensor, plan: Any, packed: NewTokens | None = None
     ) -> tuple[Tensor, ...]:
-        """Compute the result of `_pass`. If `packed` is given, tokens and positions are [1, M], without the padding
-        nodes of `packed`."""
+        """Compute the result of `_pass`. If `packed` is given, tokens and positions are [1, M], without its padding."""
+        positions = positions.clamp(
+            max=self.target.options.max_positions - 1
+        )  # padding may be beyond the last position
         attend: Attend = partial(self.cache.store.attend, plan)
         if packed:
             attend = _with_padding(attend, packed)
@@ -165,41 +196,34 @@ class Runner:
         tapped = [taps[layer].view_as(hidden) for layer in self.window.layout.taps]
         return hidden, torch.cat([*tapped, hidden], dim=-1) if tapped else hidden
 
+    def _following(self, starts: Tensor, new: NewTokens) -> Tensor:
+        """Return [B, N]: the numbers from `starts[b]` on, one for each new token of row b."""
+        return starts[:, None] + torch.arange(new.tokens.shape[1], device=self.target.device)
+
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)
 
 
-def _nodes(x: Tensor, trees: TreeBatch) -> Tensor:
-    """Return the M nodes of `x` [B * N, ...] that are not padding."""
-    return x if trees.nodes is None else x.index_select(0, trees.nodes)
-
-
-def _padded(x: Tensor, trees: TreeBatch) -> Tensor:
-    """Return `x` [M, ...], the values of the nodes that are not padding, as [B, N, ...] with zeros for padding."""
-    if trees.nodes is not None:
-        x = x.new_zeros(trees.tokens.numel(), *x.shape[1:]).index_copy_(0, trees.nodes, x)
-    return x.view(*trees.tokens.shape, *x.shape[1:])
-
-
-def _with_padding(attend: Attend, trees: TreeBatch) -> Attend:
-    """Return an attention for the M nodes that are not padding. It calls `attend` with all B * N nodes."""
+def _with_padding(attend: Attend, new: NewTokens) -> Attend:
+    """Return an attention for the M tokens that are not padding. It calls `attend` with all B * N tokens."""
 
     def packed(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
-        query, key, value = (_padded(x, trees).flatten(0, 1) for x in (query, key, value))
-        return _nodes(attend(layer, query, key, value, window), trees)
+        query, key, value = (new.pad(x).flatten(0, 1) for x in (query, key, value))
+        return new.pick(attend(layer, query, key, value, window))
 
     return packed
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """Cut the M nodes of `logits` [M, V] into parts that fit a CPU core's cache. Other devices get one part."""
-    nodes, vocab_size = logits.shape
-    size = max(1, _CACHE_BYTES // (4 * vocab_size)) if logits.device.type == "cpu" else nodes
-    return [slice(low, low + size) for low in range(0, nodes, size)]
+    """Cut the rows of `logits` [M, V] into parts that fit a CPU core's cache. Other devices get one part."""
+    count, vocab_size = logits.shape
+    size = max(1, _CACHE_BYTES // (4 * vocab_size)) if logits.device.type == "cpu" else count
+    return [slice(low, low + size) for low in range(0, count, size)]
 
 
 def _sample(logits: Tensor, noise: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sampled token at each node and its two log-probs, [M, 1] each. `logits` and `noise` are [M, V]."""
+    """Return the token sampled from each row of logits, and its two log-probs, [M, 1] each. `logits` and `noise` are
+    [M, V]."""
     log_p, log_full = sampling_log_probs(logits, sampling)
     token = gumbel_topk(log_p, noise).picks
     logprob = log_p.gather(-1, token)

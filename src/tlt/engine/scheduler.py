@@ -20,19 +20,19 @@ _HEADROOM = 32  # tokens that each row must have room for before another row is 
 
 class Scheduler:
     """Queue, admission and preemption of rows. `max_positions` is the longest sequence in tokens that the target
-    supports. `verify_tokens` is the number of nodes of the largest tree."""
+    supports. `new` is the maximum number of new tokens of a row in a round."""
 
     def __init__(
         self,
         rows: RowTable,
         cache: KVCache,
         config: EngineConfig,
-        verify_tokens: int,
+        new: int,
         max_positions: int,
     ) -> None:
         self.rows, self.cache = rows, cache
         self.max_rows, self.prefill_tokens, self.max_positions = config.max_rows, config.prefill_tokens, max_positions
-        self.headroom = max(_HEADROOM, verify_tokens)
+        self.headroom = max(_HEADROOM, new)
         self.waiting: deque[Row] = deque()
         self.ahead: deque[Row] = deque()  # look-ahead rows, admitted if no row waits
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tlt.draft.ahead import LookAhead
+from tlt.draft.chains import Draft
 from tlt.draft.features import FeatureView, FeatureWindow
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine.harvest import Harvester
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.rows import RowTable
@@ -54,9 +54,9 @@ class Round:
     """[B] position of each row's next token in its response"""
     batch: BatchSampling
 
-    def roots(self) -> list[DraftTree]:
-        """Return a tree without draft tokens for each row."""
-        return [DraftTree([row.root]) for row in self.rows]
+    def no_drafts(self) -> list[Draft]:
+        """Return an empty draft for each row."""
+        return [Draft()] * len(self.rows)
 
 
 class Clock:
@@ -79,32 +79,31 @@ TARGET, LOOK_AHEAD = ".", "a"
 drafter's token is the first one of the drafter's name"""
 
 
-def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
+def count_row(stats: RolloutStats, row: Row, draft: Draft, taken: int, right: int, drafter: str) -> None:
     """Count a row's part of a round: `taken` committed tokens, the first `right` of them from the draft. Add the source
     of each token to `row.proposed`. For a look-ahead row, `stats` counts only the tokens."""
-    row.proposed += (LOOK_AHEAD if tree.ahead else drafter[:1]) * right + TARGET * (taken - right)
+    row.proposed += (LOOK_AHEAD if draft.ahead else drafter[:1]) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
         return
     for counts in (stats, row.decoded):
-        counts.count(len(tree.tokens) - 1, right, taken, tree.ahead)
+        counts.count(len(draft.tokens), right, taken, draft.ahead)
     stats.tokens += taken
 
 
-def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequence[int]) -> None:
-    """Count to which depth a draft was accepted, and to which depth it was verified along the accepted path."""
-    accepted = len(path) - 1
-    for counts, depth in ((stats.accepted_to, accepted), (stats.verified_to, accepted + (path[-1] in tree.parents))):
+def count_depth(stats: RolloutStats, drafter: str, draft: Draft, accepted: int) -> None:
+    """Count to which depth a draft was accepted, and to which depth it was verified: up to its first rejected token."""
+    for counts, depth in ((stats.accepted_to, accepted), (stats.verified_to, min(accepted + 1, len(draft.tokens)))):
         key = f"{drafter} {depth}"
         counts[key] = counts.get(key, 0) + 1
 
 
-def draft_counts(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
+def draft_counts(row: Row, draft: Draft, taken: int) -> tuple[int, int]:
     """Return a row's numbers of committed tokens and of look-ahead draft tokens in a round, for the tuner. If an
     accepted look-ahead token ends the response, a bonus token is counted after it, and the draft tokens after it are
     not counted. Otherwise these draft tokens would count as rejected."""
-    proposed = tree.ahead * (len(tree.tokens) - 1)
-    if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
+    proposed = draft.ahead * len(draft.tokens)
+    if 0 < taken <= proposed and draft.tokens[taken - 1] == row.tokens[-1]:
         return taken + 1, taken
     return taken, proposed
 
@@ -116,7 +115,7 @@ def compare_with_plain(
     seconds: float,
     tokens: Sequence[int],
     context: float,
-    trees: Sequence[DraftTree],
+    drafts: Sequence[Draft],
 ) -> None:
     """Add to `stats` the seconds of a round, and the estimated seconds of plain decoding for the same tokens. Tokens of
     look-ahead rows do not count.
@@ -131,7 +130,7 @@ def compare_with_plain(
     plain, of_all_rows = (plain_seconds(rows, context) for rows in (len(own), len(now.rows)))
     if plain is None or of_all_rows is None:
         return
-    if all(len(tree.tokens) == 1 for tree in trees):
+    if not any(draft.tokens for draft in drafts):
         same = seconds * (plain / of_all_rows)
         plain = same if now.strategy == PLAIN else min(plain, same)
     known = stats.against_plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 from tlt.engine.runner import Sampled
@@ -24,13 +23,13 @@ class Stops:
     def __init__(self, detokenize: Detokenizer | None) -> None:
         self.detokenize = detokenize
 
-    def append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
-        """Append the sampled token of each node on the accepted path to the row, up to a stop. Return the finish
-        reason, or None. `place` is the row's index in `sampled`."""
-        for node in path:
-            row.tokens.append(sampled.tokens[place][node])
-            row.logprobs.append(sampled.logprobs[place][node])
-            row.full_logprobs.append(sampled.full_logprobs[place][node])
+    def append(self, row: Row, count: int, sampled: Sampled, place: int) -> str | None:
+        """Append the first `count` sampled tokens to the row, up to a stop. Return the finish reason, or None. `place`
+        is the row's index in `sampled`."""
+        for n in range(count):
+            row.tokens.append(sampled.tokens[place][n])
+            row.logprobs.append(sampled.logprobs[place][n])
+            row.full_logprobs.append(sampled.full_logprobs[place][n])
             if reason := self.reason(row):
                 return reason
         return None

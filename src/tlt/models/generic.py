@@ -23,7 +23,6 @@ from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.head import Head
 from tlt.models.hugging_face import experts_in
 from tlt.models.product import Product
-from tlt.types import MAX_DRAFT_TOKENS
 
 _NAME = "tlt_engine"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -52,10 +51,6 @@ def attend(
     if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
         raise ValueError(f"the model's attention uses {names[0]}")
     rows, heads, new, size = query.shape
-    if sliding_window is not None and sliding_window <= MAX_DRAFT_TOKENS:
-        raise ValueError(
-            f"the model's window of {sliding_window} tokens is not longer than a draft of {MAX_DRAFT_TOKENS} tokens"
-        )
     if value.shape[-1] != size:
         raise ValueError(f"the model's values have {value.shape[-1]} dimensions per head, but its queries have {size}")
     if scaling is not None and scaling != size**-0.5:
@@ -92,6 +87,10 @@ class GenericDecoder(Decoder):
 
     def empty(self) -> GenericDecoder:
         return GenericDecoder(self.options, self.dtype, self.device, self.config)
+
+    @property
+    def products(self) -> list[Product]:
+        return [module.product for module in self.model.modules() if isinstance(module, _PackedLinear)]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:

@@ -27,7 +27,7 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
         """Prepare the memory layout. If `shared` is true, `weight` is not copied, so the caller must not change it."""
-        self.bias = bias
+        self.shape, self.dtype, self.bias = weight.shape, weight.dtype, bias
         self.packed = _can_pack(weight)
         if self.packed:
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)

@@ -5,7 +5,7 @@ model and decode with another unnoticed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.attention.key_counts import rounded_up
-from tlt.draft.tree import DraftTree, stack
 from tlt.engine.memory import return_freed_memory
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Decoder
@@ -37,7 +36,7 @@ ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
 """Largest total variation between two next-token distributions that rounding explains. The value for float64 is
 large, because transformers computes norms and rotary angles in float32."""
 _TOKENS = 16  # length of the text in tokens, unless the target's context is shorter
-_DRAFT = 4  # number of text tokens in each verification pass
+_RIGHT = 4  # number of text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
@@ -83,33 +82,21 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
 def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tensor:
     """Decode a text [N] as the engine does, and return the logits at each token [N, V].
 
-    The first pass prefills `prefilled` tokens. Each further pass verifies a tree of the next tokens, in which each
-    correct draft token has a wrong sibling."""
-    device, text = target.device, tokens.tolist()
-    store = attention_for(HeadShape.of(target.options, target.dtype, device))
-    store.resize(1, rounded_up(2 * len(text), store.key_counts))
+    The first pass prefills `prefilled` tokens. Each further pass verifies a few tokens of the text as a draft. A wrong
+    draft token follows them, unless the text ends. The next pass overwrites its keys and values."""
+    store = attention_for(HeadShape.of(target.options, target.dtype, target.device))
+    store.resize(1, rounded_up(len(tokens), store.key_counts))
     done, found = 0, list[Tensor]()
-    while done < len(text):
-        right = text[done:][: _DRAFT if done else max(1, prefilled)]
-        tree = _with_wrong_tokens(right, target.options.vocab_size) if done else DraftTree.chain(right[0], right[1:])
-        batch = stack([tree], device)
-        accepted = torch.arange(0, len(tree.tokens), 2 if done else 1, device=device)
-        plan = store.plan(0, [done], len(tree.tokens), batch.visible, batch.depths)
-        hidden = target.forward(batch.tokens, done + batch.depths, partial(store.attend, plan))
-        found.append(target.logits(hidden)[0, accepted])
-        store.move(torch.zeros_like(accepted), done + accepted, done + torch.arange(len(right), device=device))
-        done += len(right)
+    while done < len(tokens):
+        end = done + _RIGHT if done else max(1, prefilled)
+        wrong = (tokens[end : end + 1] + 1) % target.options.vocab_size
+        draft = torch.cat([tokens[done:end], wrong])[None]
+        plan = store.plan(0, [done], draft.shape[1])
+        positions = done + torch.arange(draft.shape[1], device=target.device)[None]
+        hidden = target.forward(draft, positions, partial(store.attend, plan))
+        found.append(target.logits(hidden)[0, : end - done])
+        done = end
     return torch.cat(found)
-
-
-def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
-    """Return a draft tree with the tokens `right` at nodes 0, 2, 4, .... Nodes 1, 3, 5, ... are their wrong
-    siblings."""
-    levels = list(enumerate(right[1:], 1))
-    tokens = [node for _, token in levels for node in ((token + 1) % vocab_size, token)]
-    parents = [2 * (depth - 1) for depth, _ in levels for _ in range(2)]
-    depths = [depth for depth, _ in levels for _ in range(2)]
-    return DraftTree([right[0], *tokens], [0, *parents], [0, *depths])
 
 
 def _distributions(logits: Tensor, whose: str, version: int) -> Tensor:

@@ -32,9 +32,8 @@ from tlt.verify.several import SeveralWorkers
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 
-_WIDE = (3, 4, 12)  # depth, branching, number of tree nodes to verify (with the root)
-_CHAIN, _TREE = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
-_CHANGING = (*[PLAIN] * 3, *[_TREE] * 2, _TREE._replace(drafter="suffix"))
+_LEARNED, _SUFFIX = Strategy("eagle", 4), Strategy("suffix", 6)
+_CHANGING = (*[PLAIN] * 3, *[_LEARNED] * 2, _SUFFIX)
 _AHEAD = 16  # maximum number of look-ahead tokens in a draft
 
 
@@ -94,17 +93,13 @@ class _Maker:
         """Return the modes that always draft with one drafter."""
         history, vocab_size = self.config.speculation.history_tokens, self.target.options.vocab_size
         found = {
-            "suffix": self.rollout([SuffixDrafter(history)], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
-            "suffix, wide": self.rollout([SuffixDrafter(history)], Fixed(Strategy("suffix", *_WIDE))),
-            "random": self.rollout([RandomDrafter(vocab_size)], Fixed(Strategy("random", *_WIDE))),
-            "adversarial": self.rollout([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", *_WIDE))),
-            "learned, chain": self.rollout([self._learned()], Fixed(_CHAIN)),
-            "learned, tree": self.rollout([self._learned()], Fixed(_TREE)),
+            "suffix": self.rollout([SuffixDrafter(history)], Fixed(_SUFFIX)),
+            "random": self.rollout([RandomDrafter(vocab_size)], Fixed(Strategy("random", 4))),
+            "adversarial": self.rollout([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", 4))),
+            "learned": self.rollout([self._learned()], Fixed(_LEARNED)),
         }
         if can_quantize(self.target):
-            found["quantized"] = self.rollout(
-                [QuantizedDrafter(self.target)], Fixed(_CHAIN._replace(drafter="quantized"))
-            )
+            found["quantized"] = self.rollout([QuantizedDrafter(self.target)], Fixed(Strategy("quantized", 4)))
         return found
 
     def all_drafters(self) -> dict[str, Rollout]:
@@ -122,7 +117,7 @@ class _Maker:
             return spoiled(entries, self.target.options.vocab_size, random.Random(self.target.version))
 
         store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
-        strategy = Fixed(_CHAIN._replace(ahead=_AHEAD))
+        strategy = Fixed(_LEARNED._replace(ahead=_AHEAD))
         return {
             "look-ahead": LookAheadRollout(self._engine(self._all(), self.adaptive, store), older, self.turns),
             "look-ahead, spoiled": LookAheadRollout(
@@ -132,11 +127,12 @@ class _Maker:
 
     def swapped_drafter(self) -> Rollout:
         """Return a rollout whose learned drafter gets other weights before every round."""
-        engine = self._engine([self._learned()], Swapping(_TREE, lambda: self._swap(engine)))
+        engine = self._engine([self._learned()], Swapping(_LEARNED, lambda: self._swap(engine)))
         return LocalRollout(engine, turns=self.turns)
 
     def several_workers(self) -> Rollout:
-        strategies = [_CHAIN, *_CHANGING, *(strategy._replace(ahead=_AHEAD) for strategy in (PLAIN, _CHAIN, _TREE))]
+        with_ahead = (strategy._replace(ahead=_AHEAD) for strategy in (PLAIN, _LEARNED, _SUFFIX))
+        strategies = [_LEARNED, *_CHANGING, *with_ahead]
 
         def engine(store: AheadStore, kv_tokens: int) -> Engine:
             return self._engine(self._all(), InTurn(strategies), store, kv_tokens)

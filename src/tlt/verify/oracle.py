@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.attention.key_counts import BLOCK
 from tlt.config import EngineConfig
 from tlt.draft.ahead import AheadStore
-from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.drafter import Drafter, Offer, Prefix, PrefixDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.sampling_table import sampling_tensors
@@ -44,18 +45,18 @@ def causal_hidden(target: Decoder, tokens: Tensor) -> Tensor:
     return target.forward(tokens, torch.arange(width, device=target.device).expand_as(tokens), attend)
 
 
-class OracleDrafter(NodeDrafter):
+class OracleDrafter(PrefixDrafter):
     """Drafter whose distributions are those of the target itself, computed without engine or KV cache: one causal pass
-    over the whole context of each node."""
+    over the whole context of each row."""
 
     name = "oracle"
 
     def __init__(self, target: Decoder) -> None:
         self.target = target
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        contexts = [[*node.request.prompt.token_ids, *node.committed, *node.path] for node in nodes]
-        sampling = sampling_tensors([node.request.sampling for node in nodes], self.target.device)
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        contexts = [[*p.request.prompt.token_ids, *p.committed, *p.drafted] for p in prefixes]
+        sampling = sampling_tensors([p.request.sampling for p in prefixes], self.target.device)
         return Offer(None, sampling_log_probs(last_logits(self.target, contexts), sampling)[0])
 
 
@@ -73,11 +74,10 @@ def oracle_checks(
     """Return the numbers of drafted and accepted tokens of the oracle drafter, for each sampling distribution.
 
     `target` computes in float64, whatever the dtype of the runs, because only then must every token be accepted."""
-    chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
-    checks = []
+    strategy, checks = Strategy("oracle", _DEPTH), list[dict[str, Any]]()
     for distribution in _DISTRIBUTIONS:
         requests = _requests(prompts, sampling, *distribution)
-        engine = _engine(target, config, requests, chain, [OracleDrafter(target)])
+        engine = _engine(target, config, requests, strategy, [OracleDrafter(target)])
         for _ in engine.generate(requests):
             pass
         checks.append(_counts(engine, *distribution))
@@ -130,10 +130,12 @@ def _engine(
     store: AheadStore | None = None,
 ) -> Engine:
     """Return an engine whose KV cache is so small that rows are preempted, because drafts must be accepted after a
-    preemption too."""
+    preemption too. Its slots have any size, because rounded slots are longer than the rows."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     bound = max(len(requests) * (longest + 36), longest + _TOKENS + 32)
-    return Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)
+    engine = Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)
+    engine.cache.store.key_counts = tuple(range(1, BLOCK + 1))
+    return engine
 
 
 def _counts(engine: Engine, temperature: float, top_k: int, top_p: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Whole draft chain of the learned drafter as one CUDA graph, because the host needs 1.3 ms to start a level's kernels.
+"""Whole draft chain of the learned drafter as one CUDA graph, because the host needs 1.3 ms to start the kernels of one
+token.
 
-All levels are drafted, including unlikely ones, which the host would skip. The chain is cut afterwards.
+All tokens are drafted, including unlikely ones, which the host would skip. The chain is cut afterwards.
 
 Shapes: B rows, V vocabulary size.
 """
@@ -80,7 +81,7 @@ class ReplayedChain:
         query, kv, residual = fused.project(window.tokens.view(-1).index_select(0, at), g, cis)
         row_of = torch.arange(rows, device=ends.device).masked_fill(ends < 0, -1)
         last, ends, starts = (x.clamp(min=0) for x in (last, ends, starts))
-        seen = slots.bias(slots.beyond(ends, starts), None, 1)
+        seen = slots.bias(slots.beyond(ends, starts), 1)
         plan = level_plan(slots, row, position, seen)
         hidden = drafter.attend(query.index_select(0, last), kv, residual.index_select(0, last), plan)
         temperature, top_k, top_p = self.sampling
@@ -91,7 +92,7 @@ class ReplayedChain:
                 seen.scatter_(2, own.repeat_interleave(len(seen) // rows)[:, None, None], 0.0)
                 cis = drafter.target.cis((ends + level).clamp(max=drafter.options.max_positions - 1))
                 hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), level_plan(slots, row_of, own, seen))
-            log_q = fused.log_q(hidden, (rows,), sampling)
+            log_q = fused.log_q(hidden, sampling)
             if level == 0:
                 log_q = log_q.masked_fill((blind > 0)[:, None], -torch.inf)
             best = gumbel_topk(log_q, self.noise[:, level], k=2)
