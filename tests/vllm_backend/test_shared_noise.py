@@ -150,7 +150,8 @@ def test_a_request_that_never_ran_has_drawn_nothing() -> None:
 
 
 def test_a_preempted_request_keeps_its_recorded_draws() -> None:
-    """It returns in another slot. The previous request of that slot leaves nothing in it."""
+    """It returns in another slot. The previous request of that slot leaves nothing in it, and the next request of its
+    own slot changes nothing."""
     table, logits, draw = table_of(slots=2), torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
     table.add(1, Draw(2, 5, 2, 1.0, 0, 1.0), 6)
     table.apply(logits.clone(), torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3]))
@@ -158,6 +159,8 @@ def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     table.drafted(0, 3)
     table.apply(logits[:2].clone(), torch.tensor([0, 0]), torch.tensor([1, 2]))
     table.leave(0)
+    table.add(0, Draw(3, 7, 2, 1.0, 0, 1.0), 6)
+    table.apply(torch.randn(2, 8), torch.tensor([0, 0]), torch.tensor([1, 2]))
     table.add(1, draw, 6)
     table.apply(logits[2:].clone(), torch.tensor([1]), torch.tensor([3]))
     found = table.take({1: (0, 3)})[1]
