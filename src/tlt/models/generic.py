@@ -21,7 +21,7 @@ from tlt.files import errors_as
 from tlt.models.decoder import Attend, Decoder
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.head import Head
-from tlt.models.hugging_face import experts_in
+from tlt.models.packed import EXPERTS, pack
 from tlt.models.product import Product
 
 _NAME = "tlt_engine"
@@ -102,7 +102,8 @@ class GenericDecoder(Decoder):
             model.load_state_dict(state)
         model.eval().requires_grad_(False)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        _pack(model)
+        with undecodable():
+            pack(model)
         self.model, self.own_head, self.embedding = model.base_model, Head(model), embedding
         with undecodable():
             if self.version < 0:
@@ -112,8 +113,9 @@ class GenericDecoder(Decoder):
         self.version = version
 
     def _without_weights(self) -> Any:
+        implementation = {"experts_implementation": EXPERTS} if self.device.type == "cpu" else {}
         try:
-            return AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, **experts_in(self.dtype))
+            return AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, **implementation)
         except KeyError as error:  # Falcon, for example, picks its layers by the name of the attention
             if error.args != (_NAME,):
                 raise
@@ -159,25 +161,3 @@ class GenericDecoder(Decoder):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         return self.own_head(hidden)
-
-
-class _PackedLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.product = Product(linear.weight, linear.bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """Weight [outputs, inputs]. Expert routers of some families read it instead of calling the layer."""
-        return self.product.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
-def _pack(model: nn.Module) -> None:
-    """Replace a model's linear layers by `Product`, which is fast for weights that change only at a weight sync."""
-    for module in model.modules():
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, _PackedLinear(child))
