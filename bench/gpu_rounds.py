@@ -86,7 +86,7 @@ def open_engine(target: Decoder, case: Case) -> Engine:
     torch.manual_seed(0)
     with target.device:
         layer = EagleLayer(eagle_options(target.options, KIND, WINDOW))
-    tuner = Fixed(Strategy(LEARNED, case.chain, 1, case.chain + 1))
+    tuner = Fixed(Strategy(LEARNED, case.chain))
     return Engine(target, config, [EagleDrafter(layer, target)], tuner, layout=layer.options.layout)
 
 

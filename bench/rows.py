@@ -168,7 +168,7 @@ def engine_operations(target: Decoder, most: int, context: int) -> list[Operatio
     _, responses = decoded(Engine(target, EngineConfig(max_rows=1)), requests(1, longest))
 
     def by_nodes(m: int) -> Tensor:
-        strategy = Strategy(Known.name, m - 1, 1, m) if m > 1 else PLAIN
+        strategy = Strategy(Known.name, m - 1) if m > 1 else PLAIN
         engine = Engine(target, EngineConfig(max_rows=1), [Known(responses)], Fixed(strategy))
         return decoded(engine, requests(1, m))[0][0]
 

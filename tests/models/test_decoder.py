@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from small import cache_for, widen
 from tiny import add_node
+from tlt.draft.tree import DraftTree, stack
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from tlt.draft.tree import DraftTree, stack
 from tlt.engine.runner import Runner, _padded
 from tlt.models.decoder import Decoder, RMSNorm
 from tlt.models.families import decoder_options, read_config
