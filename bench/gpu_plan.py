@@ -6,7 +6,8 @@ Each step has a time limit and writes OUT/STEP.log and its results to OUT. A ste
 not end the script: the last lines say which steps failed. Results are written as they come, so that a cut-off loses
 nothing. Called again with the same OUT, the script leaves out the steps that succeeded, and gpu_rounds.py and
 update_cost.py continue where they were cut off. After a change of the code, give another OUT. With `--seconds`, a step
-begins only if its whole limit is left of this time. `--tiny` runs all steps with tiny models on a CPU, in a few minutes: a check of the commands, not a measurement.
+begins only if its whole limit is left of this time. `--tiny` runs all steps with tiny models on a CPU, in a few
+minutes: a check of the commands, not a measurement.
 
 The machine needs no network. At hand must be:
 - this repository. No installation is needed, because the steps set PYTHONPATH.

@@ -87,7 +87,7 @@ def test_an_embedding_that_is_not_the_head_is_not_read() -> None:
 
 def test_captured_graphs_are_counted() -> None:
     config = shapes.shape_config("tiny")
-    target = shapes.random_target(config, torch.float32, CPU)
+    target = shapes.random_target(config, torch.float64, CPU)
     with fake_graphs() as captured:
         target.cuda_graphs = True
         case = gpu_rounds.Case(batch=2, context=20, chain=2, mixed=False)

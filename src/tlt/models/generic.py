@@ -21,7 +21,7 @@ from tlt.files import errors_as
 from tlt.models.decoder import Attend, Decoder
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.head import Head
-from tlt.models.packed import EXPERTS, pack
+from tlt.models.packed import EXPERTS, pack, products_in
 from tlt.models.product import Product
 
 _NAME = "tlt_engine"
@@ -90,7 +90,7 @@ class GenericDecoder(Decoder):
 
     @property
     def products(self) -> list[Product]:
-        return [module.product for module in self.model.modules() if isinstance(module, _PackedLinear)]
+        return products_in(self.model)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:

@@ -104,3 +104,14 @@ def pack(model: nn.Module) -> None:
             module.packed = PackedExperts(module)  # pyright: ignore[reportArgumentType]
         elif weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             module.forward = _padded(module.forward)
+
+
+def products_in(model: nn.Module) -> list[Product]:
+    """Return all products of a packed model."""
+    found = list[Product]()
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            found.append(module.product)
+        elif isinstance(experts := getattr(module, "packed", None), PackedExperts):
+            found += [*experts.up, *experts.down]
+    return found
