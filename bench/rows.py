@@ -30,7 +30,7 @@ from torch import Tensor
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.drafter import Offer, Prefix, PrefixDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
@@ -136,7 +136,7 @@ def random(target: Decoder, *shape: int) -> Tensor:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-class Known(NodeDrafter):
+class Known(PrefixDrafter):
     """Drafter that proposes known responses."""
 
     name = "known"
@@ -144,9 +144,9 @@ class Known(NodeDrafter):
     def __init__(self, responses: dict[int, list[int]]) -> None:
         self.responses = responses
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        places = [len(node.committed) + len(node.path) for node in nodes]
-        tokens = [self.responses[node.request.seed][place] for node, place in zip(nodes, places, strict=True)]
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        places = [len(prefix.committed) + len(prefix.drafted) for prefix in prefixes]
+        tokens = [self.responses[one.request.seed][place] for one, place in zip(prefixes, places, strict=True)]
         ids = torch.tensor([[token, -1] for token in tokens])
         return Offer(ids, torch.tensor([[0.0, -torch.inf]]).expand(len(tokens), -1))
 
