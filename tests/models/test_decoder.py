@@ -146,3 +146,11 @@ def test_a_norm_of_bfloat16_is_rounded_once(size: int) -> None:
         want = F.rms_norm(x.double(), (size,), factor, 1e-5).bfloat16()
         assert ours.dtype == torch.bfloat16
         assert (ours != want).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_of_a_row_has_the_same_bits_among_any_rows(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2**16, 8, generator=generator, dtype=torch.float64).to(dtype)
+    norm = RMSNorm(torch.ones(8, dtype=dtype), 1e-2)
+    assert torch.equal(norm(x), torch.cat([norm(rows) for rows in x.split(12)]))

@@ -131,7 +131,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotAttention.bias", "compare", 1, "A token sees itself and all tokens before it."),
     ],
     ("models.decoder", "models/test_decoder.py"): [
-        ("RMSNorm.__init__", "operand", 7, "A norm's epsilon is added to a mean."),
+        ("RMSNorm._unit", "operand", 3, "A norm's epsilon is added to a mean."),
         ("rotary_table", "operand", 1, "Rotary embedding uses attention_scaling."),
         ("to_pairs", "unwrap", 5, "Rotary pairs are re-ordered from Hugging Face's halves."),
         ("Decoder.forward", "drop", 10, "Queries and keys are normed where the family does so."),
