@@ -19,7 +19,7 @@ from tlt.engine.protocol import Backend, RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.models.choose import load_target
 from tlt.models.decoder import Decoder
-from tlt.models.device import share_cores, torch_dtype
+from tlt.models.device import share_cores
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.rewards.tools import with_tools
 from tlt.spot.buffer import Harvest, Transcript
@@ -133,13 +133,11 @@ def open_workplace(config: Config) -> Workplace:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration that is recorded for the run: values that depend on this machine are filled in.
+    """Return the configuration with the speculation that this machine and the backend allow.
 
-    `model.dtype = "auto"` becomes a dtype. `speculation.look_ahead` becomes 0 if workers share CPU cores. With vLLM and
+    `speculation.look_ahead` becomes 0 if workers share CPU cores. With vLLM and
     without look-ahead, `speculation.drafter = "adaptive"` becomes `eagle` if there is a `speculation.path`, else
     `off`."""
-    dtype = str(torch_dtype(config.model)).removeprefix("torch.")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     if share_cores(config):
         speculation = config.speculation.model_copy(update={"look_ahead": 0})
         config = config.model_copy(update={"speculation": speculation})

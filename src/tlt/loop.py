@@ -24,6 +24,7 @@ from tlt.config import Config
 from tlt.data.prompts import Cursor
 from tlt.draft.ahead import Ahead
 from tlt.energy import MeteredTracer
+from tlt.engine.exactness import Exactness
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.checks import Unrewarded, warn_if_alike
@@ -152,6 +153,8 @@ class Parts:
     turns: Turns = field(default_factory=SingleTurn)
     held_out: Sequence[Prompt] = ()
     """prompts of evaluations; empty if there are no evaluations"""
+    exactness: Exactness = field(default_factory=Exactness)
+    """result of the check at start: whether drafts and other rows can change a response"""
 
 
 @dataclass

@@ -101,11 +101,16 @@ def _line(words: str) -> dict[str, Any]:
 
 
 def summarize(
-    folder: Path, policy_sha256: str, evaluation: dict[str, float], changes: Sequence[dict[str, Any]] = ()
+    folder: Path,
+    policy_sha256: str,
+    evaluation: dict[str, float],
+    exactness: Mapping[str, Any],
+    changes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Write summary.json to `folder` and return its content. The summary covers all steps in metrics.jsonl, including
-    those before a resume. `evaluation` is the last evaluation. `changes` lists recipe changes that were made at resumes
-    and may affect the result (`run.resume.allowed_changes`)."""
+    those before a resume. `evaluation` is the last evaluation. `exactness` has the facts of the check at start.
+    `changes` lists recipe changes that were made at resumes and may affect the result (`run.resume.allowed_changes`).
+    """
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
@@ -129,6 +134,7 @@ def summarize(
         "responses": sum(line["responses"] for line in lines),
         "without_reward": dict(outcomes),
         "policy_sha256": policy_sha256,
+        **exactness,
         "seconds": seconds,
         "workers": _workers([line.get("workers", []) for line in lines]),
         "useful_share": useful_share((line.get("workers", []), line["rollout"]) for line in lines),

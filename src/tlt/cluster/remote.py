@@ -14,6 +14,7 @@ from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
+from tlt.engine.exactness import Exactness
 from tlt.rewards.turns import Turns
 from tlt.rl.early import EarlyGroups
 from tlt.trace import Span
@@ -122,11 +123,11 @@ class ClusterPolicy:
 
 
 def join(
-    pool: Pool, config: Config, turns: Turns | None = None, longest_prompt: int | None = None
-) -> tuple[ClusterRollout, ClusterPolicy]:
-    """Return the rollout and the policy of a pool's workers. Check that all present workers have the same policy. With
-    `longest_prompt` (in tokens), also check that an update fits the workers' memory. Raises ClusterError,
-    ConfigError."""
+    pool: Pool, config: Config, turns: Turns, longest_prompt: int
+) -> tuple[ClusterRollout, ClusterPolicy, Exactness]:
+    """Return the rollout and the policy of a pool's workers, and whether their engines are exact. Check that all
+    present workers have the same policy, and that an update fits their memory. `longest_prompt` is in tokens. Raises
+    ClusterError, ConfigError."""
     try:
         cluster = config.cluster
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
@@ -135,9 +136,8 @@ def join(
         policy.sha256()  # also waits until all workers run, because a rendezvous has a short timeout
         if config.train.shard:
             coordinator.group_update.shard_policy()
-        if longest_prompt is not None:
-            crew.call_all("dry_run", longest_prompt)
+        exactness = Exactness.of_all(crew.call_all("check_at_start", longest_prompt).values())
     except BaseException:
         pool.close()
         raise
-    return ClusterRollout(coordinator), policy
+    return ClusterRollout(coordinator), policy, exactness

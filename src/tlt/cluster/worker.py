@@ -20,6 +20,7 @@ from torch import Tensor
 from tlt.build import open_engine, open_target, starting_drafter
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
+from tlt.engine.exactness import Exactness, check_exactness
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import peak_memory
 from tlt.models.device import torch_device
@@ -220,10 +221,12 @@ class Worker:
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.shard_over(self.membership.enter(rendezvous, rank, size))
 
-    def dry_run(self, longest_prompt: int) -> None:
-        """Raise ConfigError if an update does not fit the memory. `longest_prompt` is in tokens."""
+    def check_at_start(self, longest_prompt: int) -> Exactness:
+        """Raise ConfigError if an update does not fit the memory. Return whether the engine is exact. `longest_prompt`
+        is in tokens."""
         self.engine.release()
         dry_run(self.policy, self.config, longest_prompt)
+        return check_exactness(self.target)
 
     def early_update(
         self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf

@@ -85,7 +85,7 @@ def _temporary_folder(near: Path) -> tempfile.TemporaryDirectory[str]:
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     """Return lines of text about the expected time of `steps` steps. `summary` is that of a run that compared every
     step with plain decoding."""
-    from tlt.run.closing import GAIN, NO_GAIN, ROUNDING, same_tokens
+    from tlt.run.closing import GAIN, NO_GAIN, same_tokens, why_they_differ
 
     found, measured = summary["compared"], summary["steps"]
     ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))
@@ -102,7 +102,7 @@ def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
         "; evaluations and saves come on top",
     ]
     if found["differ"]:
-        lines.append(ROUNDING)
+        lines.append(why_they_differ(summary))
     if ours < rest:
         lines.append("decoding is less than half of a step, so faster rollouts gain little here")
     if plain / ours < GAIN:

@@ -20,6 +20,7 @@ from tlt.data.limits import refuse_foreign_tokens
 from tlt.data.prompts import DataError, Encode, encoder, load_prompts, shown_to_model
 from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
+from tlt.engine.exactness import check_exactness
 from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
@@ -110,6 +111,7 @@ def generate(
     if out:
         console.print(f"{counted(len(requests), 'response')} written to {out}", soft_wrap=True)
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
+    console.print(check_exactness(engine.target).meaning, style="dim", soft_wrap=True)
 
 
 def _data_of_the_run(policy: Path) -> Mapping[str, Any]:

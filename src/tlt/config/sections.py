@@ -36,8 +36,8 @@ class ModelConfig(Section):
     """Name and commit of the model, if `path` is a name on the Hugging Face hub. A run records them here, so that
     --resume loads the same commit."""
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
-    """Number format of the weights. `auto` is bfloat16 with float32 master weights on a CUDA device, and float32 on the
-    CPU."""
+    """Number format of the weights. `auto` is bfloat16 with float32 master weights on a CUDA device, and on a CPU with
+    instructions for bfloat16 (AVX512-BF16 or AMX). It is float32 on other CPUs. A resumed run keeps its format."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
     """Device of the model: `cpu`, a CUDA device such as `cuda:0`, or `auto` (CUDA if there is a CUDA device)."""
     cuda_graphs: bool = True

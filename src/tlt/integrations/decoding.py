@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.draft.ahead import AheadStore
 from tlt.engine.backend import make_engine
 from tlt.engine.engine import Engine
+from tlt.engine.exactness import check_exactness
 from tlt.engine.spelling import Detokenizer
+from tlt.integrations import log
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
 from tlt.spot.spot import SpotTrainer
@@ -40,8 +43,11 @@ def adaptive_engine(
     """Return an engine that decodes with `target`, and the object that trains the engine's drafter.
 
     The weights of `target` must already be loaded. If `resumed` is True, training continues with the newest drafter in
-    the run's folder. Otherwise new drafters are numbered after those in the folder.
+    the run's folder. Otherwise new drafters are numbered after those in the folder. The result of the check at start is
+    logged.
     """
+    exactness = check_exactness(target)
+    log.log(logging.INFO if exactness.exact else logging.WARNING, exactness.meaning)
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)
     trainer = SpotTrainer(layer, target, speculation.training, seed) if layer else None

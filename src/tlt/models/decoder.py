@@ -35,9 +35,9 @@ class Attend(Protocol):
 class RMSNorm:
     """RMS norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 or wider.
 
-    It is computed as x / sqrt(norm(x)^2 + size * eps) * (sqrt(size) * weight), with the last bracket computed once. `hypot`
-    would save two operations, but its bits depend on the number of rows, because PyTorch computes the last elements of
-    a tensor one by one and not as vectors.
+    It is computed as x / sqrt(norm(x)^2 + size * eps) * (sqrt(size) * weight), with the last bracket computed once.
+    `hypot` would save two operations, but its bits depend on the number of rows, because PyTorch computes the last
+    elements of a tensor one by one and not as vectors.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:

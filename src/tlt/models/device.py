@@ -12,8 +12,16 @@ from tlt.models.families import ModelError
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
     if config.dtype == "auto":
-        return torch.bfloat16 if torch_device(config).type == "cuda" else torch.float32
+        fast = torch_device(config).type == "cuda" or multiplies_bfloat16()
+        return torch.bfloat16 if fast else torch.float32
     return getattr(torch, config.dtype)
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16: AVX512-BF16 or AMX. oneDNN computes them on
+    other CPUs too, by conversion to float32."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def torch_device(config: ModelConfig) -> torch.device:

@@ -88,6 +88,10 @@ class GenericDecoder(Decoder):
     def empty(self) -> GenericDecoder:
         return GenericDecoder(self.options, self.dtype, self.device, self.config)
 
+    @property
+    def products(self) -> list[Product]:
+        return [module.product for module in self.model.modules() if isinstance(module, _PackedLinear)]
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         kind = self.config.model_type

@@ -144,6 +144,7 @@ def _proof(run: RunData) -> dict[str, str | float]:
     compared = {"tokens compared with plain decoding": f"{tokens:,.0f} in {responses:,.0f} responses"} if tokens else {}
     replaced = max(0, run.worker_starts - run.workers * max(1, run.driver_starts))
     return {
+        "bits with and without speculation": run.summary.get("exactness", "known when the run ends"),
         **compared,
         "responses that differ": differ if tokens else "not compared",
         "prompts replayed within an epoch": run.replayed,

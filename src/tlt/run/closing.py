@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -14,11 +15,6 @@ NO_GAIN = (
     "for this model and these prompts helps most: `tlt draft train RECIPE --out FOLDER` trains one in some minutes, "
     "and --speculation.path FOLDER loads it. More --tokens make a drafter better. Short responses and a high "
     "temperature gain least"
-)
-ROUNDING = (
-    "rounding depends on the shape of a batch and decides near-ties: about one token in a hundred differs in bfloat16, "
-    "and one in a million in float32. The two times are then of different responses. `tlt verify` checks whether "
-    "rounding is the cause"
 )
 
 
@@ -39,7 +35,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     if summary["compared"]:
         lines.append(Text(_compared(summary)))
         if summary["compared"]["differ"]:
-            lines.append(Text(ROUNDING))
+            lines.append(Text(why_they_differ(summary)))
     times = summary["times_plain"]
     if times is not None and times < GAIN:
         lines.append(Text(NO_GAIN))
@@ -83,6 +79,13 @@ def same_tokens(compared: dict[str, Any]) -> str:
     if not compared["differ"]:
         return "same tokens"
     return f"{compared['differ']:,} of {counted(compared['responses'], 'response')} differ"
+
+
+def why_they_differ(summary: Mapping[str, Any]) -> str:
+    """Return text on the cause of responses that differ from those of plain decoding."""
+    if summary["exact"]:
+        return "the engine was exact at the start, so this is a bug in tlt: `tlt verify` shows which responses differ"
+    return f"{summary['exactness']}. The two times are of different responses"
 
 
 def _compared(summary: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from tlt.data.limits import refuse_misfits
 from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor
 from tlt.data.sampling_params import sampling_params
 from tlt.energy import Meter, MeteredTracer
+from tlt.engine.exactness import Exactness, check_exactness
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
 from tlt.rewards import make_reward, make_turns, refuse_special_tokens, refuse_unanswered
@@ -69,13 +70,16 @@ def make_parts(
     note(about_memory(config))
     with working("start the policy and its workers"):
         start = _one_worker if config.cluster.workers == 1 else _many_workers
-        rollout, policy = start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
+        rollout, policy, exactness = start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
+    note(exactness.meaning)
     parts = Parts(prompts, cursor, rollout, reward, policy, sampling, turns=turns, held_out=held_out)
-    parts.tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
+    parts.tracer, parts.exactness = MeteredTracer(Meter(one_machine=config.cluster.address is None)), exactness
     return parts, policy
 
 
-def _one_worker(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting]:
+def _one_worker(
+    config: Config, folder: str | Path, turns: Turns, longest_prompt: int
+) -> tuple[Rollout, Lasting, Exactness]:
     target = open_target(config, None)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
@@ -86,10 +90,13 @@ def _one_worker(config: Config, folder: str | Path, turns: Turns, longest_prompt
     engine.release()
     dry_run(policy, config, longest_prompt)
     training = OwnTraining(worker, config, target.options, layer)
-    return LocalRollout(engine, training, steps_ahead(config.speculation), turns), policy
+    rollout = LocalRollout(engine, training, steps_ahead(config.speculation), turns)
+    return rollout, policy, check_exactness(target)
 
 
-def _many_workers(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting]:
+def _many_workers(
+    config: Config, folder: str | Path, turns: Turns, longest_prompt: int
+) -> tuple[Rollout, Lasting, Exactness]:
     from tlt.cluster.remote import join
     from tlt.cluster.workers import RayPool  # Ray is an extra
 

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from tlt.config import Config, ConfigError
 from tlt.config.moved import renamed
 from tlt.config.section import section_of
+from tlt.engine.exactness import Exactness
+from tlt.models.device import torch_dtype
 
 # Fields that do not affect the weights. Prompts, model and reward functions are compared by the content of their files.
 _FREE = (
@@ -39,7 +41,7 @@ _ROUNDS = (
     *("cluster.workers", "model.device", "model.cuda_graphs", "engine", "speculation"),
 )
 _OF_ENVIRONMENTS = ("reward", "data.environment", "data.environment_arguments")
-_NOT_IN_FLOAT64 = ("engine", "speculation")  # in float64, results do not depend on the number of rows in a pass
+_OF_PASSES = ("engine", "speculation")  # fields that change only what is decoded together, apart from the backend
 
 
 class Contents(NamedTuple):
@@ -74,9 +76,17 @@ def allowed_changes(
             continue
         elif not _is_of(key, _ROUNDS):
             raise ConfigError(_refusal(key, before, now, done, contents))
-        elif config.model.dtype != "float64" or not _is_of(key, _NOT_IN_FLOAT64):
+        else:
             found.append(change | {"effect": "rounding"})
     return found
+
+
+def has_effect(change: Mapping[str, Any], exactness: Exactness) -> bool:
+    """Return whether a change of the recipe may affect the result, if the engine is as exact as the check at start
+    found."""
+    key = change["key"]
+    harmless = exactness.exact and _is_of(key, _OF_PASSES) and key != "engine.backend"
+    return change["effect"] == "forced" or not harmless
 
 
 def changes_environment(changes: Iterable[Mapping[str, Any]]) -> bool:
@@ -84,13 +94,19 @@ def changes_environment(changes: Iterable[Mapping[str, Any]]) -> bool:
     return any(_is_of(change["key"], _OF_ENVIRONMENTS) for change in changes)
 
 
-def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> Config:
-    """Set `data.now`, the time that chat templates use, if data.chat is true and the recipe does not set it. It becomes
-    the time in the checkpoint (`state`), or for a new run the present time. Return the configuration."""
-    if config.data.now or not config.data.chat:
-        return config
-    now = state["config"]["data"].get("now") if state else datetime.now().isoformat(timespec="seconds")
-    return config.model_copy(update={"data": config.data.model_copy(update={"now": now})})
+def as_at_its_start(config: Config, state: Mapping[str, Any] | None) -> Config:
+    """Return the configuration with two values that the recipe may leave to the start of the run. They are those in the
+    checkpoint (`state`), or for a new run those of this moment and machine.
+
+    `model.dtype` = "auto" becomes a number format. `data.now`, the time that chat templates use, is set if data.chat is
+    true."""
+    now, dtype = config.data.now, config.model.dtype
+    if config.data.chat and not now:
+        now = state["config"]["data"].get("now") if state else datetime.now().isoformat(timespec="seconds")
+    if dtype == "auto":
+        dtype = state["config"]["model"]["dtype"] if state else str(torch_dtype(config.model)).removeprefix("torch.")
+    data, model = config.data.model_copy(update={"now": now}), config.model.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"data": data, "model": model})
 
 
 def sentence(change: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from tlt.run.folder import RunFolder
 from tlt.run.model_card import model_card
 from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Record, RunProgress
-from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, changes_environment, sentence
+from tlt.run.resume import Contents, allowed_changes, as_at_its_start, changes_environment, has_effect, sentence
 from tlt.run.trackers import names_of
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
@@ -108,7 +108,7 @@ def train(
                         mirror.refuse_another_run()
                 found = latest_of(folder.path / "checkpoints", mirror) if resume else None
                 state = found.state if found else None
-                config = at_the_time_of_the_run(from_hub(config, state), state)
+                config = as_at_its_start(from_hub(config, state), state)
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.is_updating, stop.begun = lambda: run.policy.version != run.standing.done, True
@@ -132,7 +132,8 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
             evaluation = _run_steps(run, record, stop)
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
-        summary = summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
+        exactness = run.parts.exactness.facts
+        summary = summarize(folder.path, run.policy.sha256(), evaluation, exactness, run.changes)
         record.page.write()
         stop.run_ends()
         return summary
@@ -172,9 +173,10 @@ def _prepare(
     tokenizer = load_tokenizer(config.model.path)
     contents = Contents(folder_sha256(config.model.path), sources_sha256(config.reward))
     changes = allowed_changes(found.state, config, contents, force) if found else []
+    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
+    changes = [change for change in changes if has_effect(change, parts.exactness)]
     for change in changes:
         display.note(sentence(change))
-    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
     ending.callback(parts.reward.close)
     run = Run(

@@ -1,14 +1,16 @@
 """`tlt verify`: trains the same steps with every kind of drafter, and checks that the results are the same.
 
 Each step of each mode starts from the plain run's state at that step, so a difference does not affect later steps. If
-every step ends with the plain run's sha256, whole runs are equal by induction. A fork is the first token that differs
-in a response. Whether rounding explains a fork is checked with the target in float64. The target is also run as its own
-drafter and its own look-ahead. All its tokens must be accepted, because a rejection there is a bug that no other check
-shows.
+every step ends with the plain run's sha256, whole runs are equal by induction. If the check at start finds the engine
+exact, no token and no log-prob may differ. Else rounding may explain a difference. A fork is the first token that
+differs in a response. Whether rounding explains it is checked with the target in float64. The target is also run as its
+own drafter and its own look-ahead. All its tokens must be accepted, because a rejection there is a bug that no other
+check shows.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from tlt.cluster.local import LocalRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data.prompts import Cursor
 from tlt.data.tokenizer import load_tokenizer
+from tlt.engine.exactness import Exactness
 from tlt.loop import NoWatcher, Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
@@ -47,11 +50,29 @@ class ModeRun:
     mode: str
     policy_sha256: str = ""
     tokens_different: int = 0
+    logprobs_different: int = 0
+    """number of tokens with other log-probs, up to the first token that differs"""
     steps_equal: bool = True
     rewards: list[float] = field(default_factory=list)
     accept_length: float = 1.0
     seen_ahead: int = 0
     seconds: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """Results of all modes, from which the verdict follows."""
+
+    runs: dict[str, ModeRun]
+    dtype: str
+    exactness: Exactness
+    weighted: bool
+    """whether the loss depends on log-probs of the rollout that may differ by rounding; if so, rewards are compared
+    instead of the sha256"""
+    tokens: int = 0
+    forks: list[Fork] = field(default_factory=list)
+    oracle: list[dict[str, Any]] = field(default_factory=list)
+    look_ahead: list[dict[str, Any]] = field(default_factory=list)
 
 
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
@@ -66,34 +87,32 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
     rollouts = modes(config, target, tokenizer, parts.turns)
-    runs = {name: ModeRun(name) for name in rollouts}
-    forks: list[Fork] = []
-    tokens = 0
+    exactness = parts.exactness if config.engine.backend == "tlt" else Exactness()
+    weighted = bool(config.train.importance_cap) and not exactness.exact
+    found = Comparison({name: ModeRun(name) for name in rollouts}, dtype, exactness, weighted)
     with working("verify", steps * len(rollouts) + 1, "runs") as work:
         for step in range(steps):
-            tokens += _verify_step(config, step, policy, parts, rollouts, runs, forks, work)
+            _verify_step(config, step, policy, parts, rollouts, found, work)
         work.note = "oracle drafter"
-        exact = float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
-        oracle, look_ahead = oracle_checks(*exact), look_ahead_checks(*exact)
-    checks = _checks(runs, forks, oracle, look_ahead, tokens, dtype, bool(config.train.importance_cap))
+        in_float64 = float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
+        found.oracle, found.look_ahead = oracle_checks(*in_float64), look_ahead_checks(*in_float64)
+    checks = _checks(found)
     agree = all(checks.values())
-    if config.train.importance_cap:
-        console.print(
-            "the policies' sha256 cannot be compared, because with train.importance_cap the loss depends on rollout "
-            "log-probs, which differ by rounding between modes; tokens and rewards are compared instead"
-        )
-    _print(console, runs, forks, oracle, look_ahead, checks, tokens, dtype)
+    _print(console, found, checks)
     if json_file:
         result = {
             "agree": agree,
-            "compared": "tokens and rewards" if config.train.importance_cap else "tokens and sha256",
+            **exactness.facts,
+            "compared": "tokens and rewards" if weighted else "tokens and sha256",
             "dtype": dtype,
             "steps": steps,
-            "tokens": tokens,
-            "runs": [asdict(r) for r in runs.values()],
+            "tokens": found.tokens,
+            "runs": [asdict(r) for r in found.runs.values()],
+            "forks": [asdict(f) for f in found.forks],
+            "oracle": found.oracle,
+            "look_ahead": found.look_ahead,
         }
-        found = {"forks": [asdict(f) for f in forks], "oracle": oracle, "look_ahead": look_ahead}
-        write_json(json_file, {**result, **found, **provenance()})
+        write_json(json_file, {**result, **provenance()})
     return agree
 
 
@@ -118,12 +137,10 @@ def _verify_step(
     policy: Policy,
     parts: Parts,
     rollouts: dict[str, Rollout],
-    runs: dict[str, ModeRun],
-    forks: list[Fork],
+    found: Comparison,
     work: Work,
-) -> int:
-    """Run one step of all modes from the same state, the plain run last. Add the results to `runs` and `forks`. Return
-    the number of tokens of the plain run."""
+) -> None:
+    """Run one step of all modes from the same state, the plain run last. Add the results to `found`."""
     before = _Snapshot.take(policy)
     start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}
@@ -135,7 +152,7 @@ def _verify_step(
         mode = replace(parts, rollout=rollout, cursor=Cursor(**start), carried=carried)
         rollout.sync(policy, step)
         results[name] = one_step(mode, config, NoWatcher(), step)
-        run, metrics = runs[name], results[name].metrics
+        run, metrics = found.runs[name], results[name].metrics
         run.seconds += time.perf_counter() - began
         run.rewards.append(metrics.reward)
         run.accept_length = metrics.accept_length
@@ -143,19 +160,20 @@ def _verify_step(
         run.policy_sha256 = sha256(policy.state_dict())
         parts.cursor, parts.carried = mode.cursor, mode.carried
         work.advance()
-    plain = runs["plain"]
-    reference: Decoder | None = None
+    plain, reference = results["plain"], None
+    found.tokens += plain.metrics.tokens
     for name, result in results.items():
-        if config.train.importance_cap:
-            runs[name].steps_equal &= _rewards(result) == _rewards(results["plain"])
+        run = found.runs[name]
+        if found.weighted:
+            run.steps_equal &= _rewards(result) == _rewards(plain)
         else:
-            runs[name].steps_equal &= runs[name].policy_sha256 == plain.policy_sha256
-        for ours, theirs in _pairs(results["plain"], result):
+            run.steps_equal &= run.policy_sha256 == found.runs["plain"].policy_sha256
+        for ours, theirs in _pairs(plain, result):
+            run.logprobs_different += _different_logprobs(ours, theirs)
             if ours.token_ids != theirs.token_ids:
                 reference = reference or float64_target(config, before.weights)
-                runs[name].tokens_different += _different(ours.token_ids, theirs.token_ids)
-                forks.append(fork_of(name, step, ours, theirs, reference))
-    return results["plain"].metrics.tokens
+                run.tokens_different += _different(ours.token_ids, theirs.token_ids)
+                found.forks.append(fork_of(name, step, ours, theirs, reference))
 
 
 @dataclass
@@ -188,6 +206,13 @@ def _rewards(result: StepResult) -> list[float | None]:
     return [response.reward for group in result.groups for response in group.responses]
 
 
+def _different_logprobs(ours: Response, theirs: Response) -> int:
+    """Return the number of tokens whose log-probs differ, before the first token that differs."""
+    both = [zip(it.token_ids, it.logprobs, it.full_logprobs, strict=True) for it in (ours, theirs)]
+    alike = itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], zip(*both, strict=False))
+    return sum(a != b for a, b in alike)
+
+
 def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
 
@@ -195,70 +220,67 @@ def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def _checks(
-    runs: dict[str, ModeRun],
-    forks: list[Fork],
-    oracle: list[dict[str, Any]],
-    look_ahead: list[dict[str, Any]],
-    tokens: int,
-    dtype: str,
-    weighted: bool,
-) -> dict[str, bool]:
-    """Return whether each condition of the verdict holds.
-
-    If the loss is `weighted` by rollout log-probs, rewards are compared instead of the sha256.
-    """
-    allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
-    end = "with the same rewards" if weighted else "in the same sha256"
-    return {
-        f"runs with equal tokens end {end}": all(run.steps_equal or run.tokens_different for run in runs.values()),
-        "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
-        f"forks: {len(forks)}, at most {allowed:.0f} are allowed": len(forks) <= allowed,
+def _checks(found: Comparison) -> dict[str, bool]:
+    """Return whether each condition of the verdict holds."""
+    runs = found.runs.values()
+    end = "with the same rewards" if found.weighted else "in the same sha256"
+    checks = {f"runs with equal tokens end {end}": all(run.steps_equal or run.tokens_different for run in runs)}
+    if found.exactness.exact:
+        tokens, logprobs = (sum(getattr(run, f"{what}_different") for run in runs) for what in ("tokens", "logprobs"))
+        checks |= {f"{tokens:,} tokens and {logprobs:,} log-probs differ": tokens == logprobs == 0}
+    else:
+        most = max(1, 1e-5 * found.tokens * len(runs))
+        allowed = {"float64": 0, "float32": most, "bfloat16": math.inf}[found.dtype]
+        explained = all(fork.gap < EXPLAINED_GAP[found.dtype] for fork in found.forks)
+        forks = len(found.forks)
+        checks |= {"every difference is explained by rounding": explained}
+        checks |= {f"forks: {forks}, at most {allowed:.0f} are allowed": forks <= allowed}
+    return checks | {
         "every token of the oracle drafter is accepted": all(
-            c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in oracle
+            c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in found.oracle
         ),
         "every look-ahead token of the target itself is accepted, in the fewest passes": all(
             c["drafted"] == c["accepted"] > 0 < c["preemptions"] and c["passes"] == c["fewest_passes"]
-            for c in look_ahead
+            for c in found.look_ahead
         ),
     }
 
 
-def _print(
-    console: Console,
-    runs: dict[str, ModeRun],
-    forks: list[Fork],
-    oracle: list[dict[str, Any]],
-    look_ahead: list[dict[str, Any]],
-    checks: dict[str, bool],
-    tokens: int,
-    dtype: str,
-) -> None:
-    table = Table(title=f"{tokens:,} tokens, {dtype}", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in ("mode", "sha256", "equal", "differ", "reward", "accept", "ahead", "seconds"):
+def _print(console: Console, found: Comparison, checks: dict[str, bool]) -> None:
+    table = Table(title=f"{found.tokens:,} tokens, {found.dtype}", box=box.SIMPLE_HEAD, show_edge=False)
+    table.padding = (0, 1, 0, 0)
+    for column in ("mode", "sha256", "equal", "tokens", "log-probs", "reward", "accept", "ahead", "seconds"):
         table.add_column(column, justify="left" if column in ("mode", "sha256") else "right", no_wrap=True)
-    for run in runs.values():
+    for run in found.runs.values():
         reward = sum(run.rewards) / len(run.rewards)
         equal = "yes" if run.steps_equal else "no"
+        differ = str(run.tokens_different), str(run.logprobs_different)
         numbers = (f"{reward:.4f}", f"{run.accept_length:.2f}", str(run.seen_ahead), f"{run.seconds:.1f}")
-        table.add_row(run.mode, run.policy_sha256[:8], equal, str(run.tokens_different), *numbers)
+        table.add_row(run.mode, run.policy_sha256[:8], equal, *differ, *numbers)
     console.print(table)
-    for check in oracle:
+    console.print("columns tokens and log-probs: number that differ", soft_wrap=True)
+    for check in found.oracle:
         console.print(f"oracle drafter, {_accepted(check)}", soft_wrap=True)
-    for check in look_ahead:
+    for check in found.look_ahead:
         passes = f"{check['passes']} passes, at least {check['fewest_passes']}"
         console.print(f"the target's own look-ahead, {_accepted(check)}, {passes}", soft_wrap=True)
-    for fork in forks:
-        word = "explained" if fork.gap < EXPLAINED_GAP[dtype] else "NOT explained"
+    for fork in found.forks:
+        word = "explained" if fork.gap < EXPLAINED_GAP[found.dtype] else "NOT explained"
         console.print(
             f"fork {word}: {fork.mode}, step {fork.step}, prompt {fork.prompt}, response {fork.index}, "
             f"position {fork.position}, gap {fork.gap:.2e}",
             soft_wrap=True,
         )
+    console.print(found.exactness.meaning, soft_wrap=True)
+    if found.weighted:
+        console.print(
+            "the policies' sha256 cannot be compared, because with train.importance_cap the loss depends on rollout "
+            "log-probs, which differ by rounding between modes; tokens and rewards are compared instead"
+        )
     for check, holds in checks.items():
         console.print(f"{check}: {'yes' if holds else 'NO'}", style="green" if holds else "bold red", soft_wrap=True)
     agree = all(checks.values())
-    console.print(_verdict(runs, checks, len(forks)), style="bold green" if agree else "bold red", soft_wrap=True)
+    console.print(_verdict(found, checks), style="bold green" if agree else "bold red", soft_wrap=True)
 
 
 def _accepted(check: dict[str, Any]) -> str:
@@ -269,11 +291,18 @@ def _accepted(check: dict[str, Any]) -> str:
     )
 
 
-def _verdict(runs: dict[str, ModeRun], checks: dict[str, bool], forks: int) -> str:
+def _verdict(found: Comparison, checks: dict[str, bool]) -> str:
     if all(checks.values()):
-        explained = f", except {forks} explained by rounding" * (forks > 0)
-        return f"verdict: all {len(runs)} modes agree in every token{explained}"
-    apart = [run.mode for run in runs.values() if run.tokens_different or not run.steps_equal]
+        what = "token and log-prob" if found.exactness.exact else "token"
+        explained = f", except {len(found.forks)} explained by rounding" * bool(found.forks)
+        return f"verdict: all {len(found.runs)} modes agree in every {what}{explained}"
+    apart = [
+        run.mode
+        for run in found.runs.values()
+        if run.tokens_different or not run.steps_equal or (found.exactness.exact and run.logprobs_different)
+    ]
     names = f" ({'; '.join(apart)})" * bool(apart)
     failed = [check for check, holds in checks.items() if not holds]
-    return f"verdict: DIFFER in {len(apart)} of {len(runs)} modes{names}; {len(failed)} of {len(checks)} checks fail"
+    return (
+        f"verdict: DIFFER in {len(apart)} of {len(found.runs)} modes{names}; {len(failed)} of {len(checks)} checks fail"
+    )
