@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.attention.key_counts import BLOCK
 from tlt.config import EngineConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.drafter import Drafter, Offer, Prefix, PrefixDrafter
@@ -129,10 +130,12 @@ def _engine(
     store: AheadStore | None = None,
 ) -> Engine:
     """Return an engine whose KV cache is so small that rows are preempted, because drafts must be accepted after a
-    preemption too."""
+    preemption too. Its slots have any size, because rounded slots are longer than the rows."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     bound = max(len(requests) * (longest + 36), longest + _TOKENS + 32)
-    return Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)
+    engine = Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)
+    engine.cache.store.key_counts = tuple(range(1, BLOCK + 1))
+    return engine
 
 
 def _counts(engine: Engine, temperature: float, top_k: int, top_p: float) -> dict[str, Any]:

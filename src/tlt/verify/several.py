@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
+from tlt.attention.key_counts import rounded_up
 from tlt.cluster.local import LocalRollout
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
@@ -20,7 +21,7 @@ from tlt.types import Request, Response, RolloutStats, Row
 from tlt.verify.look_ahead import MOST_TOKENS
 
 _WORKERS = 3
-_SPARE = 64  # tokens that a cache needs beyond its longest row
+_SPARE = 64  # tokens that a row needs beyond its longest length
 _AHEAD = 4  # maximum number of requests for which a worker decodes look-ahead tokens
 
 
@@ -29,7 +30,8 @@ class SeveralWorkers(LocalRollout):
     the size of its KV cache in tokens. `swap` replaces an engine's drafter."""
 
     def __init__(self, make: Callable[[AheadStore, int], Engine], swap: Callable[[Engine], None], turns: Turns) -> None:
-        super().__init__(make(AheadStore(0), _SPARE), turns=turns)
+        self.engine: Engine = make(AheadStore(0), _SPARE)
+        super().__init__(self.engine, turns=turns)
         self.make, self.swap = make, swap
 
     def generate(
@@ -42,7 +44,8 @@ class SeveralWorkers(LocalRollout):
         longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
         shared = AheadStore(MOST_TOKENS)
         stores = [shared] * (_WORKERS - 1) + [AheadStore(MOST_TOKENS)]
-        engines = [self.make(store, 2 * longest + _SPARE) for store in stores]
+        slot = rounded_up(longest + _SPARE, self.engine.cache.store.key_counts)
+        engines = [self.make(store, 2 * slot) for store in stores]
         rng, line, responses = random.Random(self.engine.target.version), self.turns.begin(requests), list[Response]()
         rng.shuffle(line)
         while line or self.turns.awaits or any(engine.busy for engine in engines):

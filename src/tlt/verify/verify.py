@@ -247,18 +247,16 @@ def _checks(found: Comparison) -> dict[str, bool]:
 
 
 def _print(console: Console, found: Comparison, checks: dict[str, bool]) -> None:
-    table = Table(title=f"{found.tokens:,} tokens, {found.dtype}", box=box.SIMPLE_HEAD, show_edge=False)
-    table.padding = (0, 1, 0, 0)
-    for column in ("mode", "sha256", "equal", "tokens", "log-probs", "reward", "accept", "ahead", "seconds"):
+    title = f"{found.tokens:,} tokens, {found.dtype} (columns tokens and log-probs: how many differ)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in ("mode", "sha256", "tokens", "log-probs", "reward", "accept", "ahead", "seconds"):
         table.add_column(column, justify="left" if column in ("mode", "sha256") else "right", no_wrap=True)
     for run in found.runs.values():
         reward = sum(run.rewards) / len(run.rewards)
-        equal = "yes" if run.steps_equal else "no"
         differ = str(run.tokens_different), str(run.logprobs_different)
         numbers = (f"{reward:.4f}", f"{run.accept_length:.2f}", str(run.seen_ahead), f"{run.seconds:.1f}")
-        table.add_row(run.mode, run.policy_sha256[:8], equal, *differ, *numbers)
+        table.add_row(run.mode, run.policy_sha256[:8], *differ, *numbers)
     console.print(table)
-    console.print("columns tokens and log-probs: number that differ", soft_wrap=True)
     for check in found.oracle:
         console.print(f"oracle drafter, {_accepted(check)}", soft_wrap=True)
     for check in found.look_ahead:
@@ -302,7 +300,5 @@ def _verdict(found: Comparison, checks: dict[str, bool]) -> str:
         if run.tokens_different or not run.steps_equal or (found.exactness.exact and run.logprobs_different)
     ]
     names = f" ({'; '.join(apart)})" * bool(apart)
-    failed = [check for check, holds in checks.items() if not holds]
-    return (
-        f"verdict: DIFFER in {len(apart)} of {len(found.runs)} modes{names}; {len(failed)} of {len(checks)} checks fail"
-    )
+    failed = f"{list(checks.values()).count(False)} of {len(checks)} checks fail"
+    return f"verdict: DIFFER in {len(apart)} of {len(found.runs)} modes{names}; {failed}"
