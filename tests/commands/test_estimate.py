@@ -16,7 +16,6 @@ from tiny import tiny_config, tiny_tree, write_recipe
 from tlt import cli
 from tlt.commands.estimate import estimate, expected
 from tlt.config import ConfigError
-from tlt.run.closing import ROUNDING
 from tlt.run.display import Display
 from tlt.stopping import Stopped
 
@@ -26,6 +25,7 @@ SUMMARY: dict[str, Any] = {
         **{"rollout_seconds": 8.0, "plain_seconds": 16.0, "differ": 0, "responses": 8, "steps": 2},
         "times": [2.5, 1.5],
     },
+    **{"exact": False, "exactness": "not exact: attention"},
     "seconds": {"rollout": 8.0, "reward": 0.5, "update": 3.0, "sync": 0.5, "save": 99.0, "eval": 99.0},
 }
 
@@ -57,8 +57,7 @@ def test_responses_that_differ_are_counted_with_the_reason() -> None:
     lines = expected({**SUMMARY, "steps": 1, "compared": compared}, 1)
     assert lines[0] == "measured on 1 step, 3 of 8 responses differ:"
     assert lines[4].startswith("1 step would take")
-    assert lines[5] == ROUNDING
-    assert "bfloat16" in ROUNDING
+    assert lines[5] == "not exact: attention. The two times are of different responses"
 
 
 def test_a_stopped_estimate_keeps_nothing(tmp_path: Path) -> None:

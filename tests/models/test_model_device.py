@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from tlt.config import ModelConfig
-from tlt.models.device import torch_device
+from tlt.models import device
+from tlt.models.device import torch_device, torch_dtype
 
 
 def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +20,21 @@ def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch_device(ModelConfig(path="model", device="cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype"),
+    [
+        ({"avx512_f": True, "avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({"architecture": "aarch64", "neon": True}, torch.float32),
+    ],
+    ids=["AVX512-BF16", "AMX", "AVX-512 alone", "another architecture"],
+)
+def test_auto_is_bfloat16_on_cpus_with_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, object], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(device.torch.cpu, "get_capabilities", lambda: found)
+    assert torch_dtype(ModelConfig(path="model", device="cpu")) == dtype
+    assert torch_dtype(ModelConfig(path="model", device="cpu", dtype="float32")) == torch.float32

@@ -105,6 +105,16 @@ def test_the_proof_shows_compared_tokens_only_if_there_are_some(tmp_path: Path) 
     assert none["responses that differ"] == "not compared"
 
 
+def test_the_proof_has_the_result_of_the_check_at_start(tmp_path: Path) -> None:
+    def proof() -> object:
+        return shown(write_report([folder]))[0]["proof"]["bits with and without speculation"]
+
+    folder = with_lines(tmp_path / "run", line(0))
+    assert proof() == "known when the run ends"
+    (folder / "summary.json").write_text(json.dumps({"exactness": "not exact: attention"}), encoding="utf-8")
+    assert proof() == "not exact: attention"
+
+
 def test_the_proof_counts_the_workers_that_were_replaced_without_first_starts(tmp_path: Path) -> None:
     def replaced(folder: Path) -> object:
         return shown(write_report([folder]))[0]["proof"]["workers replaced"]

@@ -22,6 +22,8 @@ SUMMARY: dict[str, Any] = {
     "without_reward": {},
     "workers": [{"idle_seconds_trained": 0.0}] * 2,
     "peak_memory": {},
+    "exact": False,
+    "exactness": "not exact: attention",
 }
 
 
@@ -41,7 +43,9 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     assert both[1].plain == measured + "same tokens"
     differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")
     assert differ[1].plain == measured + "3 of 8 responses differ"
-    assert differ[2].plain.startswith("rounding depends on the shape of a batch")
+    assert differ[2].plain == "not exact: attention. The two times are of different responses"
+    bug = closing(SUMMARY | {"exact": True, "compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")
+    assert "so this is a bug in tlt" in bug[2].plain
     one = closing(SUMMARY | {"steps": 1, "responses": 1, "without_reward": {"error": 1}}, "runs/x")
     assert one[0].plain.startswith("1 step: mean reward")
     assert one[1].plain.startswith("100.0% of 1 response had no reward")

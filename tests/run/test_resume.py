@@ -10,15 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from tiny import tiny_config, train
 
 from tlt.config import Config, ConfigError, RewardConfig
 from tlt.data.prompts import DataError
+from tlt.engine.exactness import Exactness
 from tlt.metrics import read_metrics
 from tlt.rewards import sources_sha256
 from tlt.run.display import Display
-from tlt.run.resume import _FREE, _ROUNDS, Contents, _fields, _is_of, allowed_changes, changes_environment
+from tlt.run.resume import (
+    _FREE,
+    _ROUNDS,
+    Contents,
+    _fields,
+    _is_of,
+    allowed_changes,
+    as_at_its_start,
+    changes_environment,
+    has_effect,
+)
 from tlt.store import checkpoint
 
 FILES = Contents("hash", "of the reward")
@@ -42,9 +54,9 @@ def short(home: Path, steps: int = 3, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, **{"rollout": {"max_new_tokens": 4}, "train": train_section} | sections)
 
 
-def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str = "float32") -> list[dict[str, Any]]:
+def compared(sections: dict[str, Any], force: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Return the changes that are found if a run without these sections is resumed with them."""
-    model = {"path": "m", "dtype": dtype}
+    model = {"path": "m", "dtype": "float32"}
     base = {"data": {"path": "p.jsonl"}, "reward": {"name": "exact"}}
     before = Config.model_validate({"model": model, **base})
     now = Config.model_validate({"model": model | sections.pop("model", {}), **base, **sections})
@@ -84,14 +96,17 @@ def test_of_these_sections_only_the_seed_affects_the_result(section: str) -> Non
     [
         *[("train", "micro_batch_tokens", 7), ("train", "logits_mb", 7), ("train", "gradient_checkpointing", True)],
         *[("cluster", "workers", 3), ("model", "device", "cpu"), ("engine", "max_rows", 3)],
+        ("engine", "backend", "vllm"),
         *[("speculation", "drafter", "off"), ("speculation", "window", 8)],
     ],
 )
 def test_fields_that_affect_the_rounding_may_change_and_are_logged(section: str, name: str, value: Any) -> None:
     (change,) = compared({section: {name: value}})
     assert (change["key"], change["step"], change["effect"]) == (f"{section}.{name}", 2, "rounding")
-    exact = section in ("engine", "speculation")
-    assert bool(compared({section: {name: value}}, dtype="float64")) != exact
+    assert has_effect(change, Exactness(True, ("attention",)))
+    assert has_effect(change, Exactness())
+    assert has_effect(change, Exactness(True)) != (section in ("engine", "speculation") and name != "backend")
+    assert has_effect(change | {"effect": "forced"}, Exactness(True))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +140,17 @@ def test_another_rank_or_fewer_steps_than_are_done_cannot_be_forced() -> None:
         compared({"train": {"lora": {"rank": 4}}}, force=("train.lora.rank",))
     with pytest.raises(ConfigError, match=r"train\.steps = 1 is below 2, the number of steps done"):
         compared({"train": {"steps": 1}}, force=("train.steps",))
+
+
+def test_a_resumed_run_keeps_its_number_format_on_any_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has float64. A recipe with `auto` gets it from the checkpoint, and a new run from the machine."""
+    monkeypatch.setattr("tlt.run.resume.torch_dtype", lambda model: torch.bfloat16)
+    auto = short(home, model={"dtype": "auto"})
+    assert as_at_its_start(auto, None).model.dtype == "bfloat16"
+    summary = train(auto, resume=True)
+    assert (summary["steps"], summary["changes"]) == (3, [])
+    recorded = json.loads((home / "run" / "config.json").read_text(encoding="utf-8"))
+    assert recorded["model"]["dtype"] == "float64"
 
 
 def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:

@@ -91,6 +91,7 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     assert summary["reward_first_tenth"] == lines[0]["reward"]
     assert summary["reward_last_tenth"] == lines[-1]["reward"]
     assert len(summary["policy_sha256"]) == 64
+    assert (summary["exact"], summary["exactness"].partition(":")[0]) == (True, "exact")
     tokens, passes = sum(line["tokens"] for line in lines), sum(line["rollout"]["row_passes"] for line in lines)
     assert summary["accept_length"] == pytest.approx(tokens / passes)
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])

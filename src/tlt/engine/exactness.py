@@ -114,7 +114,7 @@ def _only_attention(shape: HeadShape) -> Forward:
 def _only(product: Product, shape: HeadShape) -> Forward:
     """Return a model that is nothing but one matrix product, without and with a residual. The residual is the negative
     product, so that the sum consists of rounding errors."""
-    x = _random(shape, sum(_OF_PRODUCT), product.shape[1])
+    x = _random(shape, sum(_OF_PRODUCT), product.shape[1]).to(product.dtype)
     residual = -product(x)
 
     def forward(places: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -27,7 +27,7 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
         """Prepare the memory layout. If `shared` is true, `weight` is not copied, so the caller must not change it."""
-        self.shape, self.bias = weight.shape, bias
+        self.shape, self.dtype, self.bias = weight.shape, weight.dtype, bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS) if _can_pack(weight) else None
         self._plain = None
         if self.packed is None:
