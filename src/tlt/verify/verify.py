@@ -247,9 +247,9 @@ def _checks(found: Comparison) -> dict[str, bool]:
 
 
 def _print(console: Console, found: Comparison, checks: dict[str, bool]) -> None:
-    title = f"{found.tokens:,} tokens, {found.dtype} (columns tokens and log-probs: how many differ)"
+    title = f"{found.tokens:,} tokens, {found.dtype} (columns tokens and logprobs: how many differ)"
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in ("mode", "sha256", "tokens", "log-probs", "reward", "accept", "ahead", "seconds"):
+    for column in ("mode", "sha256", "tokens", "logprobs", "reward", "accept", "ahead", "seconds"):
         table.add_column(column, justify="left" if column in ("mode", "sha256") else "right", no_wrap=True)
     for run in found.runs.values():
         reward = sum(run.rewards) / len(run.rewards)
