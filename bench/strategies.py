@@ -45,10 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     results = Results(arguments.json, dtype=config.model.dtype)
     names = arguments.drafters or [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
     chains = [
-        Strategy(name, depth, chance)
-        for name in names
-        for depth in arguments.depths
-        for chance in arguments.chances
+        Strategy(name, depth, chance) for name in names for depth in arguments.depths for chance in arguments.chances
     ]
     for batch in arguments.batches:
         requests = make_requests(prompts[: -(-batch // 2)], 2, params, config.run.seed, "strategies")[:batch]

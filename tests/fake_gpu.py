@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 
-import tlt.draft.tree
+import tlt.draft.chains
 import tlt.engine.runner
 import tlt.host
 from tlt.draft.drafter import Candidates, Level
@@ -86,7 +86,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[Trips]:
         trips.count += tensors[0].device.type == NAME
         return [_made_up(tensor) for tensor in tensors]
 
-    for module in (tlt.host, tlt.draft.tree, tlt.engine.runner):
+    for module in (tlt.host, tlt.draft.chains, tlt.engine.runner):
         patch.setattr(module, "to_host", to_host)
     patch.delenv("TLT_AUDIT", raising=False)  # the ledger reads what a pass is made of
     with FakeTensorMode(allow_non_fake_inputs=False), _FromLists():

@@ -25,11 +25,11 @@ from tlt.attention.backend import HeadShape
 from tlt.attention.key_counts import BLOCK
 from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.chains import Draft
+from tlt.draft.drafter import Drafter, Offer, Prefix, PrefixDrafter
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.runner import Runner
@@ -67,7 +67,7 @@ class Target:
                 if weight.dim() == 2:
                     weight.normal_(0.0, 1.8 * weight.shape[1] ** -0.5)
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                    weight.fill_(1.5)  # sharp attention: a key at the wrong place, or of another branch, shows
+                    weight.fill_(1.5)  # sharp attention: a key at the wrong place shows
             self.model.lm_head.weight.mul_(0.7)
         widen(self.model)
         self.decoder = Decoder(decoder_options(self.model.config), dtype, torch.device("cpu"))
@@ -211,7 +211,7 @@ def _log(p: float) -> float:
 # -- drafters -------------------------------------------------------------------------------------------------------
 
 
-class ContextDrafter(NodeDrafter):
+class ContextDrafter(PrefixDrafter):
     """Drafter whose log q = `trust` times the target's own log p, plus noise of size `spread` that is a function of the
     context.
 
@@ -233,16 +233,16 @@ class ContextDrafter(NodeDrafter):
             self._known[key] = [score + s for score, s in zip(scores, shift.tolist(), strict=True)]
         return self._known[key]
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        contexts = [(*node.request.prompt.token_ids, *node.committed, *node.path) for node in nodes]
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        contexts = [(*p.request.prompt.token_ids, *p.committed, *p.drafted) for p in prefixes]
         self.target.logits(contexts)
         log_q = torch.tensor(
-            [self.log_q(c, n.request.sampling) for c, n in zip(contexts, nodes, strict=True)], dtype=torch.float64
+            [self.log_q(c, p.request.sampling) for c, p in zip(contexts, prefixes, strict=True)], dtype=torch.float64
         )
         if not self.listed:
             return Offer(None, log_q)
         best = log_q.topk(self.listed, dim=-1)
-        pad = torch.full((len(nodes), 1), -1)
+        pad = torch.full((len(prefixes), 1), -1)
         return Offer(
             torch.cat([best.indices.flip(-1), pad], dim=-1),
             torch.cat([best.values.flip(-1), torch.full(pad.shape, -math.inf, dtype=torch.float64)], dim=-1),
@@ -254,7 +254,7 @@ def oracle(target: Target) -> ContextDrafter:
     return ContextDrafter(target, trust=1.0, spread=0.0)
 
 
-class Replay(NodeDrafter):
+class Replay(PrefixDrafter):
     """Drafter that continues as the known responses do."""
 
     name = "replay"
@@ -262,9 +262,9 @@ class Replay(NodeDrafter):
     def __init__(self, known: Iterable[Response]) -> None:
         self.known = by_seed(known)
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        behind = [self.known[node.request.seed][len(node.committed) + len(node.path) :] for node in nodes]
-        return Offer(torch.tensor([tokens[:1] or [-1] for tokens in behind]), torch.zeros(len(nodes), 1))
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        behind = [self.known[p.request.seed][len(p.committed) + len(p.drafted) :] for p in prefixes]
+        return Offer(torch.tensor([tokens[:1] or [-1] for tokens in behind]), torch.zeros(len(prefixes), 1))
 
 
 def learned(target: Target, seed: int = 0, kind: Kind = "eagle3", window: int = 16) -> EagleDrafter:
@@ -369,7 +369,7 @@ class Step(NamedTuple):
     """Effect of one round on one row."""
 
     request: Request
-    tree: DraftTree
+    draft: Draft
     sampled: list[int]
     before: int
     after: int
@@ -380,12 +380,12 @@ def record_steps(engine: Engine) -> list[Step]:
     steps: list[Step] = []
     commit = engine._commit
 
-    def observed(now, trees, sampled):
+    def observed(now, drafts, sampled):
         before = [len(row.tokens) for row in now.rows]
         tokens = [list(t) for t in sampled.tokens]
-        responses = commit(now, trees, sampled)
-        for row, tree, picked, start in zip(now.rows, trees, tokens, before, strict=True):
-            steps.append(Step(row.request, tree, picked, start, len(row.tokens)))
+        responses = commit(now, drafts, sampled)
+        for row, draft, picked, start in zip(now.rows, drafts, tokens, before, strict=True):
+            steps.append(Step(row.request, draft, picked, start, len(row.tokens)))
         return responses
 
     engine._commit = observed
@@ -534,25 +534,16 @@ def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
 
 
 def check_oracle(steps: Sequence[Step], strategy: Strategy) -> None:
-    """Check that the drafter is the target: the first child is the target's token at every node, and a chain is
-    accepted whole.
+    """Check that the drafter is the target: every draft token is the target's, and all of them are committed.
 
     It is for requests without stop tokens, which may end a run of tokens early."""
-    _require(bool(steps) and any(len(step.tree.tokens) > 1 for step in steps), "nothing was drafted")
+    _require(bool(steps) and any(step.draft.tokens for step in steps), "nothing was drafted")
     for step in steps:
-        node, reached = 0, 0
-        while (child := _first_child(step.tree, node)) is not None:
-            drafted, picked = step.tree.tokens[child], step.sampled[node]
-            where = f"position {step.before + reached}, depth {reached + 1}"
+        for depth, (drafted, picked) in enumerate(zip(step.draft.tokens, step.sampled, strict=False)):
+            where = f"position {step.before + depth}, depth {depth + 1}"
             _require(drafted == picked, f"{where}: drafted {drafted}, but the target took {picked}")
-            node, reached = child, reached + 1
-        taken = step.after - step.before
-        _require(taken == reached + 1, f"position {step.before}: {taken} tokens of {reached} drafted and the bonus")
-        if strategy.branching == 1:
-            room = step.request.sampling.max_new_tokens - step.before
-            chain = min(strategy.depth + 1, room)
-            _require(taken == chain, f"position {step.before}: {taken} tokens from a chain of {strategy.depth}")
-
-
-def _first_child(tree: DraftTree, node: int) -> int | None:
-    return next((n for n in range(1, len(tree.tokens)) if tree.parents[n] == node), None)
+        taken, room = step.after - step.before, step.request.sampling.max_new_tokens - step.before
+        _require(
+            taken == min(strategy.depth + 1, room),
+            f"position {step.before}: {taken} tokens from {strategy.depth} drafted",
+        )

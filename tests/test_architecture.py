@@ -200,12 +200,12 @@ def test_nothing_unpickles_or_evaluates() -> None:
 @pytest.mark.parametrize(
     ("module", "code", "found"),
     [
-        ("draft", "from tlt.engine.committing import walk", ["engine"]),
+        ("draft", "from tlt.engine.committing import num_accepted", ["engine"]),
         ("draft", "import tlt.engine.committing as w", ["engine"]),
         ("draft", "from tlt import engine", ["engine"]),
-        ("draft", "def f():\n    from ..engine import walk", ["engine"]),
-        ("models", "from tlt.draft import tree\nfrom tlt.engine import noise", ["draft", "engine"]),
-        ("engine", "from tlt.draft.tree import grow\nfrom tlt.types import Request\nimport torch", []),
+        ("draft", "def f():\n    from ..engine import num_accepted", ["engine"]),
+        ("models", "from tlt.draft import chains\nfrom tlt.engine import noise", ["draft", "engine"]),
+        ("engine", "from tlt.draft.chains import draft_chains\nfrom tlt.types import Request\nimport torch", []),
     ],
 )
 def test_the_check_of_imports_sees_every_form(module: str, code: str, found: list[str]) -> None:

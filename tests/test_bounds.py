@@ -90,9 +90,7 @@ OTHERS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
         "run": {"compare_every": 0},
     },
     ("train.lora.",): {"train": {"lora": {"rank": 2}}},
-    tuple(f"speculation.{name}" for name in ("depth", "branching", "verify_tokens", "min_chance", "history_tokens")): {
-        "speculation": {"drafter": "suffix"}
-    },
+    tuple(f"speculation.{name}" for name in ("depth", "history_tokens")): {"speculation": {"drafter": "suffix"}},
 }
 
 

@@ -153,14 +153,14 @@ def brute_force(logits: Sequence[float], temperature: float, top_k: int, top_p: 
 
 
 def assert_distributions(logits: Tensor, sampling: SamplingTensors, atol: float) -> None:
-    """Compare each row [nodes, V] with the distribution in exact sums."""
+    """Compare each row of logits [M, V] with the distribution in exact sums."""
     log_p, full = sampling_log_probs(logits, sampling)
-    for row, temperature, top_k, top_p in zip(range(len(logits)), *(x.tolist() for x in sampling[:3]), strict=True):
-        for node, numbers in enumerate(logits[row].tolist()):
-            expected = brute_force(numbers, temperature or 1.0, top_k, top_p)
-            assert log_p[row, node].exp().tolist() == pytest.approx(expected, abs=atol)
-            expected = brute_force(numbers, temperature or 1.0, 0, 1.0)
-            assert full[row, node].exp().tolist() == pytest.approx(expected, abs=atol)
+    parameters = zip(*(x.tolist() for x in sampling[:3]), strict=True)
+    for row, (numbers, (temperature, top_k, top_p)) in enumerate(zip(logits.tolist(), parameters, strict=True)):
+        expected = brute_force(numbers, temperature or 1.0, top_k, top_p)
+        assert log_p[row].exp().tolist() == pytest.approx(expected, abs=atol)
+        expected = brute_force(numbers, temperature or 1.0, 0, 1.0)
+        assert full[row].exp().tolist() == pytest.approx(expected, abs=atol)
 
 
 some_logits = st.lists(st.sampled_from([-6.0, -2.0, -1.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=12)
@@ -175,7 +175,7 @@ def test_distribution_against_brute_force(logits: list[float], temperature: floa
     """If logits are equal, the lower token id is kept."""
     assume(brute_force(logits, temperature, top_k, top_p) is not None)
     sampling = sampling_of((temperature, top_k, top_p), dtype=torch.float64)
-    assert_distributions(torch.tensor([[logits]], dtype=torch.float64), sampling, 1e-12)
+    assert_distributions(torch.tensor([logits], dtype=torch.float64), sampling, 1e-12)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.1])
@@ -193,9 +193,8 @@ def test_distribution_against_transformers(temperature: float, top_k: int, top_p
 
 
 def test_each_row_has_its_own_sampling_parameters() -> None:
-    """Trees of several nodes per row, and rows with different sampling parameters in one batch."""
-    rows = [(1.0, 0, 1.0), (0.5, 2, 1.0), (0.7, 0, 0.6), (2.0, 3, 0.9)]
-    logits = torch.randn(4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rows = [(1.0, 0, 1.0), (0.5, 2, 1.0), (0.7, 0, 0.6), (2.0, 3, 0.9)] * 6
+    logits = torch.randn(24, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     assert_distributions(logits, sampling_of(*rows), 1e-7)
 
 
@@ -260,7 +259,7 @@ def test_the_lowest_temperatures_share_the_probability_among_the_best(
     """Below 1e-38 a temperature is subnormal or 0 in float32, and a logit divided by it is infinite."""
     rows = [(temperature, top_k, top_p) for temperature in (*LOWEST, 1.0, 0.0)]
     sampling = sampling_of(*rows, dtype=torch.float64)
-    assert_distributions(torch.tensor([[logits]] * len(rows), dtype=dtype), sampling, 1e-6)
+    assert_distributions(torch.tensor([logits] * len(rows), dtype=dtype), sampling, 1e-6)
 
 
 @pytest.mark.parametrize("across", ["seeds", "positions"])

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tlt.commands.export_check import difference
 from tlt.config import Config, parse_config
-from tlt.draft.tree import DraftTree
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.types import TrainBatch
 
@@ -143,13 +142,3 @@ def load_script(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def add_node(tree: DraftTree, parent: int, token: int) -> int:
-    """Add a child, and return its number."""
-    tree.tokens.append(token)
-    tree.parents.append(parent)
-    tree.depths.append(tree.depths[parent] + 1)
-    tree.chance.append(tree.chance[parent] * 0.5)
-    tree.cells.append(0)
-    return len(tree.tokens) - 1

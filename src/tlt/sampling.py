@@ -150,8 +150,8 @@ def lowest_temperature(dtype: torch.dtype) -> float:
 
 
 def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """Return (log p, log softmax(logits / temperature)) over [M, ..., V]. p is the distribution after temperature,
-    top-k and top-p, in that order.
+    """Return (log p, log softmax(logits / temperature)), each [M, V]. p is the distribution after temperature, top-k
+    and top-p, in that order.
 
     Both are computed in float32, or in float64 if the logits are float64. Tokens outside top-k or top-p have log p =
     -inf. If logits are equal, top-k keeps the lower id. Top-p keeps the smallest prefix, by probability and then id,
@@ -159,27 +159,26 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingTensors) -> tuple[Tenso
     argmax.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    shape = (-1,) + (1,) * (logits.dim() - 1)
     if sampling.tempered:
         temperature = sampling.temperature.clamp(min=lowest_temperature(wide.dtype)).to(wide.dtype)
-        wide = wide / torch.where(sampling.temperature > 0, temperature, 1.0).view(shape)
+        wide = wide / torch.where(sampling.temperature > 0, temperature, 1.0)[:, None]
     full = torch.log_softmax(wide, dim=-1)
     if not sampling.restricted:
         return full, full
     ordered, ids = torch.sort(full, dim=-1, descending=True, stable=True)
     vocab_size = full.shape[-1]
-    top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocab_size).view(shape)
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None]
     ordered = ordered.masked_fill(torch.arange(vocab_size, device=full.device) >= top_k, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     # mass of the tokens ranked above, in float64, because the rounding of many small terms could move the cut
     before = torch.cumsum(probabilities, dim=-1, dtype=torch.float64) - probabilities
     top_p = torch.where(sampling.top_p < 1, sampling.top_p, torch.inf)  # 1 keeps all tokens, even if a sum rounds to 1
-    outside = before >= top_p.view(shape)
+    outside = before >= top_p[:, None]
     outside[..., 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
     restricted = torch.empty_like(ordered).scatter_(-1, ids, ordered)
     # rows without top-k and top-p keep the same bits, whatever other rows are in the batch
-    return torch.where(((sampling.top_k > 0) | (sampling.top_p < 1)).view(shape), restricted, full), full
+    return torch.where(((sampling.top_k > 0) | (sampling.top_p < 1))[:, None], restricted, full), full
 
 
 class TopK(NamedTuple):

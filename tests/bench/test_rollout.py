@@ -158,7 +158,7 @@ def test_repeats_decode_other_responses_and_strategies_take_turns(
 
 def test_strategies_with_other_tokens_are_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TLT_AUDIT")  # the ledger would see it first
-    monkeypatch.setattr(committing, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
+    monkeypatch.setattr(committing, "num_accepted", lambda draft, sampled: min(1, len(draft.tokens)))
     with pytest.raises(AssertionError, match="other tokens"):
         bench(home, tmp_path / "bench.json", rollout={"group_size": 2, "max_new_tokens": 24})
 

@@ -97,7 +97,7 @@ def test_the_schedule_gets_the_acceptance_rate_of_the_learned_drafter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout, seen = make(config_of(tmp_path)), []
-    rollout.engine.tuner = Fixed(Strategy("eagle", 2, 1, 3))  # pyright: ignore
+    rollout.engine.tuner = Fixed(Strategy("eagle", 2))  # pyright: ignore
     monkeypatch.setattr(training_of(rollout), "rollout_ended", lambda seconds, rate: seen.append(rate))
     _, stats = decode(rollout, 0)
     assert seen == [stats.acceptance_rate["eagle"]]

@@ -28,7 +28,7 @@ from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 CPU = torch.device("cpu")
-TREE = Strategy("", 3, 2, 8)
+DRAFTED = Strategy("", 6)
 A_ROW = Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams()))
 
 
@@ -162,7 +162,7 @@ def run(
     asked: Sequence[Request],
     window: int,
     drafter: Drafter | None = None,
-    shape: Strategy = TREE,
+    shape: Strategy = DRAFTED,
     bound_tokens: int | None = None,
     max_rows: int = 3,
 ) -> Run:
@@ -206,7 +206,7 @@ def test_no_features_of_a_drafted_stop_token_are_kept(model: Model) -> None:
     whole = run(model, asked, 8).responses
     stops = {r.request.seed: r.token_ids[20] for r in whole}
     asked = [replace(r, sampling=replace(r.sampling, stop_token_ids=(stops[r.seed],))) for r in asked]
-    found = run(model, asked, 8, Replay(whole), Strategy("", 6, 1, 7), max_rows=4)
+    found = run(model, asked, 8, Replay(whole), DRAFTED, max_rows=4)
     assert {response.finish_reason for response in found.responses} == {"stop"}
     assert found.engine.stats.accepted > 2 * found.engine.stats.row_passes
     found.check()

@@ -1,5 +1,5 @@
 """State of the learned drafter during a rollout. Its proposals equal those of a twin without a cache, in float64. A
-proposal is the distribution at a node of a round's tree."""
+proposal is the distribution of one token of a round's draft."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.types import Prompt, Request, Row, SamplingParams
 from tlt.verify.modes import InTurn
 
-TREE = Strategy("eagle", 3, 2, 8)
-CHAIN = Strategy("eagle", 4, 1, 5)
+DRAFTED = Strategy("eagle", 4)
 ALL = tuple(range(11))  # the vocabulary
 Path = tuple[int, ...]
 Place = tuple[int, int]  # seed of the request, tokens it had
@@ -47,31 +46,27 @@ class Round:
 
 
 class Recorder(EagleDrafter):
-    """Drafter that records the distribution at every active node. Rows are identified by the engine's order."""
+    """Drafter that records the distribution of every token. Rows are identified by the engine's order."""
 
     def __init__(self, layer: EagleLayer, model: Model, log: dict[Place, Round]) -> None:
         super().__init__(layer, model.decoder)
         self.layer, self.log = layer, log
         self.engine: Engine | None = None
-        self.paths: list[list[Path]] = []
+        self.paths: list[Path] = []
 
     def predict(self, level: Level) -> Candidates:
         candidates = super().predict(level)
         live = self.engine.rows
-        parents, tokens, alive = (x.tolist() for x in (level.parents, level.tokens, level.alive))
         if level.depth == 0:
-            paths: list[list[Path]] = [[()] for _ in live]
+            self.paths = [()] * len(live)
             for row in live:
                 self.log[row.request.seed, len(row.tokens)] = Round(row.request, list(row.tokens), self.layer)
         else:
-            places = [list(zip(*row, strict=True)) for row in zip(parents, tokens, strict=True)]
-            paths = [[(*self.paths[b][p], t) for p, t in row] for b, row in enumerate(places)]
-        self.paths = paths
+            self.paths = [(*path, token) for path, token in zip(self.paths, level.tokens.tolist(), strict=True)]
         for slot, row in enumerate(live):
-            for w, on in enumerate(alive[slot]):
-                if on:
-                    found = self.log[row.request.seed, len(row.tokens)].distributions
-                    found[paths[slot][w]] = candidates.log_q[slot, w].clone()
+            if level.alive[slot]:
+                found = self.log[row.request.seed, len(row.tokens)].distributions
+                found[self.paths[slot]] = candidates.log_q[slot].clone()
         return candidates
 
 
@@ -81,7 +76,7 @@ class Life:
 
     model: Model
     layer: EagleLayer
-    tuner: Tuner = field(default_factory=lambda: Fixed(TREE))
+    tuner: Tuner = field(default_factory=lambda: Fixed(DRAFTED))
     max_rows: int = 8
     bound_tokens: int | None = None
     log: dict[Place, Round] = field(default_factory=dict)
@@ -152,11 +147,9 @@ def check_as_twin(model: Model, log: dict[Place, Round], listed: Sequence[int] =
             assert set(path) <= set(listed)
 
 
-@pytest.mark.parametrize(
-    ("window", "strategy"), [(200, TREE), (16, Strategy("eagle", 9, 1, 10)), (16, Strategy("eagle", 5, 4, 20))]
-)
+@pytest.mark.parametrize(("window", "strategy"), [(200, Strategy("eagle", 3)), (16, Strategy("eagle", 9))])
 def test_proposals_equal_the_twins(model: Model, window: int, strategy: Strategy) -> None:
-    """The twin uses transformers' hidden states and full attention. This checks windows, positions, tree masks and the
+    """The twin uses transformers' hidden states and full attention. This checks windows, positions, masks and the
     cache."""
     log = Life(model, make_layer(model.decoder, "eagle3", window), Fixed(strategy)).run(requests(4, new_tokens=60))
     assert max(len(path) for round_ in log.values() for path in round_.distributions) == strategy.depth - 1
@@ -168,7 +161,7 @@ class Event(NamedTuple):
 
     requests: dict[str, int]
     max_rows: int = 8
-    turns: Sequence[Strategy] = (TREE,)
+    turns: Sequence[Strategy] = (DRAFTED,)
     bound_tokens: int | None = None
     prefilled: int | None = None
 
@@ -177,10 +170,11 @@ EVENTS = {
     "the last row moves to the place of a finished one and places stay free": Event({"count": 8}, max_rows=3),
     "all places are in use": Event({"count": 13}),
     "rounds of plain decoding and of another drafter come between": Event(
-        {"new_tokens": 60}, turns=[TREE, PLAIN, TREE, *[PLAIN] * 11, TREE, TREE, Strategy("suffix", 3, 2, 8), TREE]
+        {"new_tokens": 60},
+        turns=[DRAFTED, PLAIN, DRAFTED, *[PLAIN] * 11, DRAFTED, DRAFTED, Strategy("suffix", 3), DRAFTED],
     ),
     "the drafter is off until its window and the slack of 64 have wrapped around": Event(
-        {"count": 4, "new_tokens": 150}, turns=[TREE, TREE, *[PLAIN] * 90, *[TREE] * 3]
+        {"count": 4, "new_tokens": 150}, turns=[DRAFTED, DRAFTED, *[PLAIN] * 90, *[DRAFTED] * 3]
     ),
     "rows are preempted and return": Event({"count": 8, "new_tokens": 60}, bound_tokens=180),
     "siblings copy a prompt": Event({"new_tokens": 30, "group": 3, "prompt": 20}, prefilled=19 + 20),
@@ -219,7 +213,7 @@ def test_drafters_swapped_between_two_rounds(model: Model, kind: Kind, window: i
 def test_a_late_sibling_copies_from_an_active_one(model: Model, window: int) -> None:
     """The source has continued, but its ring still holds the last window of the prompt."""
     prompt = tuple(range(11)) * 2
-    life = Life(model, make_layer(model.decoder, "eagle3", window), Fixed(CHAIN), max_rows=2)
+    life = Life(model, make_layer(model.decoder, "eagle3", window), Fixed(DRAFTED), max_rows=2)
     check_as_twin(model, life.run([request(prompt, 900, 60), *(request(prompt, 901 + i, 14) for i in range(4))]))
     assert life.engine.stats.prefill_tokens == 21
 
@@ -234,7 +228,7 @@ def test_a_new_target_version(monkeypatch: pytest.MonkeyPatch, kind: Kind, liste
     layer = make_layer(model.decoder, kind, 16)
     if listed:
         layer.vocabulary.copy_(torch.tensor(listed))
-    life = Life(model, layer, Fixed(CHAIN), max_rows=3)
+    life = Life(model, layer, Fixed(DRAFTED), max_rows=3)
     life.run(requests(5))
     life.log.clear()
     model.decoder.load(other.hf.state_dict(), version=1)
@@ -277,9 +271,9 @@ def test_values_that_are_not_finite_do_not_affect_the_next_row(model: Model, pla
             window.write([at] * entries, range(entries), features, [p % 11 for p in range(entries)])
 
         def predict() -> Tensor:
-            none = np.zeros((len(table), 1), dtype=np.int64)
+            none = np.zeros(len(table), dtype=np.int64)
             sampling = sampling_tensors([SamplingParams()] * len(table), torch.device("cpu"))
-            return drafter.predict(Level(0, none, none, none == 0, sampling)).log_q
+            return drafter.predict(Level(0, none, none == 0, sampling)).log_q
 
         drafter.begin(FeatureView(window))
         if before:

@@ -3,8 +3,6 @@ test_losslessness.py compares its tokens with the reference's."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import small
 import torch
@@ -22,19 +20,19 @@ from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import SamplingParams
 
-CHAIN = Strategy("quantized", 4, 1, 5)
+QUANTIZED = Strategy("quantized", 4)
 REQUESTS = make_requests(PROMPTS, [SamplingParams(1.0, max_new_tokens=40)], group=8)
 
 
 def engine_of(target: Target, drafter: QuantizedDrafter | None = None) -> Engine:
-    return build(target, drafter or QuantizedDrafter(target.decoder), CHAIN, 16)
+    return build(target, drafter or QuantizedDrafter(target.decoder), QUANTIZED, 16)
 
 
 def test_most_draft_tokens_are_accepted_without_any_training() -> None:
     engine = engine_of(Target())
     small.decode(engine, REQUESTS)
     assert engine.stats.acceptance_rate["quantized"] > 0.85
-    assert min(engine.drafters.calibrations["quantized"].acceptance_rates(CHAIN.depth, 1)) > 0.8
+    assert min(engine.drafters.calibrations["quantized"].acceptance_rates(QUANTIZED.depth)) > 0.8
 
 
 def test_each_rollout_drafts_with_its_weights_even_after_weights_that_were_not_finite(
@@ -110,7 +108,7 @@ def test_a_response_can_reach_the_last_position_of_the_model() -> None:
     requests = [  # one nears the end before the other, which drafts on
         small.request(tokens, i, longest - len(tokens)) for i, tokens in enumerate(((1, 2, 3), (4,) * (longest - 3)))
     ]
-    engine = build(target, QuantizedDrafter(target.decoder), CHAIN._replace(depth=8, verify_tokens=9))
+    engine = build(target, QuantizedDrafter(target.decoder), Strategy("quantized", 8))
     assert small.by_seed(build(target).generate(requests)) == small.by_seed(engine.generate(requests))
     assert engine.stats.drafter_failures == 0
 
@@ -129,8 +127,7 @@ def test_where_it_does_not_work_it_is_left_out_or_refused(monkeypatch: pytest.Mo
         named("quantized")
 
 
-def test_it_drafts_chains_whatever_the_branching() -> None:
-    config: dict[str, Any] = {"drafter": "quantized", "depth": 3, "branching": 2, "verify_tokens": 4}
-    tuner = make_tuner(SpeculationConfig(**config), EngineConfig(), Target().decoder)
+def test_a_recipe_sets_the_largest_number_of_draft_tokens() -> None:
+    tuner = make_tuner(SpeculationConfig(drafter="quantized", depth=3), EngineConfig(), Target().decoder)
     assert isinstance(tuner, Fixed)
-    assert tuner.strategies == (Strategy("quantized", 3, 1, 4, 0.5),)
+    assert tuner.strategies == (Strategy("quantized", 3, 0.3),)

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tlt.draft.drafter import Node
+from tlt.draft.drafter import Prefix
 from tlt.draft.suffix import SuffixDrafter
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -42,8 +42,8 @@ def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> 
 
 
 def offers(drafter: SuffixDrafter, request: Request) -> dict[int, float]:
-    """Return token -> q at the root, without the escape probability."""
-    out = drafter.propose([Node(request, (), ())])
+    """Return token -> q of the first draft token, without the escape probability."""
+    out = drafter.propose([Prefix(request, (), ())])
     pairs = zip(out.ids[0].tolist(), out.log_q[0].exp().tolist(), strict=True)
     return {token: q for token, q in pairs if token >= 0 and q > 0}
 
@@ -52,7 +52,7 @@ def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
     """Return the likeliest candidate of each level."""
     path, state = list[int](), None
     for _ in range(depth):
-        out = drafter.propose([Node(request, [], tuple(path), state)])
+        out = drafter.propose([Prefix(request, [], tuple(path), state)])
         listed = [k for k, token in enumerate(out.ids[0].tolist()) if token >= 0]
         if not listed:
             break
@@ -142,22 +142,22 @@ def test_every_proposal_is_a_distribution_with_escape_over_tokens_that_followed(
     drafter.open(live, [])
     commit(drafter, live, own)
     seen = [tuple(prompt) + tuple(text) for text in (*texts, own)]
-    nodes = [Node(live, own, ())]
+    prefixes = [Prefix(live, own, ())]
     for _ in range(4):
-        out = drafter.propose(nodes)
-        assert len(out.states) == len(nodes)
-        deeper = []
-        for node, ids, log_q, states in zip(nodes, out.ids.tolist(), out.log_q, out.states, strict=True):
+        out = drafter.propose(prefixes)
+        assert len(out.states) == len(prefixes)
+        longer = []
+        for prefix, ids, log_q, states in zip(prefixes, out.ids.tolist(), out.log_q, out.states, strict=True):
             listed = int((log_q > -math.inf).sum())
             assert len(set(ids[:listed])) == listed == len(states)
             assert not listed or float(log_q.exp().sum()) == pytest.approx(1.0, abs=1e-5)
             for token, state in ((t, s) for t, s in zip(ids, states, strict=False) if t >= 0):
-                tail = (*(*prompt, *own)[-2:], *node.path, token)
+                tail = (*(*prompt, *own)[-2:], *prefix.drafted, token)
                 assert any(tail == text[i : i + len(tail)] for text in seen for i in range(len(text)))
-                deeper.append(Node(live, own, (*node.path, token), state))
-        if not deeper:
+                longer.append(Prefix(live, own, (*prefix.drafted, token), state))
+        if not longer:
             break
-        nodes = deeper
+        prefixes = longer
 
 
 def test_a_batch_of_rows_equals_each_row_alone() -> None:
@@ -165,7 +165,7 @@ def test_a_batch_of_rows_equals_each_row_alone() -> None:
     for row, tokens in zip(rows, ([1, 2, 3, 1, 2], [7], [4, 5, 4, 5, 4]), strict=True):
         drafter.open(row, [])
         commit(drafter, row, tokens)
-    out = drafter.propose([Node(row, [], ()) for row in rows])
+    out = drafter.propose([Prefix(row, [], ()) for row in rows])
     for m, row in enumerate(rows):
         together = {t: q for t, q in zip(out.ids[m].tolist(), out.log_q[m].exp().tolist(), strict=True) if t >= 0}
         assert together == pytest.approx(offers(drafter, row))

@@ -29,8 +29,7 @@ PROMPTS = [Prompt(number, "", tuple(range(65, 70 + number))) for number in range
 @pytest.fixture
 def engine() -> Engine:
     target = decoder_of(qwen3(vocab_size=EOS + 1, initializer_range=0.5))
-    chain = Strategy("suffix", depth=4, branching=1, verify_tokens=5)
-    return Engine(target, EngineConfig(max_rows=3, kv_memory_mb=1), [SuffixDrafter(1000)], Fixed(chain))
+    return Engine(target, EngineConfig(max_rows=3, kv_memory_mb=1), [SuffixDrafter(1000)], Fixed(Strategy("suffix", 4)))
 
 
 @pytest.fixture

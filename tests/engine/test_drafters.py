@@ -13,21 +13,21 @@ import small
 import torch
 from small import Target, build, learned, make_requests, request
 
-from tlt.draft.drafter import Candidates, Level, Node, NodeDrafter, Offer
+from tlt.draft.chains import Draft
+from tlt.draft.drafter import Candidates, Level, Offer, Prefix, PrefixDrafter
 from tlt.draft.strategy import Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine.drafters import AcceptanceRate, Drafters
 from tlt.types import Prompt, Request, SamplingParams
 
 
-class Nothing(NodeDrafter):
+class Nothing(PrefixDrafter):
     name = "nothing"
 
     def __init__(self, published: float | None = None) -> None:
         self.acceptance_rate = published
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        return Offer(None, torch.zeros(len(nodes), 5))
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        return Offer(None, torch.zeros(len(prefixes), 5))
 
 
 def fed(published: float | None, *parts: tuple[int, float]) -> list[bool]:
@@ -64,11 +64,11 @@ def test_each_drafter_has_its_own_counts_and_a_swap_resets_only_those() -> None:
     second.name = "other"
     drafters = Drafters([first, second], build(Target()).cache)
     known, other = drafters.calibrations["nothing"], drafters.calibrations["other"]
-    tree = DraftTree([0, 1], [0, 0], [-1, 0], [1.0, 0.5], [-1, 0])
+    draft = Draft([1], [0])
     for _ in range(500):
-        drafters.learn("nothing", tree, [0])
-        drafters.learn("nothing", tree, [0])
-        drafters.learn("other", tree, [0, 1])
+        drafters.learn("nothing", draft, 0)
+        drafters.learn("nothing", draft, 0)
+        drafters.learn("other", draft, 1)
     assert (known.seen.sum(), known.agreed.sum(), other.seen.sum(), other.agreed.sum()) == (1000, 0, 500, 500)
     assert drafters.acceptance_rates["nothing"].alarming
     drafters.swap(Nothing(0.2), None, [])
@@ -83,21 +83,21 @@ def test_the_engine_raises_an_alarm_only_below_the_bound(corrupt: bool) -> None:
     target = Target()
     drafter = learned(target)
     drafter.acceptance_rate = 0.9 if corrupt else 0.0
-    engine = build(target, drafter, Strategy("", 2, 1, 3))
+    engine = build(target, drafter, Strategy("", 2))
     list(engine.generate([request((i % 5, 2, i % 3), 10 * i, 48) for i in range(40)]))
     assert 0 < engine.stats.acceptance_rate["eagle"] < 0.45
     assert set(engine.stats.alarms) == ({"eagle"} if corrupt else set())
 
 
 def test_the_acceptance_rate_counts_only_the_drafters_own_tokens() -> None:
-    """Rounds of plain decoding and rows without a tree do not count."""
+    """A row that gets no draft does not count, for example if only one token may follow."""
     target = Target()
-    engine = build(target, learned(target), Strategy("", 2, 1, 1))
-    list(engine.generate([request((1, 2), 0, 9)]))
+    engine = build(target, learned(target), Strategy("", 2))
+    list(engine.generate([request((1, 2), 0, 1)]))
     assert engine.stats.acceptance_rate == {}
 
 
-class Grabbing(NodeDrafter):
+class Grabbing(PrefixDrafter):
     """Drafter that keeps all that it receives, and writes into it when it drafts."""
 
     name = "grabbing"
@@ -115,7 +115,7 @@ class Grabbing(NodeDrafter):
 
     def predict(self, level: Level) -> Candidates:
         drafted = super().predict(level)
-        self.given += [level.tokens, level.parents, level.alive, *level.sampling[:3]]
+        self.given += [level.tokens, level.alive, *level.sampling[:3]]
         for thing in self.given:
             if isinstance(thing, np.ndarray | torch.Tensor):
                 thing[...] = 1
@@ -125,17 +125,16 @@ class Grabbing(NodeDrafter):
                 assert isinstance(thing, tuple), "nothing that can grow"
         return drafted
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        return Offer(None, torch.zeros(len(nodes), small.VOCAB))
+    def propose(self, prefixes: Sequence[Prefix]) -> Offer:
+        return Offer(None, torch.zeros(len(prefixes), small.VOCAB))
 
 
-@pytest.mark.parametrize("strategy", [Strategy("", 3, 1, 4), Strategy("", 2, 2, 6)], ids=["chain", "tree"])
-def test_a_drafter_that_writes_into_its_inputs_changes_nothing(strategy: Strategy) -> None:
+def test_a_drafter_that_writes_into_its_inputs_changes_nothing() -> None:
     target, drafter = Target(), Grabbing()
     samplings = [SamplingParams(0.7, max_new_tokens=20), SamplingParams(0.9, top_k=3, max_new_tokens=20)]
     prompts = [Prompt(i, "", (1, 2, i), {"answer": "right"}) for i in range(3)]
     asked = make_requests(prompts, samplings)
-    engine = build(target, drafter, strategy, max_rows=3)
+    engine = build(target, drafter, Strategy("", 3), max_rows=3)
     found = small.decode(engine, asked)
     small.check_tokens(found, small.reference(target, asked))
     small.check_logprobs(found, small.reference(target, asked))

@@ -24,8 +24,7 @@ from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 VOCAB = 300
-TREE = Strategy("", depth=4, branching=2, verify_tokens=8)
-CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
+DRAFTED = Strategy("", depth=6)
 
 
 @cache
@@ -56,7 +55,7 @@ def tokens(responses: Sequence[Response]) -> list[Sequence[int]]:
     return [response.token_ids for response in responses]
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("strategy", [PLAIN, DRAFTED], ids=["plain", "drafted"])
 def test_a_response_ends_at_a_stop_token_or_at_max_new_tokens(strategy: Strategy) -> None:
     """The drafter continues after the end, and the target agrees with all its tokens. The stop token may be the last
     token that there is room for."""
@@ -136,7 +135,7 @@ def test_an_engine_left_in_the_middle_of_a_rollout_starts_a_new_one() -> None:
     requests = some_requests(6)
     want = tokens(decode(engine(), requests))
     drafter = SuffixDrafter(10_000)
-    one = engine(drafter, TREE, max_rows=2)
+    one = engine(drafter, DRAFTED, max_rows=2)
     next(one.generate(requests))
     assert tokens(decode(one, requests)) == want
     assert sum(drafter.live.values()) == 0, "the drafter is told that nobody decodes any more"
@@ -164,18 +163,18 @@ def test_a_rollout_does_not_continue_after_a_failed_round(call: int, monkeypatch
     assert by_seed(one.generate(requests)) == want
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize("strategy", [PLAIN, DRAFTED], ids=["plain", "drafted"])
 def test_counters_add_up_and_padding_is_not_computed(strategy: Strategy, computed: list[int]) -> None:
-    used = engine(SuffixDrafter(10_000) if strategy == TREE else None, strategy)
+    used = engine(SuffixDrafter(10_000) if strategy == DRAFTED else None, strategy)
     responses = decode(used, [request(index=i, top_k=2, max_new_tokens=10 + 6 * i) for i in range(6)])
     stats = used.stats
     assert stats.tokens == sum(len(r.token_ids) for r in responses)
     assert stats.tokens == stats.accepted + stats.row_passes, "each pass of a row gives one bonus token"
-    assert stats.accepted <= stats.drafted <= stats.row_passes * (strategy.verify_tokens - 1)
-    assert sum(computed) == stats.prefill_tokens + stats.drafted + stats.row_passes, "without the padding of trees"
+    assert stats.accepted <= stats.drafted <= stats.row_passes * strategy.depth
+    assert sum(computed) == stats.prefill_tokens + stats.drafted + stats.row_passes, "without the padding of drafts"
     assert stats.accept_length == stats.tokens / stats.row_passes
-    assert (stats.accepted > 0) == (strategy == TREE)
-    assert strategy == TREE or stats.rounds == max(len(r.token_ids) for r in responses)
+    assert (stats.accepted > 0) == (strategy == DRAFTED)
+    assert strategy == DRAFTED or stats.rounds == max(len(r.token_ids) for r in responses)
     assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "ahead"}
     assert all(seconds >= 0 for seconds in stats.seconds.values())
 
@@ -203,7 +202,7 @@ class Failing(SuffixDrafter):
 def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: str, call: int) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
-    broken = engine(Failing(method, call), TREE, max_rows=4)
+    broken = engine(Failing(method, call), DRAFTED, max_rows=4)
     assert tokens(decode(broken, requests)) == want
     assert broken.stats.drafter_failures == 1
     assert not broken.drafters.usable
@@ -228,6 +227,6 @@ INVALID = {
 def test_invalid_output_of_a_batched_drafter_changes_no_token(result: Candidates) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
-    broken = engine(Failing("predict", 2, result), TREE)
+    broken = engine(Failing("predict", 2, result), DRAFTED)
     assert tokens(decode(broken, requests)) == want
     assert broken.stats.drafter_failures == 1

@@ -9,7 +9,7 @@ import pytest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.estimates import AcceptanceModel, Bucket, RoundTimes, bucket_of
 
-CHAIN = Strategy("eagle", 2, 1, 3)
+CHAIN = Strategy("eagle", 2)
 AHEAD = PLAIN._replace(ahead=16)
 PROFILE = {
     1: {PLAIN: 1.0, CHAIN: 2.0, AHEAD: 4.0},
@@ -63,7 +63,7 @@ def test_three_rounds_do_not_time_a_look_ahead_width(times: RoundTimes) -> None:
     assert times.seconds(AHEAD, FOUR) == 50.0, "the profile counts as 4 rounds"
 
 
-EAGLE = ("eagle", 1)
+EAGLE = "eagle"
 
 
 def test_chains_that_were_cut_count_only_their_verified_tokens() -> None:
@@ -92,5 +92,3 @@ def test_lasting_rates_are_over_more_rounds_and_change_only_with_their_own() -> 
     assert model.lasting(EAGLE, 0.5) == pytest.approx((8 * kept + 1) / (8 * kept + 10))
     model.forget("eagle")
     assert model.lasting(EAGLE, 0.5) == 0.5
-    model.load_state([("eagle", 1, [[4.0, 2.0]])], {"eagle"})  # of an older version
-    assert model.chances(EAGLE, 1, 0.5) == [0.5]

@@ -13,7 +13,6 @@ from fake_graph import fake_graphs
 from small import by_seed, decoder_of, finish
 from tiny import qwen3
 
-from tlt.attention.backend import TreeBatch
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.hostile import RandomDrafter
@@ -66,7 +65,7 @@ def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[
     return (tokens, [(item.start, item.tokens.tolist(), item.features) for item in harvested]), shapes
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Strategy("random", 3, 1, 4), Strategy("random", 3, 2, 7)])
+@pytest.mark.parametrize("strategy", [PLAIN, Strategy("random", 3), Strategy("random", 6)])
 def test_padding_changes_no_token_and_no_feature(target: Decoder, strategy: Strategy) -> None:
     asked = requests(7)
     (tokens, harvest), _ = decoded(target, strategy, False, asked)
@@ -81,7 +80,7 @@ def test_padding_changes_no_token_and_no_feature(target: Decoder, strategy: Stra
         assert (first, text) == (padded_first, padded_text)
         torch.testing.assert_close(padded_features, features, rtol=1e-9, atol=1e-9)
     assert {shape.rows for shape in shapes} == {1, 2, 4, 5}  # padded up to the slots, and fewer rows at the end
-    assert {shape.branches for shape in shapes} == ({False, True} if strategy.branching > 1 else {False})
+    assert {shape.new for shape in shapes} == {1, strategy.new}
 
 
 def test_a_pass_is_captured_again_if_the_cache_tensors_change(target: Decoder) -> None:
@@ -114,8 +113,7 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
     graphs = GraphedPasses(store, CPU)
     before = [layer.clone() for layer in store.layers]
     assert store.slots == 4
-    trees = TreeBatch(torch.ones(3, 2, dtype=torch.long), torch.arange(2).expand(3, 2), None)
-    graphs(trees, [5, 40, 2], runner._forward)
+    graphs(torch.ones(3, 2, dtype=torch.long), [5, 40, 2], runner._forward)
     (shape,) = graphs.passes
     assert shape.rows == 4
     for old, new in zip(before, store.layers, strict=True):

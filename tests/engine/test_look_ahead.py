@@ -17,9 +17,9 @@ from twin import make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.chains import Draft
 from tlt.draft.eagle import eagle_options
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine import drafting, noise
 from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine, Round
@@ -29,7 +29,7 @@ from tlt.types import Prompt, Request, Response, SamplingParams
 
 SAMPLINGS = [SamplingParams(max_new_tokens=n, stop_token_ids=stops) for n, stops in ((7, (3,)), (40, ()), (90, ()))]
 AHEAD = PLAIN._replace(ahead=16)
-CHAIN = Strategy("eagle", 4, 1, 5, ahead=16)
+MIXED = Strategy("eagle", 4, ahead=16)
 
 
 @cache
@@ -110,7 +110,7 @@ def test_the_end_of_a_response_is_no_rejection_for_the_tuner(monkeypatch: pytest
     assert sum(tokens for tokens, _ in counts) > looking.stats.tokens, "some end by a token that was drafted"
 
 
-@pytest.mark.parametrize("strategy", [AHEAD, CHAIN, CHAIN._replace(branching=2, verify_tokens=8)], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [AHEAD, MIXED], ids=lambda s: s.name)
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_do_not_depend_on_the_store(strategy: Strategy, seed: int) -> None:
     rng = random.Random(seed)
@@ -122,7 +122,7 @@ def test_tokens_do_not_depend_on_the_store(strategy: Strategy, seed: int) -> Non
 def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
     store = filled()
     store.forget(request.seed for request in requests()[::2])
-    looking = engine(store, CHAIN)
+    looking = engine(store, MIXED)
     check_tokens(decode(looking, requests()), expected())
     own = [len(known.token_ids) for known in expected()[1::2]]
     assert looking.stats.ahead_passes == sum(-(-length // 17) - (length % 17 == 1) for length in own)
@@ -130,17 +130,17 @@ def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
     assert looking.drafters.acceptance_rates["eagle"].last, "it drafted for the others"
 
 
-@pytest.mark.parametrize("strategy", [AHEAD, CHAIN], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [AHEAD, MIXED], ids=lambda s: s.name)
 def test_a_chain_ends_where_the_response_must(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     store = AheadStore(10**6)
     store.put(ahead(r, [*known.token_ids, *[1] * 99]) for r, known in zip(requests(), expected(), strict=True))
     looking = engine(store, strategy)
     drafted = looking.draft
 
-    def checked(now: Round) -> list[DraftTree]:
-        trees = drafted(now)
-        assert all(len(tree.tokens) <= row.room for row, tree in zip(now.rows, trees, strict=True))
-        return trees
+    def checked(now: Round) -> list[Draft]:
+        drafts = drafted(now)
+        assert all(len(draft.tokens) < row.room for row, draft in zip(now.rows, drafts, strict=True))
+        return drafts
 
     monkeypatch.setattr(looking, "draft", checked)
     check_tokens(decode(looking, requests()), expected())
@@ -199,7 +199,7 @@ def test_decoding_ahead_in_any_order_of_events(seed: int) -> None:
     rng = random.Random(seed)
     store = AheadStore(rng.choice([100, 10**6]))
     looking = engine(
-        store, rng.choice([AHEAD, CHAIN, PLAIN]), max_rows=rng.choice([2, 5]), kv_tokens=rng.choice([None, 400])
+        store, rng.choice([AHEAD, MIXED, PLAIN]), max_rows=rng.choice([2, 5]), kv_tokens=rng.choice([None, 400])
     )
     responses: list[Response] = []
     for part in (requests()[:4], requests()[4:8], requests()[8:]):
@@ -427,15 +427,15 @@ def test_tokens_of_the_last_target_are_kept_as_its_own() -> None:
 
 
 def test_the_drafter_computes_only_rows_without_look_ahead_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms, grow = list[list[int]](), drafting.grow
+    rooms, chains = list[list[int]](), drafting.draft_chains
 
-    def watched(drafter: Any, roots: Any, *rest: Any) -> list[DraftTree]:
+    def watched(drafter: Any, roots: Any, *rest: Any) -> list[Draft]:
         rooms.append(roots.room.tolist())
-        return grow(drafter, roots, *rest)
+        return chains(drafter, roots, *rest)
 
-    monkeypatch.setattr(drafting, "grow", watched)
+    monkeypatch.setattr(drafting, "draft_chains", watched)
     store = filled()
-    looking = engine(store, CHAIN)
+    looking = engine(store, MIXED)
     looking.start(requests()[6:9])
     looking.round()
     assert rooms == [], "all rows have look-ahead drafts"

@@ -72,15 +72,15 @@ def one_round(window: NoiseWindow, rows: list[Row], depth: int) -> None:
     window.prepare(positions, depth)
     at, place = torch.tensor(positions), torch.arange(len(rows))[:, None]
     found = window.at(place, at[:, None] + torch.arange(depth + 1))
-    listed = torch.arange(VOCAB).flip(0).expand(len(rows), 1, -1)
+    listed = torch.arange(VOCAB).flip(0).expand(len(rows), -1)
     draft = DraftNoise(window, at, depth)
     for b, each in enumerate(rows):
         for ahead in range(min(depth + 1, each.request.sampling.max_new_tokens - positions[b])):
             want = truth(each, positions[b] + ahead)
             assert torch.equal(found[b, ahead], want)
             if ahead < depth:
-                assert torch.equal(draft(ahead, None)[b, 0], want)
-                assert torch.equal(draft(ahead, listed)[b, 0], want.flip(0)), "of a listed candidate, the same"
+                assert torch.equal(draft(ahead, None)[b], want)
+                assert torch.equal(draft(ahead, listed)[b], want.flip(0)), "of a listed candidate, the same"
 
 
 def test_a_real_vocabulary_leaves_room_for_look_ahead_chains(monkeypatch: pytest.MonkeyPatch) -> None:

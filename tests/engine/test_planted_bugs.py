@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import small
 from small import ContextDrafter, Violation, build, decode
-from test_losslessness import TREE, mixed_requests, target
+from test_losslessness import SPECULATIVE, mixed_requests, target
 
 import tlt.engine.committing
 import tlt.engine.noise
@@ -41,7 +41,7 @@ def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
 
 
 def first_draft_tokens_always_accepted(patch: Patch) -> None:
-    patch.setattr(tlt.engine.committing, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
+    patch.setattr(tlt.engine.committing, "num_accepted", lambda draft, sampled: min(1, len(draft.tokens)))
 
 
 def kv_not_rebuilt_after_preemption(patch: Patch) -> None:
@@ -49,8 +49,8 @@ def kv_not_rebuilt_after_preemption(patch: Patch) -> None:
     patch.setattr(Row, "context", property(lambda row: row.request.prompt.token_ids))
 
 
-def logprob_of_the_wrong_node(patch: Patch) -> None:
-    """Let each node report the log-probs of the previous node."""
+def logprob_of_the_wrong_token(patch: Patch) -> None:
+    """Let each token report the log-probs of the previous token."""
     verify = Runner.verify
 
     def shifted(self: Runner, *arguments: Any) -> Sampled:
@@ -61,7 +61,7 @@ def logprob_of_the_wrong_node(patch: Patch) -> None:
 
 
 def speculating(max_rows: int = 64, bound_tokens: int | None = None) -> Engine:
-    return build(target(), ContextDrafter(target(), 0.7, 0.7), TREE, max_rows, bound_tokens)
+    return build(target(), ContextDrafter(target(), 0.7, 0.7), SPECULATIVE, max_rows, bound_tokens)
 
 
 def joint() -> None:
@@ -93,10 +93,10 @@ def cache_integrity() -> None:
 
 
 def oracle() -> None:
-    engine = build(target(), small.oracle(target()), TREE)
+    engine = build(target(), small.oracle(target()), SPECULATIVE)
     steps = small.record_steps(engine)
     decode(engine, [r for r in mixed_requests()[0] if r.sampling.temperature > 0 and not r.sampling.stop_token_ids])
-    small.check_oracle(steps, TREE)
+    small.check_oracle(steps, SPECULATIVE)
 
 
 FINDS: dict[Callable[[], None], Callable[[Patch], None]] = {
@@ -106,7 +106,7 @@ FINDS: dict[Callable[[], None], Callable[[Patch], None]] = {
     joint: first_draft_tokens_always_accepted,
     tokens: kv_not_rebuilt_after_preemption,
     cache_integrity: kv_not_rebuilt_after_preemption,
-    logprobs: logprob_of_the_wrong_node,
+    logprobs: logprob_of_the_wrong_token,
 }
 
 

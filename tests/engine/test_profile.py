@@ -23,8 +23,8 @@ from tlt.engine.profile import profile
 ARMS = [
     PLAIN,
     PLAIN._replace(ahead=63),
-    *(Strategy("suffix", d, 1, d + 1) for d in (1, 4)),
-    Strategy("eagle", 6, 2, 12),
+    *(Strategy("suffix", d) for d in (1, 4)),
+    Strategy("eagle", 6),
 ]
 LEVEL = {"suffix": (1e-4, 1e-5), "eagle": (9e-4, 4e-4)}
 """seconds of the first level of a draft, and of each further one"""
@@ -32,7 +32,7 @@ LEVEL = {"suffix": (1e-4, 1e-5), "eagle": (9e-4, 4e-4)}
 
 def seconds_of(arm: Strategy, rows: int) -> float:
     """A pass takes 1 ms, and 0.05 ms more for each token; the levels of a draft take as long for any rows."""
-    verified = 1e-3 + 5e-5 * rows * arm.nodes
+    verified = 1e-3 + 5e-5 * rows * arm.new
     if arm.drafter == PLAIN.drafter:
         return verified
     first, further = LEVEL[arm.drafter]
@@ -48,9 +48,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += seconds + (0.05 if next(calls) % 5 == 0 else 0.0)
 
     class Timed(Engine):
-        def verify(self, now: Any, trees: Any) -> Any:
-            takes(seconds_of(PLAIN._replace(verify_tokens=len(trees[0].tokens)), len(trees)))
-            return super().verify(now, trees)
+        def verify(self, now: Any, drafts: Any) -> Any:
+            takes(seconds_of(PLAIN._replace(depth=len(drafts[0].tokens)), len(drafts)))
+            return super().verify(now, drafts)
 
         def draft(self, now: Any) -> Any:
             if now.strategy.drafter != PLAIN.drafter:
@@ -64,7 +64,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("max_rows", [1, 16, 256])
-def test_it_holds_for_rows_and_shapes_that_were_not_timed(max_rows: int) -> None:
+def test_it_holds_for_rows_and_depths_that_were_not_timed(max_rows: int) -> None:
     target = Target()
     drafter = learned(target)
     drafters = [SuffixDrafter(target.decoder.options.vocab_size), drafter]
@@ -94,6 +94,6 @@ def test_the_profile_fits_into_a_small_cache_and_a_short_model(
     target = decoder_of(qwen3(**{"vocab_size": 99} | changes))
     layer = EagleLayer(eagle_options(target.options, "eagle1", 8))
     drafters = [SuffixDrafter(target.options.vocab_size), EagleDrafter(layer, target)]
-    arms = [PLAIN, Strategy("suffix", 3, 1, 4), Strategy("eagle", 8, 2, 12)]
+    arms = [PLAIN, Strategy("suffix", 3), Strategy("eagle", 8)]
     costs = profile(target, EngineConfig(**{"max_rows": 16} | settings), drafters, arms, layer.options.layout)
     assert all(0 < seconds < math.inf for by_arm in costs.values() for seconds in by_arm.values())

@@ -19,12 +19,12 @@ from tlt.engine.scheduler import Scheduler
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 
-def scheduler_of(bound_tokens: int, max_rows: int, verify_tokens: int, max_positions: int = 4096) -> Scheduler:
+def scheduler_of(bound_tokens: int, max_rows: int, new: int, max_positions: int = 4096) -> Scheduler:
     store = SlotAttention(HeadShape(1, 1, 1, 2, torch.float64, torch.device("cpu")))
     store.key_counts = ANY_SIZE
     cache = KVCache(store, bound_tokens)
     config = EngineConfig(max_rows=max_rows, prefill_tokens=512)
-    return Scheduler(RowTable([cache]), cache, config, verify_tokens, max_positions)
+    return Scheduler(RowTable([cache]), cache, config, new, max_positions)
 
 
 def admit(scheduler: Scheduler, most_ahead: int = 0) -> list[Row]:
@@ -43,10 +43,10 @@ def request(number: int, prompt_tokens: int, new_tokens: int) -> Request:
 class SchedulerMachine(RuleBasedStateMachine):
     """State machine in the place of the engine."""
 
-    @initialize(bound=st.integers(60, 500), max_rows=st.integers(1, 6), verify_tokens=st.integers(1, 12))
-    def start(self, bound: int, max_rows: int, verify_tokens: int) -> None:
-        self.verify_tokens = verify_tokens
-        self.scheduler = scheduler_of(bound, max_rows, verify_tokens)
+    @initialize(bound=st.integers(60, 500), max_rows=st.integers(1, 6), new=st.integers(1, 12))
+    def start(self, bound: int, max_rows: int, new: int) -> None:
+        self.new = new
+        self.scheduler = scheduler_of(bound, max_rows, new)
         self.cache, self.rows = self.scheduler.cache, self.scheduler.rows
         self.submitted = 0
         self.finished: list[int] = []
@@ -67,14 +67,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = list(self.rows)
         assert before == standing + admitted
         self.first_admissions += [row.request.seed for row in admitted if not row.tokens]
-        left = self.scheduler.make_room(self.verify_tokens)
+        left = self.scheduler.make_room(self.new)
         stay = len(before) - left
         assert list(self.rows) == before[:stay], "the last rows leave"
         assert list(self.scheduler.waiting)[:left] == before[stay:], "those that left stand first in line, in order"
         assert self.rows, "something always runs"
         for slot, row in reversed(list(enumerate(self.rows))):
             room = row.request.sampling.max_new_tokens - len(row.tokens)
-            row.tokens += [0] * min(growth[slot], self.verify_tokens, room)
+            row.tokens += [0] * min(growth[slot], self.new, room)
             if len(row.tokens) == row.request.sampling.max_new_tokens:
                 self.finish(slot)
 
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
             while self.scheduler.waiting or self.rows:
-                self.one_round([self.verify_tokens] * 6)
+                self.one_round([self.new] * 6)
             assert sorted(self.finished) == list(range(self.submitted))
 
     @invariant()
@@ -126,7 +126,7 @@ TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=25
 def test_a_request_that_can_never_run_is_refused_before_any_is_queued(
     prompt_tokens: int, new_tokens: int, says: str
 ) -> None:
-    scheduler = scheduler_of(100, max_rows=2, verify_tokens=1, max_positions=100)
+    scheduler = scheduler_of(100, max_rows=2, new=1, max_positions=100)
     with pytest.raises(ValueError, match=says) as caught:
         scheduler.submit([request(1, 3, 3), request(3, prompt_tokens, new_tokens)])
     assert "\n" not in str(caught.value)
@@ -134,7 +134,7 @@ def test_a_request_that_can_never_run_is_refused_before_any_is_queued(
 
 
 def test_the_largest_request_that_fits_runs_to_its_end() -> None:
-    scheduler = scheduler_of(100, max_rows=2, verify_tokens=4)
+    scheduler = scheduler_of(100, max_rows=2, new=4)
     scheduler.submit([request(1, 8, 100 - 8 - scheduler.headroom)])
     (row,) = admit(scheduler)
     while len(row.tokens) < row.request.sampling.max_new_tokens:
@@ -145,7 +145,7 @@ def test_the_largest_request_that_fits_runs_to_its_end() -> None:
 @pytest.mark.parametrize(("most", "begun"), [(16, [0, 0, 0, 4]), (8, [0, 2, 0, 2]), (3, [1, 1, 1, 1])])
 def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) -> None:
     """A prefill of one row takes as long as one of four. A row ends before each round."""
-    scheduler = scheduler_of(bound_tokens=4096, max_rows=32, verify_tokens=1)
+    scheduler = scheduler_of(bound_tokens=4096, max_rows=32, new=1)
     scheduler.look_ahead({number: Row(request(number, 2, 8), ahead=True) for number in range(40)}, most)
     while len(scheduler.rows) < most:
         admit(scheduler, most)
@@ -156,7 +156,7 @@ def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) 
 
 def test_a_round_prefills_few_tokens_of_look_ahead_rows() -> None:
     """A prefill cannot be interrupted, and the worker may be needed."""
-    scheduler = scheduler_of(bound_tokens=40_000, max_rows=32, verify_tokens=1)
+    scheduler = scheduler_of(bound_tokens=40_000, max_rows=32, new=1)
     lengths = (100, 20, 120, 600, 10)  # prefill_tokens / 4 are 128
     rows = {n: Row(request(n, 2, 700), [0] * length, ahead=True) for n, length in enumerate(lengths)}
     scheduler.look_ahead(rows, most=16)
@@ -164,13 +164,13 @@ def test_a_round_prefills_few_tokens_of_look_ahead_rows() -> None:
 
 
 def test_admission_counts_the_longest_row() -> None:
-    scheduler = scheduler_of(bound_tokens=150, max_rows=8, verify_tokens=1)
+    scheduler = scheduler_of(bound_tokens=150, max_rows=8, new=1)
     scheduler.submit([request(1, 80, 8), request(2, 2, 8)])
     assert [row.request.seed for row in admit(scheduler)] == [1], "two rows as long as the first do not fit"
 
 
 def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> None:
-    scheduler = scheduler_of(4096, max_rows=8, verify_tokens=1)
+    scheduler = scheduler_of(4096, max_rows=8, new=1)
     scheduler.look_ahead({1: Row(request(1, 2, 8), ahead=True)}, most=8)
     admit(scheduler, 8)
     scheduler.submit([request(2, 2, 8), request(3, 2, 8)])
@@ -183,7 +183,7 @@ def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> 
 
 
 def test_rows_of_the_rollout_leave_less_room_for_look_ahead_rows() -> None:
-    scheduler = scheduler_of(4096, max_rows=8, verify_tokens=1)
+    scheduler = scheduler_of(4096, max_rows=8, new=1)
     ahead = {number: Row(request(number, 2, 8), ahead=True) for number in range(3)}
     scheduler.look_ahead(ahead, most=4)
     admit(scheduler, 4)
@@ -196,7 +196,7 @@ def test_rows_of_the_rollout_leave_less_room_for_look_ahead_rows() -> None:
 
 
 def test_a_look_ahead_request_that_can_never_run_is_refused_before_any_row_leaves() -> None:
-    scheduler = scheduler_of(100, max_rows=2, verify_tokens=1)
+    scheduler = scheduler_of(100, max_rows=2, new=1)
     scheduler.look_ahead({1: Row(request(1, 3, 3), ahead=True)}, most=2)
     admit(scheduler, 2)
     with pytest.raises(ValueError, match=r"engine\.kv_memory_mb"):

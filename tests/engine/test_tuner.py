@@ -23,18 +23,15 @@ from tlt.engine.bandit import Bandit, strategies, with_ahead
 from tlt.engine.estimates import bucket_of
 from tlt.engine.tuner import Fixed, RoundResult
 
-SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
-ARMS = [PLAIN, *(Strategy(drafter, *shape) for drafter in ("eagle", "suffix") for shape in SHAPES)]
-CHAINS = [arm for arm in ARMS if arm.branching == 1]
+ARMS = [PLAIN, *(Strategy(drafter, depth) for drafter in ("eagle", "suffix") for depth in (1, 2, 4))]
 BOTH = {"eagle", "suffix"}
 ROWS = (1, 4, 16, 64)
 
 
 @dataclass
 class World:
-    """Simulation. A round has a pass of rows x tokens, and a draft per level, in seconds. A chain of draft tokens is
-    accepted with a given probability each. A second branch is accepted in part of the cases in which the first one is
-    rejected."""
+    """Simulation. A round has a pass of rows x tokens, and a draft per level, in seconds. A draft token is
+    accepted with a given probability if those before it are."""
 
     right: dict[str, float] = field(default_factory=lambda: {"eagle": 0.8, "suffix": 0.4})
     per_token: float = 0.02
@@ -46,15 +43,11 @@ class World:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def seconds(self, arm: Strategy, rows: int) -> float:
-        verified = 1.0 + self.per_token * rows * arm.nodes
+        verified = 1.0 + self.per_token * rows * arm.new
         return verified + (arm.depth * self.per_level[arm.drafter] if arm.drafter != PLAIN.drafter else 0.0)
 
-    def chance(self, arm: Strategy) -> float:
-        p = self.right[arm.drafter]
-        return p if arm.branching == 1 else p + 0.3 * (1 - p)
-
     def tokens(self, arm: Strategy) -> float:
-        return 1.0 if arm.drafter == PLAIN.drafter else sum(self.chance(arm) ** k for k in range(arm.depth + 1))
+        return 1.0 if arm.drafter == PLAIN.drafter else sum(self.right[arm.drafter] ** k for k in range(arm.depth + 1))
 
     def speed(self, arm: Strategy, rows: int) -> float:
         return rows * self.tokens(arm) / self.seconds(arm, rows)
@@ -66,7 +59,7 @@ class World:
         """Return the tokens that one round commits, by row."""
         tokens = [1] * rows
         for row in range(rows):
-            while tokens[row] <= arm.depth and self.rng.random() < self.chance(arm):
+            while tokens[row] <= arm.depth and self.rng.random() < self.right[arm.drafter]:
                 tokens[row] += 1
         return tokens
 
@@ -205,7 +198,7 @@ def test_a_wrong_evaluation_costs_little_and_a_cheap_drafter_is_tried() -> None:
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
     assert play(bandit, world, lambda turn: 64 if turn % 120 < 80 else 4, 2400).against_plain > 0.98
     world.right["eagle"] = 0.0
-    played = play(Bandit(CHAINS, world.profile, {"eagle": 0.9}), world, 1, 2000)
+    played = play(Bandit(ARMS, world.profile, {"eagle": 0.9}), world, 1, 2000)
     tried = Counter(arm.drafter for arm in played.arms)
     assert tried["suffix"] > tried["eagle"] > 0
     assert played.against_plain > 0.985
@@ -223,15 +216,15 @@ def test_a_drafter_published_in_a_rollout_is_used_at_once(rows: int) -> None:
     warm = play(tuner, world, rows, 100)
     assert sum(arm.drafter == "eagle" for arm in warm.arms[10:]) > 80
     tuner.renew("eagle", None)
-    assert ("eagle", 1) not in tuner.seen.seen, "nothing is known of it"
+    assert "eagle" not in tuner.seen.seen, "nothing is known of it"
 
 
 def test_acceptance_is_not_forgotten_while_plain_decoding_is_faster() -> None:
     """Large batches are decoded without drafts for 400 rounds, so no recent round used the drafter."""
     world = World(per_token=0.5)
-    tuner = Bandit(CHAINS, world.profile)
+    tuner = Bandit(ARMS, world.profile)
     play(tuner, world, 1, 200)
-    deep = Strategy("eagle", 4, 1, 5)
+    deep = Strategy("eagle", 4)
     before = tuner.tokens(deep)
     for _ in range(400):
         tuner.choose(64, 300.0, ())
@@ -307,7 +300,7 @@ def test_look_ahead_is_chosen_by_its_tokens(seconds: float, offer: int, ahead: i
 
 
 def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
-    eagle = Strategy("eagle", 4, 1, 5)
+    eagle = Strategy("eagle", 4)
     bandit = known([PLAIN, eagle], lambda arm: 1.0, rows=2, chance=0.9)
     assert eagle in [bandit.choose(2, 300.0, ("eagle",)) for _ in range(4)]
     assert bandit.choose(2, 300.0, ("eagle",), [4, 0]) == eagle._replace(ahead=4)
@@ -316,18 +309,18 @@ def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
 def test_a_shorter_longest_chain_makes_a_faster_round() -> None:
     """Ten tokens with the limit 16 take 8.5 s: 7.7 s for 8 tokens, and a quarter of the 3.2 s for 8 more."""
     bandit = known([PLAIN], lambda arm: {0: 1.0, 4: 4.9, 8: 7.7}.get(arm.ahead, 10.9))
-    bandit.seen_ahead.add(("ahead", 1), [16] * 1000, [17] * 1000)
+    bandit.seen_ahead.add("ahead", [16] * 1000, [17] * 1000)
     assert [bandit.choose(1, 300.0, (), [longest]).ahead for longest in (8, 10, 16)] == [8, 16, 16]
 
 
 def test_free_rows_follow_the_acceptance_rates() -> None:
     """Four rows are free for plain decoding. They are not while a drafter that is accepted makes one row faster."""
-    arms = [PLAIN, Strategy("suffix", 4, 1, 5)]
+    arms = [PLAIN, Strategy("suffix", 4)]
     bandit = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0), 4: {PLAIN: 1.0, arms[1]: 4.0}})
     assert bandit.free_rows(1) == 1
     for _ in range(8):
         bandit.record(RoundResult(PLAIN, 1.0, [1], scored=True))
-        bandit.seen.add(("suffix", 1), [4] * 50, [1] * 50)
+        bandit.seen.add("suffix", [4] * 50, [1] * 50)
         bandit.choose(1, 300.0, ("suffix",))
     assert bandit.free_rows(1) == 4
 
@@ -344,7 +337,7 @@ def test_the_time_of_unscored_rounds_is_ignored() -> None:
 @pytest.mark.parametrize(("catch_up", "is_tried"), [(0.5, True), (2.0, False)])
 def test_a_try_is_charged_the_whole_catch_up(catch_up: float, is_tried: bool) -> None:
     """At first, tries may lose 1 % of 128 plain rounds of 1 s."""
-    arms = [PLAIN, Strategy("suffix", 4, 1, 5)]
+    arms = [PLAIN, Strategy("suffix", 4)]
     bandit = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0)})
     bandit.catch_up["suffix"] = catch_up
     assert any(arm == arms[1] for arm in play(bandit, World(per_token=0.0, noise=0.0), 1, 12).arms) == is_tried
@@ -352,9 +345,9 @@ def test_a_try_is_charged_the_whole_catch_up(catch_up: float, is_tried: bool) ->
 
 def test_a_published_drafter_begins_with_its_evaluation_as_8_rows() -> None:
     bandit = Bandit(ARMS, World().profile)
-    bandit.seen.add(("eagle", 1), [1] * 100, [1] * 100)
+    bandit.seen.add("eagle", [1] * 100, [1] * 100)
     bandit.renew("eagle", 0.5)
-    assert bandit.seen.seen["eagle", 1][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
+    assert bandit.seen.seen["eagle"][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
 
 
 def test_the_catch_up_is_the_mean_of_slow_and_fast_rounds() -> None:
@@ -420,7 +413,7 @@ def test_without_look_ahead_drafts_the_choice_is_the_same() -> None:
 
 def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
     world = World()
-    eagle = next(arm for arm in ARMS if arm.drafter == "eagle" and arm.depth == 4 and arm.branching == 1)
+    eagle = Strategy("eagle", 4)
     mixed, alone = looking(world), looking(world)
     for bandit in (mixed, alone):
         bandit.choose(2, 300.0, BOTH)
@@ -431,12 +424,11 @@ def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
 
 
 def test_the_strategies_begin_with_plain_decoding_and_differ() -> None:
-    chains, arms = strategies(DRAFTERS), strategies(DRAFTERS, trees=True)
+    arms = strategies(DRAFTERS)
     assert arms[0] == PLAIN
     assert len(set(arms)) == len({arm.name for arm in arms}) == len(arms)
     assert {arm.drafter for arm in arms} == {"plain", *DRAFTERS}
-    assert all(arm.verify_tokens > arm.depth > 0 for arm in arms[1:])
-    assert set(chains) == {arm for arm in arms if arm.branching == 1}
+    assert all(arm.depth > 0 for arm in arms[1:])
 
 
 def test_its_state_survives_json() -> None:
@@ -452,13 +444,13 @@ def test_its_state_survives_json() -> None:
 
 
 def test_a_state_with_removed_strategies_is_read() -> None:
-    bandit = Bandit(ARMS, World().profile)
-    play(bandit, World(), 2, 200)
+    bandit, world = Bandit(ARMS, World().profile), World({"eagle": 0.8, "suffix": 0.7})
+    play(bandit, world, 2, 200)
     arms = [arm for arm in ARMS if arm.drafter != "eagle"]
     fewer = Bandit(arms, World().profile)
     fewer.load_state(json.loads(json.dumps(bandit.state())))
     fewer.load_state({})
-    assert {drafter for drafter, _ in fewer.seen.seen} == {"suffix"}
+    assert set(fewer.seen.seen) == {"suffix"}
     assert {arm[0] for _, arm, _ in fewer.times.state()} == {"plain", "suffix"}
     assert set(play(fewer, World(), 2, 200).arms) <= set(arms)
 
@@ -507,6 +499,6 @@ def test_free_rows_hardly_add_time_to_a_round() -> None:
 )
 def test_rows_are_not_free_if_drafts_would_be_lost(chance: float, with_drafts: float, free: int) -> None:
     """Plain rounds of four rows and of one are equally fast. With drafts four rows take `with_drafts` times as long."""
-    arm = Strategy("eagle", 1, 1, 2)
+    arm = Strategy("eagle", 1)
     seconds = {rows: {PLAIN: 1.0, arm: 1.2 * (with_drafts if rows > 1 else 1.0)} for rows in (1, 4)}
     assert Bandit([PLAIN, arm], lambda: seconds, {"eagle": chance}).free_rows(1) == free

@@ -52,7 +52,7 @@ def modes(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "off": {"drafter": "off"},
         "suffix": {"drafter": "suffix"},
-        "learned": {"drafter": "eagle", "path": path, "min_chance": 0.0},
+        "learned": {"drafter": "eagle", "path": path},
         "adaptive": {"drafter": "adaptive", "path": path},
         "trained": {
             "drafter": "adaptive",

@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small import cache_for, widen
-from tiny import add_node
-from tlt.draft.tree import DraftTree, stack
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from tlt.engine.runner import Runner, _padded
+from tlt.engine.runner import NewTokens, Runner
 from tlt.models.decoder import Decoder, RMSNorm
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -88,27 +86,15 @@ class Rows:
         self.runner.prefill(0, contexts)
         self.lengths = [len(context) - 1 for context in contexts]
 
-    def logits(self, trees: Sequence[DraftTree]) -> Tensor:
-        """Compute one target pass over trees whose root is each row's last token. Nothing is committed."""
-        stacked = stack(trees, CPU)
-        (hidden,) = self.runner._pass(0, stacked, self.lengths)
-        return self.decoder.logits(_padded(hidden.flatten(0, 1), stacked))
+    def logits(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Compute one target pass over new tokens of each row. Nothing is committed."""
+        new = NewTokens.of(tokens, CPU)
+        (hidden,) = self.runner._pass(0, new, self.lengths)
+        return self.decoder.logits(new.pad(hidden.flatten(0, 1)))
 
 
 def some_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def some_tree(root: int, size: int, seed: int) -> DraftTree:
-    generator = torch.Generator().manual_seed(seed)
-    tree = DraftTree([root])
-    for node in range(1, size):
-        add_node(tree, int(torch.randint(node, (), generator=generator)), (7 * node + seed) % VOCAB)
-    return tree
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    return [node] if node == 0 else [*path_to(tree, tree.parents[node]), node]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +102,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     [*((variant, torch.float64) for variant in VARIANTS), *((family, torch.float32) for family in FAMILIES)],
     ids=str,
 )
-def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
+def test_ragged_prefill_cached_decode_and_drafts_equal_a_full_forward(
     tmp_path: Path, variant: str, dtype: torch.dtype
 ) -> None:
     model = checkpoint(tmp_path, variant)
@@ -127,15 +113,13 @@ def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
     assert max(float(w.abs().max()) for w in want) > 1, "the tolerance is absolute"
     close = partial(torch.testing.assert_close, atol=1e-4 if dtype == torch.float32 else 1e-11, rtol=0)
     for step in (-3, -2):
-        got = rows.logits([DraftTree([text[step]]) for text in texts])
+        got = rows.logits([[text[step]] for text in texts])
         close(got[:, 0], torch.stack([w[step] for w in want]))
         rows.lengths = [length + 1 for length in rows.lengths]
-    trees = [some_tree(text[-1], size, size) for text, size in zip(texts, (9, 1, 5), strict=True)]
-    got = rows.logits(trees)
-    for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
-        for node in range(len(tree.tokens)):
-            path = [tree.tokens[n] for n in path_to(tree, node)]
-            close(got[row, node], reference(model, text[:-1] + path)[-1])
+    drafts = [some_tokens(size, size) for size in (8, 0, 4)]
+    got = rows.logits([[text[-1], *draft] for text, draft in zip(texts, drafts, strict=True)])
+    for row, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
+        close(got[row, : len(draft) + 1], reference(model, text + draft)[len(text) - 1 :])
 
 
 @pytest.mark.parametrize("variant", ["llama biases", "mistral yarn", "qwen2", "qwen3"])
@@ -144,7 +128,7 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path, vari
     texts = [some_tokens(length, length) for length in (5, 12, 30)]
     exact = torch.stack([reference(model, text)[-1] for text in texts])
     theirs = torch.stack([reference(model.bfloat16(), text)[-1] for text in texts]).float()
-    ours = Rows(tmp_path, torch.bfloat16, texts).logits([DraftTree([text[-1]]) for text in texts])
+    ours = Rows(tmp_path, torch.bfloat16, texts).logits([[text[-1]] for text in texts])
     assert ours.dtype == torch.bfloat16
     error, allowed = (ours[:, 0].float() - exact).norm(), (theirs - exact).norm()
     assert error < 1.5 * allowed

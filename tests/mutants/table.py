@@ -22,8 +22,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("gumbel_topk", "operator", 0, "A token is the argmax of log-probability plus noise."),
     ],
     ("engine.committing", "engine/test_committing.py"): [
-        ("walk", "operand", 0, "An accepted node is a child of the node before it."),
-        ("walk", "operand", 1, "An accepted node holds the token that the target sampled."),
+        ("num_accepted", "compare", 0, "An accepted token is the one that the target sampled."),
+        ("num_accepted", "never", 0, "No token after a rejected one is accepted."),
     ],
     ("engine.rows", "engine/test_rows.py"): [
         ("RowTable.remove", "drop", 3, "The last row takes the place of a row that leaves."),
@@ -80,18 +80,17 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Runner._keep", "operand", 19, "A feature is stored with the token that follows it."),
     ],
     ("engine.runner", "engine/test_engine.py"): [
-        ("Runner.verify", "operand", 1, "Each node is sampled under the noise of its own position."),
-        ("Runner._pass", "operand", 1, "A token's rotary position counts its depth in the tree."),
+        ("Runner._following", "operand", 1, "Each token of a draft has its own position and noise."),
+        ("NewTokens.of", "always", 0, "Padding is not computed on a CPU."),
     ],
     ("engine.runner", "engine/test_planted_bugs.py"): [
         ("_sample", "never", 0, "A greedy token has probability 1."),
     ],
     ("engine.committing", "engine/test_planted_bugs.py"): [
-        ("commit_tokens", "swap", 9, "An accepted branch is moved behind the committed tokens."),
-        ("commit_tokens", "compare", 1, "Only nodes off the main chain are moved in the cache."),
+        ("commit_tokens", "operand", 3, "All accepted tokens are committed."),
     ],
     ("engine.committing", "engine/test_rows.py"): [
-        ("verify_trees", "drop", 3, "A draft that leads to values that are not finite changes no token."),
+        ("verify_drafts", "drop", 3, "A draft that leads to values that are not finite changes no token."),
     ],
     ("engine.engine", "engine/test_look_ahead.py"): [
         ("Engine._admit", "drop", 0, "A request of this step takes precedence over look-ahead."),
@@ -127,8 +126,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotAttention._attend_span", "always", 1, "A row attends to its own tokens only."),
         ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
-        ("SlotAttention.bias", "compare", 3, "Nodes of a tree see no stale values behind the tree."),
-        ("SlotAttention.bias", "compare", 1, "A token sees itself and all tokens before it."),
+        ("SlotAttention.bias", "compare", 0, "A token sees itself and all tokens before it."),
     ],
     ("models.decoder", "models/test_decoder.py"): [
         ("RMSNorm._unit", "operand", 3, "A norm's epsilon is added to a mean."),
@@ -301,16 +299,15 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("data.tables", "data/test_data.py"): [
         ("_refuse_several_sources", "never", 0, "A folder with test files is not trained on."),
     ],
-    ("draft.tree", "draft/test_tree.py"): [
-        ("_is_continued", "opposite", 0, "Nothing is drafted behind a stop token."),
-        ("_children", "drop", 10, "Siblings are distinct tokens."),
-        ("_is_continued", "compare", 1, "No draft goes beyond max_new_tokens."),
-        ("_cut", "operand", 0, "The most likely nodes are verified."),
-        ("stack", "drop", 15, "A node sees its ancestors."),
+    ("draft.chains", "draft/test_chains.py"): [
+        ("draft_chains", "opposite", 2, "Nothing is drafted behind a stop token."),
+        ("draft_chains", "compare", 6, "No draft goes beyond max_new_tokens."),
+        ("draft_chains", "operand", 4, "A draft has tokens of the vocabulary only."),
+        ("draft_chains", "operand", 9, "A draft ends where all its tokens together are unlikely."),
         ("_check_shapes", "negate", 1, "A drafter that returns a wrong shape is refused."),
     ],
-    ("draft.calibration", "draft/test_tree.py"): [
-        ("Calibration.observe", "always", 0, "Nodes that were not reached do not count as wrong."),
+    ("draft.calibration", "draft/test_chains.py"): [
+        ("Calibration.observe", "element", 0, "Tokens after a rejected one do not count."),
         ("Calibration.next_round", "drop", 3, "Acceptance counts fade together with their totals."),
     ],
     ("draft.suffix", "draft/test_suffix.py"): [
@@ -346,7 +343,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("EagleDrafter._deeper", "operand", 1, "Draft tokens stand at their own positions."),
         ("EagleDrafter.predict", "drop", 4, "A row without features gets no draft."),
     ],
-    ("draft.chain", "draft/test_chain.py"): [
+    ("draft.replayed_chain", "draft/test_replayed_chain.py"): [
         ("ReplayedChain._compute", "operator", 6, "Tokens of a chain stand behind one another in the drafter's cache."),
         ("ReplayedChain._compute", "compare", 3, "A row with features gets a draft when chains are drafted whole."),
     ],

@@ -126,7 +126,7 @@ def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], 
 
 TARGET = Target()
 REQUESTS = small.make_requests(PROMPTS, [PARAMS], group=12)
-TREE = Strategy("", 3, 2, 8)
+DRAFTED = Strategy("", 6)
 
 
 def check(responses: Sequence[Response]) -> None:
@@ -164,7 +164,7 @@ def test_tokens_are_those_of_the_reference(
     """Also if a small cache preempts rows in the middle of a turn, and if replies are late."""
     monkeypatch.setattr("tlt.engine.scheduler._HEADROOM", 4)
     made = {"none": lambda: None, "suffix": lambda: SuffixDrafter(10_000), "oracle": lambda: oracle(TARGET)}[drafter]()
-    engine = build(TARGET, made, TREE, max_rows=8, bound_tokens=memory)
+    engine = build(TARGET, made, DRAFTED, max_rows=8, bound_tokens=memory)
     responses = rollout(engine, episodes(AtOnce(Game, late)))
     check(responses)
     assert engine.stats.tokens == sum(response.num_sampled for response in responses)
@@ -176,7 +176,7 @@ def test_keys_and_values_of_earlier_turns_are_not_computed_again(drafter: str) -
     """Only replies are prefilled, and each prompt with its first text."""
     found = {}
     for continues in (True, False):
-        engine = build(TARGET, small.learned(TARGET) if drafter == "learned" else None, TREE)
+        engine = build(TARGET, small.learned(TARGET) if drafter == "learned" else None, DRAFTED)
         requests = [replace(request, sampling=replace(PARAMS, continues=continues)) for request in REQUESTS]
         turns = episodes(AtOnce(Game))
         responses, stats = LocalRollout(engine, turns=turns).generate(requests, lambda response: None)
@@ -194,7 +194,7 @@ def test_replies_are_no_training_data_of_the_drafter() -> None:
     items: list[Harvest] = []
     drafter = small.learned(TARGET, window=8)
     config = EngineConfig(max_rows=64, prefill_tokens=2048)
-    tuner = Fixed(small.strategy_for(drafter, TREE))
+    tuner = Fixed(small.strategy_for(drafter, DRAFTED))
     layout = drafter.options.layout
     engine = Engine(TARGET.decoder, config, [drafter], tuner, layout=layout, on_harvest=items.append)
     responses = rollout(engine, episodes(AtOnce(Game)))
@@ -235,7 +235,7 @@ def test_a_comparison_calls_the_environment_once_and_waits_twice() -> None:
             return wait(verdicts, seconds, FIRST_COMPLETED).done
 
     pool, took, asked = Pool(Game), list[float](), list[int]()
-    one = LocalRollout(build(TARGET, SuffixDrafter(10_000), TREE), turns=episodes(pool))
+    one = LocalRollout(build(TARGET, SuffixDrafter(10_000), DRAFTED), turns=episodes(pool))
     for decode_all in (one.generate_plain, lambda *given: one.generate(*given)[0]):
         began = time.monotonic()
         check(decode_all(REQUESTS, lambda response: None))

@@ -114,7 +114,7 @@ def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
 def step_metrics(step: int, **changes: Any) -> StepMetrics:
     """Return metrics of a step with made-up numbers, as wide as they can be."""
     rollout = {
-        "strategies": {"mixed d6 b4 n33 p0.05 + ahead 63": 900, "plain": 100},
+        "strategies": {"quantized d16 p0.05 + ahead 63": 900, "plain": 100},
         "spot": {"version": 12.0, "accept_length": 3.1, "rests": 0.0},
         "acceptance_rate": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
         **{"alarms": {}, "seen_ahead": 123_456},
@@ -221,7 +221,7 @@ def read_until(terminal: int, what: str) -> str:
 
 def test_the_line_of_the_drafter_fits_80_columns_with_its_legend(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {
-        "strategy": "eagle d6 b2 n13 p0",
+        "strategy": "eagle d6 p0",
         "accept_length": 3.21,
         "interval": 0.04,
         "times_plain": 1.87,
@@ -230,9 +230,9 @@ def test_the_line_of_the_drafter_fits_80_columns_with_its_legend(monkeypatch: py
     }
     console = Console(file=io.StringIO(), width=80, record=True)
     monkeypatch.setattr(drafting, "console", lambda: console)
-    drafting._print([result, result])
+    drafting._print(result)
     text = console.export_text()
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("eagle"))
-    assert " ".join(row.split()) == "eagle d6 b2 n13 p0 3.21 ±0.04 1.87 0.90 0.80 0.70 0.60 0.50 -"
+    assert " ".join(row.split()) == "eagle d6 p0 3.21 ±0.04 1.87 0.90 0.80 0.70 0.60 0.50 -"
     assert "times plain: tokens per second divided by those of plain decoding" in " ".join(text.split())

@@ -34,7 +34,7 @@ def test_an_evaluation_predicts_decoding() -> None:
         layer.fc.weight.mul_(1 + 0.5 * torch.randn(layer.fc.weight.shape, generator=torch.Generator().manual_seed(0)))
     found: list[Harvest] = []
     depth = config.speculation.training.unroll
-    chains = Fixed(Strategy("eagle", depth, 1, depth + 1, 0.0))
+    chains = Fixed(Strategy("eagle", depth))
     drafter = EagleDrafter(layer, target)
     engine = Engine(target, config.engine, [drafter], chains, layout=layer.options.layout, on_harvest=found.append)
     responses = list(engine.generate([r for p in prompts for r in make_requests([p], 2, params, 0, "draft")]))

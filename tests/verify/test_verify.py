@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from tlt.config import Config, EvalConfig, parse_config
 from tlt.draft.ahead import LookAhead
-from tlt.draft.tree import DraftTree
+from tlt.draft.chains import Draft
 from tlt.engine import committing, engine, runner
-from tlt.engine.committing import walk
+from tlt.engine.committing import num_accepted
 from tlt.engine.noise import DraftNoise
 from tlt.models.choose import make_target
 from tlt.models.weights import read_safetensors
@@ -38,7 +38,7 @@ from tlt.verify.verify import verify
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
 MODES = {
-    *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree", "quantized"),
+    *("suffix", "random", "adversarial", "learned", "quantized"),
     *("off and on", "swapped every round", "adaptive", "plain", "several workers"),
     *("look-ahead", "look-ahead, spoiled"),
 }
@@ -229,28 +229,28 @@ def test_an_older_target_is_that_of_the_previous_step(home: Path) -> None:
     assert [ahead.tokens.tolist() for ahead in older.tokens_of(requests)] == now
 
 
-def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
-    """Planted bug that is right for chains, such as the oracle's."""
-    return [0, 2] if tree.parents[:3] == [0, 0, 0] else walk(tree, sampled)
+def takes_a_third_token(draft: Draft, sampled: Sequence[int]) -> int:
+    """Planted bug that is right for an oracle's drafts."""
+    return 3 if len(draft.tokens) > 3 and not draft.ahead else num_accepted(draft, sampled)
 
 
-def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
-    """Planted bug: the distribution is a few per cent sharper if there are more nodes to verify than the four rows."""
+def sample_that_sees_the_batch(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
+    """Planted bug: the distribution is a few per cent sharper if there are more tokens to verify than the four rows."""
     sharper = log_probs * 1.05 if len(log_probs) > 4 else log_probs
     scores, picks = (sharper + noise).max(dim=-1, keepdim=True)
     return TopK(scores, picks)
 
 
-def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+def commits_what_it_saw(draft: Draft, sampled: Sequence[int]) -> int:
     """Planted bug: look-ahead without verification."""
-    return list(range(len(tree.tokens))) if tree.ahead else walk(tree, sampled)
+    return len(draft.tokens) if draft.ahead else num_accepted(draft, sampled)
 
 
 @pytest.mark.parametrize(
     ("bug", "dtype", "mode"),
     [
-        ((committing, "walk", commits_what_it_saw), "float64", "look-ahead, spoiled"),
-        ((runner, "gumbel_topk", rank_that_sees_the_tree), "float32", ""),
+        ((committing, "num_accepted", commits_what_it_saw), "float64", "look-ahead, spoiled"),
+        ((runner, "gumbel_topk", sample_that_sees_the_batch), "float32", ""),
     ],
     ids=["no verification", "a sample that depends on the batch"],
 )
@@ -273,7 +273,7 @@ def test_a_bug_that_changes_tokens_but_no_reward_is_found(
     verified: Verified, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """Equal rewards do not change the policy, so its sha256 does not depend on the tokens."""
-    monkeypatch.setattr(committing, "walk", takes_a_second_child)
+    monkeypatch.setattr(committing, "num_accepted", takes_a_third_token)
     agree, result = verified(reward={"name": "exact"})
     assert sum(r["tokens_different"] for r in result["runs"]) > 0
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1

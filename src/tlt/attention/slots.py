@@ -51,7 +51,7 @@ class SlotPlan(NamedTuple):
     places: Tensor
     """[2 * M * K] flat indices into a layer's memory: where to write the keys of M tokens, then their values"""
     spans: list[RowSpan]
-    biases: list[Tensor | None]
+    biases: Sequence[Tensor | None]
     """attention bias of each span, [rows * K, 1 or N * H/K, T]: 0 where a token attends, -inf elsewhere; None if
     it attends to everything"""
     ahead: _Ahead | None
@@ -171,7 +171,7 @@ class SlotAttention(SlotMemory):
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def _biases(self, plan: SlotPlan, window: int | None) -> list[Tensor | None]:
+    def _biases(self, plan: SlotPlan, window: int | None) -> Sequence[Tensor | None]:
         """Return the attention biases, one per span, of a layer whose window is `window` tokens (None: no window)."""
         if window is None or plan.positions is None or plan.windowed is None:
             return plan.biases

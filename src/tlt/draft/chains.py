@@ -94,7 +94,8 @@ def draft_chains(
 
 
 def _whole_chains(drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf) -> BestOf | None:
-    """Draft whole chains on the device, if the drafter does so on this machine."""
+    """Draft whole chains on the device and return their tokens as a function. If the drafter does not do so on this
+    machine, return None."""
     if not (isinstance(drafter, ChainDrafter) and drafter.whole_chains):
         return None
     noise = torch.stack([noise_of(depth, None) for depth in range(strategy.depth)], dim=1)
@@ -103,8 +104,9 @@ def _whole_chains(drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: 
 
 
 def _one_by_one(drafter: Drafter, roots: Roots, noise_of: NoiseOf, vocab_size: int) -> BestOf:
+    """Return a function that calls the drafter for each depth. The host waits for the device once per call."""
+
     def best_of(depth: int, tokens: np.ndarray, alive: np.ndarray) -> _Best:
-        """Call the drafter for one depth. This is the only place where the host waits for the device."""
         candidates = drafter.predict(Level(depth, tokens.copy(), alive.copy(), roots.sampling))
         _check_shapes(candidates, len(tokens), vocab_size)
         ids = None if candidates.ids is None else candidates.ids.to(roots.device)

@@ -154,7 +154,7 @@ class PrefixDrafter(ABC):
     """Base class of drafters that work on `Prefix` objects instead of arrays. A subclass implements `propose`, which
     returns candidates for a list of prefixes."""
 
-    name: str
+    name = "prefix"
     acceptance_rate: float | None = None
 
     def begin(self, window: FeatureView | None) -> None:

@@ -173,12 +173,12 @@ class AcceptanceModel:
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Load the counts that `state` returned, for these drafters only."""
-        for drafter, levels, *lasting in state:
+        for drafter, levels, lasting in state:
             if drafter in drafters:
                 padded = self.seen[drafter] = np.zeros((_DEEPEST, 2))
-                padded[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
-                if any(lasting):  # states of older versions lack it, or have more levels
-                    self._lasting[drafter] = np.array(lasting[0][:1])
+                padded[: len(levels)] = np.array(levels).reshape(-1, 2)
+                if lasting:
+                    self._lasting[drafter] = np.array(lasting)
 
 
 def _rates(counts: np.ndarray | None, depth: int, prior: float) -> list[float]:

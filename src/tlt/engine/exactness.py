@@ -150,7 +150,7 @@ def _agrees(forward: Forward, shape: HeadShape, passes: Sequence[int], context: 
             store.write(slot, before[:, :, :, :length])
         for size in passes:
             lengths = [length + done for length in rows]
-            plan = store.plan(0, lengths, size, None)
+            plan = store.plan(0, lengths, size)
             new = torch.arange(size, device=shape.device).expand(len(rows), -1)
             positions = torch.tensor(lengths, device=shape.device)[:, None] + new
             results.append(forward(done + new, positions, partial(store.attend, plan))[middle])

@@ -183,9 +183,8 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, plan: Any, packed: NewTokens | None = None
     ) -> tuple[Tensor, ...]:
         """Compute the result of `_pass`. If `packed` is given, tokens and positions are [1, M], without its padding."""
-        positions = positions.clamp(
-            max=self.target.options.max_positions - 1
-        )  # padding may be beyond the last position
+        # padding may be beyond the last position
+        positions = positions.clamp(max=self.target.options.max_positions - 1)
         attend: Attend = partial(self.cache.store.attend, plan)
         if packed:
             attend = _with_padding(attend, packed)

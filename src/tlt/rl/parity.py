@@ -82,8 +82,8 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
 def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tensor:
     """Decode a text [N] as the engine does, and return the logits at each token [N, V].
 
-    The first pass prefills `prefilled` tokens. Each further pass verifies a few tokens of the text as a draft. A wrong
-    draft token follows them, unless the text ends. The next pass overwrites its keys and values."""
+    The first pass prefills `prefilled` tokens. Each further pass verifies a few tokens as a draft. A pass ends with a
+    wrong token, unless the text ends with it. The next pass overwrites the keys and values of this token."""
     store = attention_for(HeadShape.of(target.options, target.dtype, target.device))
     store.resize(1, rounded_up(len(tokens), store.key_counts))
     done, found = 0, list[Tensor]()

@@ -1,4 +1,4 @@
-"""Chains that are drafted as a whole and replayed, as on a CUDA device, equal chains that grow level by level."""
+"""Chains that are drafted as a whole and replayed, as on a CUDA device, equal chains that grow token by token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fake_graph import fake_graphs
 from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
+from tlt.draft.chains import Draft
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine, Round
 from tlt.types import Prompt, Request, SamplingParams
 from tlt.verify.modes import InTurn
@@ -47,15 +47,15 @@ def layer_of(model: Model, kind: Kind, window: int, reduced: bool) -> EagleLayer
     return small
 
 
-def trees(
+def drafts(
     model: Model,
     layer: EagleLayer,
     whole: bool,
     strategies: list[Strategy],
     sampling: str,
     kv_tokens: int | None = None,
-) -> list[tuple[int, int, DraftTree]]:
-    """Decode 11 requests in 5 rows. Return (seed, tokens of the row, tree) of every row and round that drafts."""
+) -> list[tuple[int, int, Draft]]:
+    """Decode 11 requests in 5 rows. Return (seed, tokens of the row, draft) of every row and round that drafts."""
     drafter = EagleDrafter(layer, model.decoder)
     drafter.whole_chains = whole
     layout = layer.options.layout
@@ -63,14 +63,14 @@ def trees(
     engine = Engine(model.decoder, EngineConfig(max_rows=5), [drafter], tuner, layout=layout, kv_tokens=kv_tokens)
     if kv_tokens:
         small.with_slots_of_any_size(engine)
-    found: list[tuple[int, int, DraftTree]] = []
+    found: list[tuple[int, int, Draft]] = []
     draft = engine.draft
 
-    def observed(now: Round) -> list[DraftTree]:
+    def observed(now: Round) -> list[Draft]:
         made = draft(now)
         if now.strategy != PLAIN:
             rows = zip(now.rows, made, strict=True)
-            found.extend((row.request.seed, len(row.tokens), tree) for row, tree in rows)
+            found.extend((row.request.seed, len(row.tokens), each) for row, each in rows)
         return made
 
     engine.draft = observed
@@ -95,15 +95,14 @@ def trees(
     return found
 
 
-EVERY_ROUND = [Strategy("eagle", 4, 1, 5)]
-NOW_AND_THEN = [PLAIN, PLAIN, Strategy("eagle", 3, 1, 4), PLAIN, Strategy("eagle", 2, 1, 3)]
+EVERY_ROUND = [Strategy("eagle", 4)]
+NOW_AND_THEN = [PLAIN, PLAIN, Strategy("eagle", 3), PLAIN, Strategy("eagle", 2)]
 CASES: dict[str, tuple[Kind, bool, list[Strategy], str, int | None]] = {
     "every round": ("eagle3", False, EVERY_ROUND, "plain", None),
     "eagle1": ("eagle1", False, EVERY_ROUND, "plain", None),
     "some tokens": ("eagle3", True, EVERY_ROUND, "plain", None),
-    "one level": ("eagle1", True, [Strategy("eagle", 1, 1, 2)], "plain", None),
-    "cut": ("eagle3", False, [Strategy("eagle", 4, 1, 3)], "plain", None),
-    "unlikely ones are left out": ("eagle1", True, [Strategy("eagle", 5, 1, 6, 0.3)], "plain", None),
+    "one token": ("eagle1", True, [Strategy("eagle", 1)], "plain", None),
+    "unlikely ones are left out": ("eagle1", True, [Strategy("eagle", 5, 0.3)], "plain", None),
     "now and then": ("eagle3", False, NOW_AND_THEN, "plain", None),
     "preempted": ("eagle3", False, EVERY_ROUND, "long", 180),
     **{name: ("eagle1", True, EVERY_ROUND, name, None) for name in ("tempered", "greedy", "restricted")},
@@ -111,12 +110,12 @@ CASES: dict[str, tuple[Kind, bool, list[Strategy], str, int | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whole_chains_equal_those_grown_by_level(model: Model, case: str) -> None:
+def test_whole_chains_equal_those_grown_by_token(model: Model, case: str) -> None:
     """The window is shorter than the rows, so the ring of the drafter's cache wraps around."""
     kind, reduced, strategies, sampling, kv_tokens = CASES[case]
     layer = layer_of(model, kind, 6, reduced)
-    ours, theirs = (trees(model, layer, whole, strategies, sampling, kv_tokens) for whole in (True, False))
+    ours, theirs = (drafts(model, layer, whole, strategies, sampling, kv_tokens) for whole in (True, False))
     assert len(ours) == len(theirs) > 20
-    for (*place, whole), (*other, by_level) in zip(ours, theirs, strict=True):
+    for (*place, whole), (*other, by_token) in zip(ours, theirs, strict=True):
         assert place == other
-        assert whole == by_level
+        assert whole == by_token
