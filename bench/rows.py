@@ -4,9 +4,9 @@
 
 Each operation is that of the engine, with random weights of the shape: products, norms, head, log-softmax, attention.
 It is computed for the first M rows of its input, and for all rows. `differ` is the share of elements with other bits.
-Attention is measured by rows of a batch (each with its own context) and by nodes of one row. At the end, `engine, rows`
-decodes M requests at once, prefill included, and `engine, nodes` verifies a chain of M nodes, both with up to 65. They
-compare tokens and log-probs. `F.linear` is the product of `down` with the weight as stored in a checkpoint.
+Attention is measured by rows of a batch (each with its own context) and by new tokens of one row. At the end, `engine,
+rows` decodes M requests at once, prefill included, and `engine, draft` verifies a draft of M - 1 tokens, both with up
+to 65. They compare tokens and log-probs. `F.linear` is the product of `down` with the weight as stored in a checkpoint.
 
 With `--time`, `ms` is the median of 20 calls on a CPU, and the time of the device's kernels on CUDA. `--no-split-k`
 applies the settings of cuBLAS that forbid split-K sums and sums in bfloat16, as vLLM does on Hopper.
@@ -115,11 +115,11 @@ def attention_operations(target: Decoder, most: int, context: int) -> list[Opera
     lengths = [1 + (context // 8 + 37 * row) % context for row in range(most)]
 
     def run(m: int, store: Any, of_rows: bool) -> Tensor:
-        plan = store.plan(0, lengths[:m], 1, None) if of_rows else store.plan(0, [context], m, None)
+        plan = store.plan(0, lengths[:m], 1) if of_rows else store.plan(0, [context], m)
         return store.attend(plan, 0, query[:m], key[:m], value[:m])
 
     found = []
-    for name, slots, tokens in (("rows", most, context + 1), ("nodes", 1, context + most)):
+    for name, slots, tokens in (("rows", most, context + 1), ("draft", 1, context + most)):
         store = attention_for(shape)
         KVCache(store, slots * 2 * (tokens + _GRAIN)).reserve(slots, tokens)  # a capacity as in the engine
         store.memory[0].copy_(random(target, *store.memory[0].shape))
@@ -145,8 +145,7 @@ class Known(PrefixDrafter):
         self.responses = responses
 
     def propose(self, prefixes: Sequence[Prefix]) -> Offer:
-        places = [len(prefix.committed) + len(prefix.drafted) for prefix in prefixes]
-        tokens = [self.responses[one.request.seed][place] for one, place in zip(prefixes, places, strict=True)]
+        tokens = [self.responses[p.request.seed][len(p.committed) + len(p.drafted)] for p in prefixes]
         ids = torch.tensor([[token, -1] for token in tokens])
         return Offer(ids, torch.tensor([[0.0, -torch.inf]]).expand(len(tokens), -1))
 
@@ -167,12 +166,12 @@ def engine_operations(target: Decoder, most: int, context: int) -> list[Operatio
     longest = min(most, MAX_DRAFT_TOKENS + 1)
     _, responses = decoded(Engine(target, EngineConfig(max_rows=1)), requests(1, longest))
 
-    def by_nodes(m: int) -> Tensor:
+    def by_draft(m: int) -> Tensor:
         strategy = Strategy(Known.name, m - 1) if m > 1 else PLAIN
         engine = Engine(target, EngineConfig(max_rows=1), [Known(responses)], Fixed(strategy))
         return decoded(engine, requests(1, m))[0][0]
 
-    return [Operation("engine, rows", min(most, _REQUESTS), by_rows), Operation("engine, nodes", longest, by_nodes)]
+    return [Operation("engine, rows", min(most, _REQUESTS), by_rows), Operation("engine, draft", longest, by_draft)]
 
 
 def decoded(engine: Engine, requests: Sequence[Request]) -> tuple[Tensor, dict[int, list[int]]]:

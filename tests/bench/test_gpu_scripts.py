@@ -227,7 +227,7 @@ def test_all_operations_are_compared(tmp_path: Path) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
     found = {case["operation"]: case for case in cases_of(file)}
     products = {"qkv", "out", "gate_up", "down", "F.linear", "head"}
-    others = {"norm", "log_softmax", "attention, rows", "attention, nodes", "engine, rows", "engine, nodes"}
+    others = {"norm", "log_softmax", "attention, rows", "attention, draft", "engine, rows", "engine, draft"}
     assert found.keys() == products | others
     for name, case in found.items():
         assert case["differ"]["9"] == 0, "an operation that is not deterministic"
@@ -239,7 +239,7 @@ def test_known_responses_are_verified_as_drafts() -> None:
     target = shapes.random_target(shapes.shape_config("tiny"), torch.float64, CPU)
     request = Request(Prompt(0, "", (1, 2, 3)), 0, 0, 5, SamplingParams(max_new_tokens=6))
     plain, known = rows.decoded(Engine(target, EngineConfig()), [request])
-    engine = Engine(target, EngineConfig(), [rows.Known(known)], Fixed(Strategy("known", 4, 1, 5)))
+    engine = Engine(target, EngineConfig(), [rows.Known(known)], Fixed(Strategy("known", 4)))
     drafted, _ = rows.decoded(engine, [request])
     torch.testing.assert_close(drafted, plain, rtol=1e-9, atol=1e-9)
     assert engine.stats.accepted == engine.stats.drafted == 4
