@@ -188,6 +188,15 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.policy", "rl/test_policy.py"): [
         ("Policy.update", "drop", 2, "The learning rate follows its schedule."),
     ],
+    ("rl.lora", "rl/test_lora_targets.py"): [
+        ("merged_state", "swap", 0, "The engine gets each weight with its adapter."),
+    ],
+    ("rl.lora_targets", "rl/test_lora_targets.py"): [
+        ("_find", "never", 1, "A target of LoRA that names no layer is refused."),
+        ("_find", "never", 2, "Linear layers with the names of experts get adapters."),
+        ("_find", "never", 4, "The tensors of fused experts get adapters."),
+        ("add_adapters", "never", 1, "A layer that PEFT passes over is an error."),
+    ],
     ("rl.trained_model", "rl/test_policy.py"): [
         ("TrainedModel.apply_gradients", "always", 2, "A step whose gradient is not finite changes nothing."),
     ],

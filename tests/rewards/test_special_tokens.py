@@ -43,7 +43,7 @@ def test_a_stop_string_that_names_no_token_is_a_warning(tokenizer: Any, caplog: 
         assert not caplog.text
         tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}}
         refuse_special_tokens(parse_config(tree | {"rollout": {"stop_strings": stops}}), tokenizer)
-    assert "rollout.stop_strings names <|answer|>, which is no token of the model: it ends no response" in caplog.text
+    assert "stop_strings names <|answer|>, which is no token of the model and is looked for as text" in caplog.text
 
 
 def test_a_pattern_with_a_special_token_is_a_warning(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ _MERGED = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("fan_in_fan_out", "ensure_weight_tying", "task_type", "base_model_name_or_path", "revision", "inference_mode"),
+    *("auto_mapping", "corda_config", "eva_config", "lora_ga_config"),
 }
 """options of PEFT's LoRA with which `merged_state` is the model with adapters, or that do not change the model"""
 

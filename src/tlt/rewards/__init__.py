@@ -142,7 +142,9 @@ def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
     reward, prefill = config.reward, config.data.prefill
     for name in re.findall(r"<[|\uff5c]\S+?[|\uff5c]>", " ".join(config.rollout.stop_strings)):
         if name not in tokenizer.get_vocab():
-            _log.warning("rollout.stop_strings names %s, which is no token of the model: it ends no response", name)
+            _log.warning(
+                "rollout.stop_strings names %s, which is no token of the model and is looked for as text", name
+            )
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
         for token in special:

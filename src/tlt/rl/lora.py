@@ -126,7 +126,7 @@ def _load_adapters(model: Any, file: Path) -> tuple[list[str], list[str]]:
     except RuntimeError:
         raise ModelError(
             f"the adapters in {file} do not fit the model: set train.lora.rank and model.path to the values that they "
-            "were trained with"
+            "were trained with, or restore the file"
         ) from None
     return found.unexpected_keys, [name for name in found.missing_keys if ".lora_" in name]
 

@@ -38,8 +38,8 @@ class Targets:
         return import_peft().LoraConfig(
             r=self.config.rank,
             lora_alpha=self.config.alpha,
-            target_modules=list(self.modules),  # PEFT changes its configuration
-            target_parameters=list(self.parameters),
+            target_modules=self.modules,
+            target_parameters=self.parameters or None,
             task_type="CAUSAL_LM",
         )
 

@@ -24,10 +24,11 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
-    chat = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
-    chat += "; eval.path is not used (eval.every above 0 uses it)" if config.eval.path and not config.eval.every else ""
+    hints = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
+    if config.eval.path and not config.eval.every:
+        hints += "; eval.path is not used (eval.every above 0 uses it)"
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
-    return f"{shown} of {source}{chat}; {per_step} per step; reward {config.reward.named}"
+    return f"{shown} of {source}{hints}; {per_step} per step; reward {config.reward.named}"
 
 
 def about_model(config: Config) -> str:
