@@ -142,6 +142,22 @@ def forks_a_local_function(prompt: Any, answer: str) -> float:
     return found.get()
 
 
+def forks_a_daemon(prompt: Any, answer: str) -> float:
+    """Fork a process that starts a program and exits. The program goes on."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        program = subprocess.Popen(["sleep", "9"], start_new_session=True)
+        os.write(writer, str(program.pid).encode())
+        sys.exit()
+    os.waitpid(child, 0)
+    try:
+        os.kill(int(os.read(reader, 99)), signal.SIGKILL)
+    except ProcessLookupError:
+        return 0.0
+    return 1.0
+
+
 def interrupts_itself(prompt: Any, answer: str) -> float:
     """Use a timeout that raises KeyboardInterrupt in the main thread."""
     threading.Timer(0.1, _thread.interrupt_main).start()
@@ -184,6 +200,7 @@ ALONE: list[Callable[[Any, str], float]] = [
     terminates_asynchronously,
     keeps_its_own_handler,
     forks_a_local_function,
+    forks_a_daemon,
     interrupts_itself,
     sets_an_alarm,
     runs_a_loop,
@@ -234,11 +251,11 @@ _folders = []
 def leaves_a_folder(prompt: Any, answer: str) -> float:
     """Make a temporary folder in the folder `answer`. Let exit handlers remove it and write a file."""
     _folders.append(tempfile.TemporaryDirectory(dir=answer))
-    started = subprocess.Popen(["sleep", "3600"])
+    started = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     atexit.register(Path(answer, "ended").write_text, str(started.pid))
     return float(len(os.listdir(answer)))
 
 
 def hangs_at_its_end(prompt: Any, answer: str) -> float:
-    atexit.register(time.sleep, 3600)
+    atexit.register(time.sleep, 20)
     return float(os.getpid())

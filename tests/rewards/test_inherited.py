@@ -34,6 +34,10 @@ def judged(isolated: IsolatedScore, text: str = "") -> Verdict:
     return isolated.score_all([(PROMPT, Answer(text, text, 1))])[0]
 
 
+def response(text: str) -> Response:
+    return Response(Request(PROMPT, 0, 0, 0, SamplingParams()), [1], [], [], "stop", text)
+
+
 def gone(pid: int) -> bool:
     """Return whether a process ends within ten seconds."""
     for _ in range(100):
@@ -114,21 +118,25 @@ def test_orphans_that_ended_do_not_accumulate() -> None:
 def test_a_call_whose_program_got_a_signal_to_all_processes_is_repeated(tmp_path: Path) -> None:
     """Otherwise a run that is stopped would learn from the reward of a program that did not end by itself."""
     reward, seen = make_reward(config("runs_a_program"), [PROMPT]), tmp_path / "seen"
-    response = Response(Request(PROMPT, 0, 0, 0, SamplingParams()), [1], [], [], "stop", str(seen))
-    reward.submit(response)
+    given = response(str(seen))
+    reward.submit(given)
     while not seen.exists() or not seen.read_text(encoding="utf-8").endswith("\n"):
         time.sleep(0.01)
-    for pid in seen.read_text(encoding="utf-8").split():
-        os.kill(int(pid), signal.SIGTERM)
-    reward([response])
+    process, program = map(int, seen.read_text(encoding="utf-8").split())
+    os.kill(process, signal.SIGSTOP)
+    for pid in (program, process):
+        os.kill(pid, signal.SIGTERM)
+    os.kill(process, signal.SIGCONT)
+    reward([given])
     reward.close()
-    assert (response.reward, len(seen.read_text(encoding="utf-8").splitlines())) == (1.0, 2)
+    assert (given.reward, len(seen.read_text(encoding="utf-8").splitlines())) == (1.0, 2)
 
 
 def test_exit_handlers_run_and_then_nothing_is_left(tmp_path: Path) -> None:
-    isolated = IsolatedScore(config("leaves_a_folder"))
-    assert judged(isolated, str(tmp_path)).reward == 1.0
-    isolated.close()
+    reward = make_reward(config("leaves_a_folder"), [PROMPT])
+    reward([given := response(str(tmp_path))])
+    reward.close()
+    assert given.reward == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["ended"], "the temporary folder is removed"
     assert gone(int((tmp_path / "ended").read_text(encoding="utf-8")))
 
@@ -139,6 +147,6 @@ def test_exit_handlers_that_hang_are_killed() -> None:
     isolated.config = config("hangs_at_its_end", timeout_seconds=0.5)
     began = time.monotonic()
     isolated.close()
-    assert time.monotonic() - began > 0.5
+    assert 0.5 < time.monotonic() - began < 15
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)

@@ -93,6 +93,19 @@ def test_a_call_whose_process_was_killed_is_repeated_once() -> None:
         assert (given[0].reward, given[0].outcome) == (1.0, "")
 
 
+def test_a_pool_does_not_wait_for_a_call_when_it_is_closed() -> None:
+    others = multiprocessing.active_children()
+    with judges(config("waits", timeout_seconds=60.0)) as made:
+        made.submit(responses("60")[0])
+        assert isinstance(made.scorer, ScorePool)
+        (server,) = made.scorer._servers
+        while not server.works:
+            time.sleep(0.01)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    assert set(multiprocessing.active_children()) <= set(others)
+
+
 class Stand:
     """Stand-in for a process. It answers after `seconds`, and computes for a share of them."""
 

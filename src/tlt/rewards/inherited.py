@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -45,9 +46,9 @@ def _handle_signals(connection: Connection) -> None:
 
 
 def _survive(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal. If programs of this process may have received it too, end instead, and the pool repeats the
-    call."""
-    if descendants(os.getpid()):
+    """Ignore a signal. If this process has started programs, which may have received it too, end instead, so that the
+    call is repeated in a new process."""
+    if descendants(os.getpid()) or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
         _kill_own_descendants()
         os._exit(128 + number)
 
