@@ -50,7 +50,7 @@ are for tests."""
 
 def shape_config(shape: str, **changes: Any) -> PreTrainedConfig:
     no_tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    fields = SHAPES[shape] | no_tokens | changes
+    fields: dict[str, Any] = SHAPES[shape] | no_tokens | changes
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
