@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import load_script, qwen3
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from tlt.models.product import Product
 
 families = load_script(Path(__file__).parents[2] / "bench" / "families.py")
 Patch = pytest.MonkeyPatch
-ATTEND = slots._attention
+ATTEND = F.scaled_dot_product_attention
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -98,27 +99,26 @@ def the_head(target: Decoder, patch: Patch) -> None:
     patch.setattr(target, "to_logits", ByAnotherKernel(target.to_logits))
 
 
-def by_shape(query: Tensor, both: Tensor, mask: Tensor | None) -> Tensor:
+def by_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor) -> Tensor:
     """Compute attention as kernels of some libraries do: the order of the keys in a sum depends on the numbers of keys
     and of queries. It is one order for all multiples of 64 and of 4."""
-    assert mask is not None
-    if both.shape[3] % 64 or query.shape[2] % 4:
-        both, mask = both.flip(3), mask.flip(-1)
-    return ATTEND(query, both, mask)
+    if key.shape[2] % 64 or query.shape[2] % 4:
+        key, value, attn_mask = key.flip(2), value.flip(2), attn_mask.flip(-1)
+    return ATTEND(query, key, value, attn_mask=attn_mask)
 
 
 def masks(target: Decoder, patch: Patch) -> None:
-    patch.setattr(slots, "_attention", by_shape)
+    patch.setattr(F, "scaled_dot_product_attention", by_shape)
     patch.setattr(slots, "rounded_up", lambda tokens, counts: tokens)
 
 
 def queries(target: Decoder, patch: Patch) -> None:
-    patch.setattr(slots, "_attention", by_shape)
+    patch.setattr(F, "scaled_dot_product_attention", by_shape)
     patch.setattr(slots, "_FULL", 1)
 
 
 def test_attention_is_exact_if_only_its_kernel_depends_on_shapes(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(slots, "_attention", by_shape)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_shape)
     assert check_exactness(decoder_in(folder)).exact
 
 

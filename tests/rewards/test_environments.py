@@ -17,7 +17,7 @@ import tiny_environments
 from tlt.config import Config, ConfigError, parse_config
 from tlt.data.prompts import DataError, load_prompts
 from tlt.rewards import RewardError
-from tlt.rewards.calls import FORMS, CallReader
+from tlt.rewards.call_reader import FORMS, CallReader
 from tlt.rewards.environments import Environments, Turn, TurnText, open_environments
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.verdicts import Verdict

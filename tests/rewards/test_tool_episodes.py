@@ -17,7 +17,7 @@ from tlt.config import Config, parse_config
 from tlt.data.continuation import Call, calling
 from tlt.data.prompts import encoder
 from tlt.rewards import RewardError, make_turns
-from tlt.rewards.calls import CallReader
+from tlt.rewards.call_reader import CallReader
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=2000, continues=True)

@@ -16,7 +16,7 @@ from tlt.config.registry import REWARDS
 from tlt.data.prompts import reply_encoder
 from tlt.engine.spelling import Detokenizer
 from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, right_answers
-from tlt.rewards.calls import call_reader
+from tlt.rewards.call_reader import call_reader
 from tlt.rewards.checks import FaultLog
 from tlt.rewards.environments import TurnText, open_environments
 from tlt.rewards.episodes import Episodes

@@ -13,7 +13,7 @@ from tlt.data.continuation import ReplyContent
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
 from tlt.rewards.async_calls import AsyncCalls, outside
-from tlt.rewards.calls import CallReader
+from tlt.rewards.call_reader import CallReader
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt

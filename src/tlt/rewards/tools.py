@@ -13,7 +13,7 @@ from tlt.config import Config
 from tlt.data.continuation import Call, calling, reply_text
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
-from tlt.rewards.calls import CallReader, converted, numbered
+from tlt.rewards.call_reader import CallReader, converted, numbered
 from tlt.rewards.environments import ReplyText, written
 from tlt.rewards.isolated import Answering, IsolatedScore
 from tlt.rewards.scores import imported

@@ -21,7 +21,7 @@ from verifiers.v1.state import state_cls
 from tlt.config import Config
 from tlt.data.continuation import Call, calling
 from tlt.data.verifiers import Loaded, load, loaded, opening
-from tlt.rewards.calls import CallReader, numbered
+from tlt.rewards.call_reader import CallReader, numbered
 from tlt.rewards.environments import ReplyText, written
 from tlt.rewards.tools import MalformedCall
 
