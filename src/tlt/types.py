@@ -120,8 +120,7 @@ class Reply(NamedTuple):
 
 @dataclass
 class Row:
-    """Request that is being decoded, with its tokens so far. The KV cache has all tokens except the last one, which is
-    the root of the next round's draft."""
+    """Request that is being decoded, with its tokens so far. The KV cache has all tokens except the last one."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -205,7 +204,7 @@ class Response:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that the model sampled. It is the length of the response in all metrics and penalties."""
+        """Number of tokens that the model sampled: the length in all metrics and penalties."""
         return len(self.token_ids) - sum(end - start for start, end, _ in self.replies)
 
     @property

@@ -157,7 +157,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_shaped", "operator", 1, "An overlong response is penalized."),
         ("rewards_of", "always", 0, "A response without a reward is left out."),
         ("has_spread", "compare", 0, "A group of equal rewards is resampled."),
-        ("make_batch", "compare", 1, "A truncated response is masked."),
     ],
     ("rl.losses", "rl/test_losses.py"): [
         ("k3", "swap", 0, "k3 estimates the divergence of the policy from the reference."),

@@ -97,7 +97,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, family: str, shares
     else:
         micro = pack(range(12), prompts, responses, CPU)
     found = []
-    for forward in (policy.passes.forward_of(policy.model), TransformersForward(policy.model, autocast=False)):
+    for forward in (policy.passes.forwards[id(policy.model)], TransformersForward(policy.model, autocast=False)):
         logprobs, _ = token_logprobs(forward, micro, TEMPERATURE, 256)
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         found.append({name: parameter.grad for name, parameter in policy.model.named_parameters()})
@@ -124,8 +124,9 @@ def test_the_mismatch_of_an_update_is_zero(tmp_path: Path) -> None:
 
 
 def test_adapters_and_float64_are_left_to_transformers(tmp_path: Path) -> None:
-    model = make_policy(tmp_path, "qwen3", torch.float32).model
-    assert isinstance(make_policy(tmp_path, "qwen3", torch.float32).passes.forward_of(model), EngineForward)
+    policy = make_policy(tmp_path, "qwen3", torch.float32)
+    model = policy.model
+    assert isinstance(policy.passes.forwards[id(model)], EngineForward)
     assert not can_follow(model, torch.float64)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     assert not can_follow(model, torch.float32)

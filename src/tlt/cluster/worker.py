@@ -222,8 +222,7 @@ class Worker:
         self.policy.shard_over(self.membership.enter(rendezvous, rank, size))
 
     def check_at_start(self, longest_prompt: int) -> Exactness:
-        """Raise ConfigError if an update does not fit the memory. Return whether the engine is exact. `longest_prompt`
-        is in tokens."""
+        """Return whether the engine is exact. Raise ConfigError if an update does not fit the memory."""
         self.engine.release()
         dry_run(self.policy, self.config, longest_prompt)
         return check_exactness(self.target)

@@ -67,8 +67,8 @@ class Passes:
         autocast: bool,
     ) -> None:
         self.model, self.reference, self.config, self.device = model, reference, config, device
-        self.temperature, self.autocast = rollout.temperature, autocast
-        self.forwards = {id(one): self.forward_of(one) for one in (model, reference) if one}
+        self.temperature = rollout.temperature
+        self.forwards = {id(one): self.forward_of(one, autocast) for one in (model, reference) if one}
         self.objective = Objective(config, rollout)
         shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
         self.packer = Packer(config.micro_batch_tokens, model.config.hidden_size, device, shares)
@@ -81,12 +81,12 @@ class Passes:
         """Return the log-prob and the entropy of each target token of a micro-batch, [T] each."""
         return token_logprobs(self.forwards[id(model)], micro, self.temperature, self.config.logits_mb)
 
-    def forward_of(self, model: Any) -> Forward:
+    def forward_of(self, model: Any, autocast: bool) -> Forward:
         """Return the forward pass of the policy or the reference model, by the engine's operations if possible."""
-        dtype = torch.bfloat16 if self.autocast else model.dtype
+        dtype = torch.bfloat16 if autocast else model.dtype
         if can_follow(model, dtype):
             return EngineForward(model, dtype, self.config.gradient_checkpointing)
-        return TransformersForward(model, self.autocast)
+        return TransformersForward(model, autocast)
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup

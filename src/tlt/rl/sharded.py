@@ -31,9 +31,9 @@ from tlt.types import TrainBatch
 class ShardedPasses(Passes):
     """Passes through sharded layers. All members of the group take part in every pass."""
 
-    def forward_of(self, model: Any) -> Forward:
+    def forward_of(self, model: Any, autocast: bool) -> Forward:
         """Return the forward pass by transformers' own code, because FSDP2 gathers weights when layers are called."""
-        return TransformersForward(model, self.autocast)
+        return TransformersForward(model, autocast)
 
     def micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
