@@ -150,12 +150,10 @@ def family(name: str, words: str = "bytes") -> Any:
     made = {"bytes": byte_words, "first": _pieces, "each": lambda: _pieces("each")}[words]()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token=end)
     roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "[gMASK]"]
-    special = dict.fromkeys([*_SPECIAL.findall(template), CALL_ENDS[name], *roles])
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # special in some tokenizers, plain text in others
+    special = dict.fromkeys([*_SPECIAL.findall(template), CALL_ENDS[name], *roles, *tags])
     tokens = [AddedToken(token, special=True, normalized=False, rstrip=name == "PHI3") for token in special]
     tokenizer.add_tokens(tokens, special_tokens=True)
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
-    )
     tokenizer.chat_template = template
     return tokenizer
 

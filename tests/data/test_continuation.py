@@ -97,6 +97,14 @@ def test_the_system_prompt_may_change_the_beginning_of_a_turn() -> None:
     assert not tokenizer.decode(encode("5", end, GO)).endswith(quiet)
 
 
+def test_the_earlier_turns_may_change_the_beginning_of_a_turn() -> None:
+    tokenizer = family("QWEN3")
+    tokenizer.chat_template = QWEN3 + "{{ messages | length }} {{ messages[1:-2] | map(attribute='content') | join }}"
+    encode = reply_encoder(tokenizer, DataConfig(path="-", chat=True))
+    found = encode("c", tokenizer.eos_token_id, GO, [("a", "b"), ("d", [{"role": "user", "content": "e"}])])
+    assert tokenizer.decode(found).endswith("<|im_start|>assistant\n7 abde")
+
+
 @pytest.mark.parametrize("words", ["bytes", "first", "each"])
 @pytest.mark.parametrize("name", ["QWEN3", "MISTRAL", "GLM4", "PHI3", "GEMMA3"])
 def test_names_of_special_tokens_in_a_reply_are_text(name: str, words: str) -> None:

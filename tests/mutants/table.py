@@ -268,6 +268,24 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("rewards.environments", "rewards/test_environments.py"): [
         ("Environments.answer_all", "never", 0, "An environment's instance lasts as long as its rollout."),
+        ("open_environments", "never", 3, "A run whose calls cannot be read is refused."),
+    ],
+    ("data.continuation", "data/test_continuation.py"): [
+        ("Continuation.__call__", "element", 1, "A reply is rendered after the turns before it."),
+        ("Continuation.__call__", "element", 0, "A reply is rendered after the messages of the prompt."),
+        ("Continuation.__call__", "unwrap", 9, "The name of a special token in a reply is text."),
+        ("Continuation.__call__", "never", 1, "The end that the model has generated is not written again."),
+        ("Continuation._after", "element", 9, "The rest of a call is not written again."),
+        ("Continuation._follow", "element", 1, "A text that follows another one gets no space before it."),
+        ("_marked", "never", 0, "The results of a turn are rendered after its calls."),
+    ],
+    ("rewards.calls", "rewards/test_calls.py"): [
+        ("CallReader.__call__", "operand", 5, "A tag outside of calls is a malformed call."),
+        ("CallReader.__call__", "operand", 9, "A call in the form of another family is malformed."),
+        ("CallReader.__call__", "operand", 8, "A tag without a call is malformed."),
+        ("CallReader.__call__", "unwrap", 2, "A call in the reasoning is none."),
+        ("_parsed", "never", 1, "An argument without its end tag is not dropped."),
+        ("_is_read", "constant", 1, "A call that does not come back is a fault."),
     ],
     ("rewards.tools", "rewards/test_tools.py"): [
         ("Tools._result", "operator", 1, "A malformed call is counted."),

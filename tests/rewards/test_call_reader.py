@@ -244,6 +244,10 @@ def test_the_response_template_of_the_tokenizer_comes_first(monkeypatch: pytest.
             r"calls in the form .*'<call>add.*set response_te",
         ),
         (QWEN3.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}"), "set response_template in"),
+        (
+            QWEN3.replace('": {{ call.function.arguments | tojson }}}', '": {{ call.function.arguments | tojson }}'),
+            "set response",
+        ),
         (LLAMA3.replace("call.arguments | tojson", "call.arguments"), "set response_template in"),  # Python's, not JSON
         (QWEN3.replace("{{ call.function.name }}", "{{ raise_exception('no calls') }}"), "refuses a prompt: no calls"),
     ],

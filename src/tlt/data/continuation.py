@@ -114,7 +114,7 @@ class Continuation:
         rest = text.rpartition(mark)[2]
         if not own.get("tool_calls"):
             return rest
-        alone = self._apply([*before, own]).rpartition(mark)[2].removesuffix(self.end)
+        alone = self._apply([_USER, own]).rpartition(mark)[2].removesuffix(self.end)
         return rest[_shared(alone, rest) :]  # without the rest of the call
 
     @cached_property

@@ -241,16 +241,8 @@ def _arguments(tool: dict[str, Any]) -> dict[str, Any]:
 def _is_read(text: str, form: Form, call: Call) -> bool:
     """Return whether this call alone is found in the text. Arguments that are text are converted to their types."""
     try:
-        calls = found_in(text, form)[0]
-    except (ValueError, LookupError, AttributeError, TypeError):  # a response template without calls, or a wrong one
+        ((name, arguments, _, error),) = found_in(text, form)[0]
+        found = {key: converted(value, TypeAdapter(type(call.arguments[key]))) for key, value in arguments.items()}
+    except (ValueError, LookupError, AttributeError, TypeError):  # other calls, or a response template without calls
         return False
-    if [each.name for each in calls] != [call.name] or calls[0].arguments.keys() != call.arguments.keys():
-        return False
-    try:
-        found = {
-            name: converted(value, TypeAdapter(type(call.arguments[name])))
-            for name, value in calls[0].arguments.items()
-        }
-    except ValidationError:
-        return False
-    return found == call.arguments
+    return (name, found, error) == (call.name, call.arguments, "")
