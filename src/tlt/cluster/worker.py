@@ -261,8 +261,7 @@ class Worker:
     ) -> dict[str, float] | Broken:
         """Compute this member's part of the update, as member `rank` of `size`. `held`: for each member, the early
         shards that it has begun and the fraction done. Return the metrics of the update. If another member is lost,
-        return Broken, and `rollback` must follow. If there is no state to restore, for example because the policy is
-        sharded, raise GroupBroken instead."""
+        return Broken, and `rollback` must follow. A sharded policy has no state to restore, and raises GroupBroken."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
