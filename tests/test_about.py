@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from tiny import tiny_config
+from transformers import MixtralConfig
 
-from tlt.run.about import about_folder, about_memory, about_prompts
+from tlt.run.about import about_folder, about_memory, about_model, about_prompts
 
 
 def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
@@ -46,3 +47,10 @@ def test_an_unused_file_for_evaluations_is_named(tmp_path: Path, every: int) -> 
     config = tiny_config(tmp_path, eval={"path": "held_out.jsonl", "every": every})
     said = about_prompts(config, [], SimpleNamespace(chat_template=None))
     assert ("eval.path is not used (eval.every above 0 uses it)" in said) == (not every)
+
+
+@pytest.mark.parametrize(("weight", "named"), [(0.5, True), (0.0, False)])
+def test_a_router_loss_that_the_update_does_not_add_is_named(tmp_path: Path, weight: float, named: bool) -> None:
+    MixtralConfig(num_hidden_layers=1, hidden_size=32, router_aux_loss_coef=weight).save_pretrained(tmp_path)
+    said = about_model(tiny_config(tmp_path, model={"path": str(tmp_path)}))
+    assert ("no loss balances its experts (router_aux_loss_coef = 0.5 is not used)" in said) == named

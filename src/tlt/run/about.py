@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from tlt.build import backend_of
 from tlt.config import Config
@@ -43,7 +44,14 @@ def about_model(config: Config) -> str:
     start = f"; {backend.start_note}" if backend.start_note else ""
     untested = f" ({family.model_type} is not tested with tlt yet: each sync compares engine and policy)"
     new = "" if family.model_type in TRIED else untested
-    return f"model: {model}{new}, on {device}{many}; speculation: {backend.about_speculation(config)}{start}"
+    speculation = f"speculation: {backend.about_speculation(config)}"
+    return f"model: {model}{new}, on {device}{many}; {speculation}{start}{_about_router(family)}"
+
+
+def _about_router(config: PreTrainedConfig) -> str:
+    """Return a note if the model was trained with a loss that balances its experts, because the update adds none."""
+    weight = getattr(config, "router_aux_loss_coef", None)
+    return f"; no loss balances its experts (router_aux_loss_coef = {weight:g} is not used)" if weight else ""
 
 
 def about_adapters(config: Config) -> str:
