@@ -279,7 +279,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Continuation._follow", "element", 1, "A text that follows another one gets no space before it."),
         ("_marked", "never", 0, "The results of a turn are rendered after its calls."),
     ],
-    ("rewards.calls", "rewards/test_calls.py"): [
+    ("rewards.calls", "rewards/test_call_reader.py"): [
         ("CallReader.__call__", "operand", 5, "A tag outside of calls is a malformed call."),
         ("CallReader.__call__", "operand", 9, "A call in the form of another family is malformed."),
         ("CallReader.__call__", "operand", 8, "A tag without a call is malformed."),
