@@ -167,17 +167,16 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("clipped_policy_loss", "swap", 2, "The ratio is policy over old policy."),
     ],
     ("rl.batching", "rl/test_batching.py"): [
-        ("pack", "drop", 12, "Positions begin at 0 in each packed sequence."),
-        ("pack", "operand", 12, "Packed sequences do not see each other."),
-        ("_first_micro_batches", "operand", 17, "A micro-batch stays within its token budget."),
-        ("plan", "operand", 7, "Each micro-batch counts with the cost of a pass."),
+        ("pack", "operand", 5, "The last token of a prompt predicts the first of its response."),
+        ("plan", "constant", 5, "A micro-batch stays within its token budget."),
+        ("plan", "operand", 19, "Each micro-batch counts with the cost of a pass."),
     ],
     ("rl.batching", "rl/test_shared_prefix.py"): [
         ("plan_shared", "operand", 2, "A shared prompt counts against the token budget."),
     ],
     ("rl.shared_prefix", "rl/test_shared_prefix.py"): [
-        ("SharedRow.mask", "unwrap", 0, "No token of a response attends to a later one."),
-        ("SharedRow.mask", "unwrap", 4, "Responses keep the attention window of each layer."),
+        ("attend", "swap", 5, "A response's mask begins after its prompt."),
+        ("_responses", "operand", 1, "Responses keep the attention window of each layer."),
         ("share_prefixes", "unwrap", 0, "A model is compared before it shares prompts."),
     ],
     ("rl.logprobs", "rl/test_logprobs.py"): [
