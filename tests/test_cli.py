@@ -192,7 +192,7 @@ def test_train_for_scripts_prints_nothing_else(recipe: str) -> None:
     assert done.stderr == ""
     quiet, *events = done.stdout.splitlines()
     assert quiet.startswith("1 step: mean reward")
-    assert len([json.loads(event) for event in events]) == 7
+    assert len([json.loads(event) for event in events]) == 8
 
 
 def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:

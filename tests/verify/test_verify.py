@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from string import ascii_letters
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ from tiny import tiny_config, tiny_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tlt.attention import slots
 from tlt.config import Config, EvalConfig, parse_config
 from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft
 from tlt.engine import committing, engine, runner
 from tlt.engine.committing import num_accepted
+from tlt.engine.exactness import Exactness
 from tlt.engine.noise import DraftNoise
 from tlt.models.choose import make_target
 from tlt.models.weights import read_safetensors
@@ -35,6 +38,8 @@ from tlt.verify import verify as runs
 from tlt.verify.look_ahead import OlderTarget
 from tlt.verify.verify import verify
 
+ATTEND = slots._attention
+INEXACT = "tlt.run.parts.check_exactness", lambda target: Exactness(True, ("attention",))
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
 MODES = {
@@ -95,7 +100,7 @@ def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
     assert {r["mode"] for r in verdict["runs"]} == MODES
     assert verdict["runs"][-1]["mode"] == "plain"
     assert len({r["policy_sha256"] for r in verdict["runs"]}) == 1
-    assert {r["tokens_different"] for r in verdict["runs"]} == {0}
+    assert {(r["tokens_different"], r["logprobs_different"]) for r in verdict["runs"]} == {(0, 0)}
     assert verdict["forks"] == []
     looking = {"look-ahead, spoiled", "look-ahead", "several workers"}
     assert {r["mode"] for r in verdict["runs"] if r["seen_ahead"]} == looking
@@ -144,10 +149,39 @@ def test_verification_passes_with_dynamic_sampling(verified: Verified) -> None:
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
 
 
-def test_with_importance_weights_rewards_are_compared_and_this_is_printed(verified: Verified, capsys: Capture) -> None:
+def sums_by_number_of_queries(query: Tensor, both: Tensor, mask: Tensor | None) -> Tensor:
+    """Planted fault: attention whose order of sums depends on the number of tokens in a pass."""
+    assert mask is not None
+    if query.shape[2] > slots._FULL:
+        both, mask = both.flip(3), mask.flip(-1)
+    return ATTEND(query, both, mask)
+
+
+@pytest.mark.parametrize("honest", [True, False], ids=["the check says no", "the check says yes"])
+def test_other_bits_are_allowed_only_if_the_check_at_start_says_no(
+    verified: Verified, monkeypatch: Patch, capsys: Capture, honest: bool
+) -> None:
+    monkeypatch.setattr(slots, "_attention", sums_by_number_of_queries)
+    if not honest:
+        monkeypatch.setattr("tlt.run.parts.check_exactness", lambda target: Exactness(True))
+    agree, result = verified("float32")
+    differ = sum(run["logprobs_different"] for run in result["runs"])
+    assert differ > 0
+    assert (result["exact"], agree) == (not honest, honest)
+    said = capsys.readouterr().out
+    expected = "not exact: the last bits of attention" if honest else f"tokens and {differ:,} log-probs differ: NO"
+    assert expected in said
+
+
+def test_with_importance_weights_rewards_are_compared_unless_the_engine_is_exact(
+    verified: Verified, monkeypatch: Patch, capsys: Capture
+) -> None:
     agree, result = verified(train={"importance_cap": 2.0})
-    assert agree
-    assert result["compared"] == "tokens and rewards"
+    assert (agree, result["compared"]) == (True, "tokens and sha256")
+    assert len({run["policy_sha256"] for run in result["runs"]}) == 1
+    monkeypatch.setattr(*INEXACT)
+    agree, result = verified(train={"importance_cap": 2.0})
+    assert (agree, result["compared"]) == (True, "tokens and rewards")
     assert all(r["steps_equal"] for r in result["runs"])
     said = " ".join(capsys.readouterr().out.split())
     assert "sha256 cannot be compared" in said
@@ -165,17 +199,19 @@ def test_with_importance_weights_a_different_reward_is_found(verified: Verified,
                 response.reward = float(next(calls))
 
     monkeypatch.setattr("tlt.run.parts.make_reward", lambda *_: AlwaysAnother())
+    monkeypatch.setattr(*INEXACT)
     agree, _ = verified(train={"importance_cap": 2.0})
     assert not agree
 
 
-def test_float32_passes_and_the_last_line_is_the_verdict(verified: Verified, capsys: Capture) -> None:
-    agree, result = verified("float32")
-    assert agree
-    assert result["dtype"] == "float32"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_bits_agree_and_the_last_line_is_the_verdict(verified: Verified, capsys: Capture, dtype: str) -> None:
+    agree, result = verified(dtype)
+    assert (agree, result["exact"], result["dtype"]) == (True, True, dtype)
     assert {r["mode"] for r in result["runs"]} == MODES
+    assert {(r["tokens_different"], r["logprobs_different"]) for r in result["runs"]} == {(0, 0)}
     lines = printed(capsys)
-    assert lines[-1] == f"verdict: all {len(MODES)} modes agree in every token"
+    assert lines[-1] == f"verdict: all {len(MODES)} modes agree in every token and log-prob"
     assert "…" not in "".join(lines)
     table = [line for line in lines if any(line.strip().startswith(mode) for mode in MODES)]
     assert len(table) == len(MODES)
@@ -397,4 +433,22 @@ def test_the_number_of_allowed_forks(gaps: tuple[float, ...], dtype: str, holds:
     found = [forks.Fork("suffix", 0, 0, 0, 0, gap) for gap in gaps]
     right = {"drafted": 1, "accepted": 1, "preemptions": 1, "passes": 1, "fewest_passes": 1}
     every = {"suffix": runs.ModeRun("suffix", tokens_different=len(gaps)), "plain": runs.ModeRun("plain")}
-    assert all(runs._checks(every, found, [right], [right], 100, dtype, False).values()) is holds
+    inexact = runs.Comparison(every, dtype, Exactness(), False, 100, found, [right], [right])
+    assert all(runs._checks(inexact).values()) is holds
+    exact = replace(inexact, exactness=Exactness(True))
+    assert all(runs._checks(exact).values()) == (not gaps)
+
+
+def test_log_probs_are_compared_bit_by_bit_up_to_the_first_other_token() -> None:
+    def response(tokens: list[int], logprobs: list[float], full: list[float]) -> Response:
+        return Response(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams()), tokens, logprobs, full, "length")
+
+    ours = response([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0])
+    others = [
+        ([1, 2, 3, 4], ours.logprobs, ours.full_logprobs, 0),
+        ([1, 2, 3, 4], [-1.0, math.nextafter(-2.0, 0), -3.0, -4.0], ours.full_logprobs, 1),
+        ([1, 2, 3, 4], ours.logprobs, [-1.0, -2.0, -3.5, -4.5], 2),
+        ([1, 9, 3, 4], [-1.5, -2.5, -3.5, -4.5], ours.full_logprobs, 1),
+        ([1, 2], [-1.0, -2.0], [-1.0, -2.0], 0),
+    ]
+    assert [runs._different_logprobs(ours, response(*it)) for *it, _ in others] == [count for *_, count in others]
