@@ -157,6 +157,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_shaped", "operator", 1, "An overlong response is penalized."),
         ("rewards_of", "always", 0, "A response without a reward is left out."),
         ("has_spread", "compare", 0, "A group of equal rewards is resampled."),
+        ("make_batch", "operand", 1, "A truncated response is masked."),
     ],
     ("rl.losses", "rl/test_losses.py"): [
         ("k3", "swap", 0, "k3 estimates the divergence of the policy from the reference."),
@@ -265,9 +266,20 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rewards.episodes", "rewards/test_episodes.py"): [
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),
         ("Episodes._continued", "compare", 2, "An episode has at most reward.turns turns."),
+        ("Episodes.begin", "drop", 3, "A late reply to an interrupted rollout is dropped."),
     ],
     ("rewards.environments", "rewards/test_environments.py"): [
         ("Environments.answer_all", "never", 0, "An environment's instance lasts as long as its rollout."),
+        ("Environments.answer_all", "always", 1, "A plain environment may run an event loop."),
+    ],
+    ("rewards.inherited", "rewards/test_inherited.py"): [
+        ("make_usual", "constant", 0, "User code has the usual start method of multiprocessing."),
+        ("_handle_signals", "argument", 6, "A forked process can be terminated at once."),
+        ("_survive", "operand", 1, "A call whose programs a signal ended is repeated."),
+    ],
+    ("types", "test_lengths.py"): [
+        ("Response.is_truncated", "element", 1, "An episode is truncated if a reply leaves it no room."),
+        ("Response.num_sampled", "operand", 1, "Tokens of a reply do not count in a length."),
     ],
     ("rewards.tools", "rewards/test_tools.py"): [
         ("Tools._result", "operator", 1, "A malformed call is counted."),
