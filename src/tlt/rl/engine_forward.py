@@ -45,7 +45,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.product, ctx.parts = product, parts
-        return product(x, residual)
+        out = product(x, residual)
+        return out.clone() if out._is_view() else out  # of a few rows; logits are overwritten, which a view forbids
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
