@@ -34,7 +34,7 @@ from tlt.build import settled
 from tlt.config import Config, load_config, parse_config
 from tlt.metrics import provenance, write_json
 from tlt.rl.early import PER_WORKER, in_shards, owners_of
-from tlt.run.resume import at_the_time_of_the_run
+from tlt.run.resume import as_at_its_start
 
 SIZES = ((2, 8), (8, 32), (8, 64), (64, 256), (64, 512))
 """(workers, prompts per step) of the simulations"""
@@ -189,7 +189,7 @@ def simulated(groups: Sequence[Group], costs: Costs) -> list[dict[str, Any]]:
 
 def bench(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run, simulate, print, and write the result. Raises ValueError with one sentence."""
-    console, config = progress.console(), at_the_time_of_the_run(settled(config), None)
+    console, config = progress.console(), as_at_its_start(settled(config), None)
     done = run_in_turn(console, configs_of(config, workers, steps, names), {ONE_STEP_OFF: "one_step_off.py"})
     result, costs = measured(done), costs_of(done[OFF])
     low, middle, high = result["faster"]

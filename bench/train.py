@@ -33,7 +33,7 @@ from tlt.bench.rollout import ratio
 from tlt.build import settled
 from tlt.config import Config, ConfigError, load_config, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
-from tlt.run.resume import at_the_time_of_the_run
+from tlt.run.resume import as_at_its_start
 from tlt.trace import AHEAD, EARLY, ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run all modes, compare them, and write the result. Raises ValueError with one sentence."""
     _refuse(config, names)
-    console, config = progress.console(), at_the_time_of_the_run(settled(config), None)
+    console, config = progress.console(), as_at_its_start(settled(config), None)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
     sizes = {name: shape if name == "plain" else workers for name in names}
     reference = next((name for name in names if sizes[name] == workers), None)

@@ -23,7 +23,7 @@ SURFACE = {
     "Config": "",  # its fields are those of a recipe
     "Engine": "busy generate release_requests keep_ahead look_ahead release round rows start stats submit swap",
     "Policy": "(folder, dtype, device, config, rollout, reference=None)",
-    "Prompt": "(prompt_id, text, token_ids, data, answer_column='answer', prefill='', counts_by_task=True)",
+    "Prompt": "(prompt_id, text, token_ids, data, answer_column='answer', prefill='', counts_by_task=True, messages)",
     "Request": "(prompt, index, epoch, seed, sampling)",
     "Response": "(request, token_ids, logprobs, full_logprobs, finish_reason, text='', reward=None, outcome='', "
     "scores, advantage=None, decoded, proposed='', old_logprobs=None, answer='', replies)",

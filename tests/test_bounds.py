@@ -83,7 +83,9 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 TASKS = {"path": None, "size": 4, "tasks": [{"name": "chain_sum", "params": {"max_terms": 2, "max_digits": 1}}]}
 OTHERS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
     ("data.tasks.", "data.size", "data.seed"): {"data": TASKS, "eval": {"path": None}},
-    ("reward.terms.",): {"reward": {"name": None, "terms": [EVERYTHING["reward"]]}},
+    ("reward.terms.",): {
+        "reward": {"name": None, "length_from": None, "length_to": None, "terms": [EVERYTHING["reward"]]}
+    },
     ("reward.timeout_seconds", "reward.workers", "reward.batch_size", "reward.memory_mb"): {
         "reward": {"name": "tiny_rewards:share_of_low_bytes", "length_from": None, "length_to": None},
         "eval": {"every": 0},

@@ -18,6 +18,7 @@ from transformers import GPT2Config
 
 from tlt.build import open_target
 from tlt.config import EngineConfig, ModelConfig
+from tlt.models import device
 from tlt.vllm import target
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment
 from tlt.vllm.versions import VllmError
@@ -41,8 +42,13 @@ def test_the_longest_responses_of_training_and_evaluation_fit(started: list[fake
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float64", torch.float64), ("auto", torch.float32)])
 def test_vllm_has_the_dtype_of_the_recipe_and_at_most_the_positions_of_the_model(
-    dtype: str, expected: torch.dtype, started: list[fake_vllm.LLM], tmp_path: Path
+    dtype: str,
+    expected: torch.dtype,
+    started: list[fake_vllm.LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: False)
     config = tiny_config(tmp_path, model={"dtype": dtype, "device": "cpu"})
     made = target.VllmTarget(config.model, config.engine, config.speculation, 10**6)
     assert (started[-1].arguments["dtype"], made.dtype) == (str(expected).removeprefix("torch."), expected)
