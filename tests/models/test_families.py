@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
@@ -219,4 +219,11 @@ def test_a_padding_token_beyond_the_vocabulary_is_named_but_minus_1_is_accepted(
     assert read_config(tmp_path).pad_token_id == -1
     change_config(tmp_path, pad_token_id=pad)
     with pytest.raises(ModelError, match=rf"pad_token_id = {pad}, beyond its vocabulary of 31: set it to null"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_a_model_with_parts_for_images_is_refused_with_the_type_of_its_text_part(tmp_path: Path, name: str) -> None:
+    CONFIG_MAPPING[name]().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"type {name} have other parts than text, .* a model of type {name}_text$"):
         read_config(tmp_path)

@@ -84,6 +84,9 @@ def test_a_saved_model_keeps_the_config_that_was_published(tmp_path: Path, famil
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
     changed = {"dtype": "float32", "torch_dtype": "float32", "tie_word_embeddings": is_tied(model)}
     assert read_json(out / "config.json") == published | changed
+    del model.source_config["architectures"]
+    save_model(model, out)
+    assert read_json(out / "config.json")["architectures"] == [type(model).__name__], "vLLM needs them"
     names, found = (load_file(folder / "model.safetensors") for folder in (source, out))
     assert {name: tensor.shape for name, tensor in found.items()} == {n: tensor.shape for n, tensor in names.items()}
 

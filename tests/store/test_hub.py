@@ -271,6 +271,13 @@ def test_without_a_card_names_define_the_splits_as_in_datasets(hub: Hub, splits:
         local_data("org/sums:other")
 
 
+def test_a_card_cannot_name_files_of_this_machine(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_bytes(rows("secret"))
+    hub.commit(DATA, with_names("train.jsonl") | card(subset("default", train=str(tmp_path / "*.jsonl"))))
+    with pytest.raises(HubError, match=r"the card of org/sums names .*/own\.jsonl, which is not one of its files"):
+        local_data("org/sums")
+
+
 def test_other_files_of_the_same_commit_are_not_left_from_another_choice(hub: Hub) -> None:
     hub.commit(DATA, DESCRIBED)
     assert len(questions("org/sums:all")) == 5

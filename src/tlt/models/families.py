@@ -86,6 +86,11 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     with errors_as(ModelError, f"{path / 'config.json'} does not describe a valid model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_family(path, config.model_type)  # transformers turns a mistral with layer_types into a ministral
+    if (text := config.get_text_config()) is not config:
+        raise ModelError(
+            f"{path}: models of type {config.model_type} have other parts than text, and tlt trains text alone: give a "
+            f"model of type {text.model_type}"
+        )
     _refuse_padding(path, config)
     return config
 
@@ -109,7 +114,7 @@ def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
 
 def _refuse_padding(path: Path, config: Any) -> None:
     """Raise ModelError for a padding token outside the vocabulary, because transformers would fail an assertion."""
-    pad, size = config.pad_token_id, getattr(config, "vocab_size", None)
+    pad, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if pad is not None and isinstance(size, int) and not -size <= pad < size:
         raise ModelError(
             f"{path}: config.json has pad_token_id = {pad}, beyond its vocabulary of {size}: set it to null"

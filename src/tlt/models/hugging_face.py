@@ -74,7 +74,8 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     """Write config.json and weights to a folder. `weights` are the weights to write (default: the model's own).
 
     config.json is that of the folder from which `load_model` loaded the model, except for what training may change.
-    transformers would write it with the field names of its own version, and other versions ignore unknown names.
+    transformers would write it with the field names of its own version, and other versions ignore unknown names. If the
+    folder names no `architectures`, they are added, because vLLM needs them.
 
     generation_config.json is not written, but copied (`store/model_files.py`), because transformers refuses to write
     some that it can read. In a process group, transformers writes on rank 0 only, but here any rank may save."""
@@ -88,8 +89,8 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     (folder / _GENERATION).unlink()
     dtype = str(model.dtype).removeprefix("torch.")
     changed = {"dtype": dtype, "torch_dtype": dtype, "tie_word_embeddings": is_tied(model)}
-    config = json.dumps(model.source_config | changed, indent=2, ensure_ascii=False)
-    (folder / _CONFIG).write_text(config + "\n", encoding="utf-8")
+    config = {"architectures": model.config.architectures} | model.source_config | changed
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def as_in_files(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -155,6 +155,10 @@ def _chosen(name: _Name, folder: Path) -> list[str]:
             why = first_line(error).replace(str(outline), "the data set")
             raise HubError(f"{name.repository} on the Hugging Face hub cannot be read by datasets: {why}") from error
         files = [os.path.relpath(file, outline) for file in found]
+    if outside := [file for file, path in zip(found, files, strict=True) if path.startswith("..")]:
+        raise HubError(
+            f"the card of {name.repository} names {outside[0]}, which is not one of its files: give that file"
+        )
     if odd := [file for file in files if not file.endswith(KINDS)]:
         raise HubError(
             f"{name.repository} on the Hugging Face hub has {odd[0]}, but tlt reads only {', '.join(KINDS)} files: "
