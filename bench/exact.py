@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class PartlyRight(PrefixDrafter):
 
     name = "partly_right"
 
-    def __init__(self, responses: dict[int, Sequence[int]], right: float, chance: random.Random) -> None:
+    def __init__(self, responses: Mapping[int, Sequence[int]], right: float, chance: random.Random) -> None:
         self.responses, self.right, self.chance = responses, right, chance
 
     def propose(self, prefixes: Sequence[Prefix]) -> Offer:

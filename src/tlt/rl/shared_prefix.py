@@ -89,13 +89,14 @@ def attend(
 
     Raises CannotShare if the layer does not get its mask from `_lazy_mask`."""
     if shared_row is None:
-        mask = attention_mask() if callable(attention_mask) else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, **settings)
+        whole_mask: Any = attention_mask() if callable(attention_mask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, whole_mask, **settings)
     if not callable(attention_mask):
         raise CannotShare("its layers do not use the mask that transformers makes")
+    make_mask: Any = attention_mask
 
     def mask(new: int, whole: int) -> Tensor | None:
-        return attention_mask(q_length=new, kv_length=whole, q_offset=whole - new, attention_mask=None)
+        return make_mask(q_length=new, kv_length=whole, q_offset=whole - new, attention_mask=None)
 
     def last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shape = mask(query.shape[2], key.shape[2])
