@@ -71,7 +71,7 @@ def train(
     try:
         with patch("tlt.run.parts._many_workers", many_workers), enough_cores:
             summary = run_module.train(config, resume, display or Display(Console(quiet=True)), **options)
-            assert summary["exact"], "every worker is"
+            assert summary["exact"] is not False, "every worker is; with vLLM it is None"
     finally:
         assert all(pool.closed for pool in pools)
     kept, lines = ("step", "reward", "lengths", "tokens", "batch", "prompts"), read_metrics(Path(config.run.folder))

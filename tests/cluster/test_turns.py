@@ -182,8 +182,9 @@ def test_a_checkpoint_after_an_error_keeps_the_replies_of_the_step_that_failed(t
 def test_tools_are_in_the_prompt_and_turns_and_malformed_calls_are_counted(tmp_path: Path) -> None:
     template = (
         "{% for t in tools %}{{ t.function.description }}{% endfor %}"
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}<bot>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
     )
     tiny_model(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")

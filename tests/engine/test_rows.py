@@ -100,7 +100,7 @@ def speculating() -> Engine:
 
 
 def run(engine: Engine) -> None:
-    for _ in engine.generate([request((1, 2, 3) * (1 + n % 3), n, 40) for n in range(9)]):
+    for _ in engine.generate([request((1, 2, 3) * (1 + n % 3), n, 15 + 5 * (n % 4)) for n in range(9)]):
         pass
 
 

@@ -175,8 +175,8 @@ def test_adapters_that_peft_makes_for_experts_are_merged(targets: Any, tmp_path:
 
 
 def test_experts_with_adapters_have_the_gradient_of_the_merged_weights(tmp_path: Path) -> None:
-    """With W + s B A in place of W, the gradient of B is s G A^T, where G is that of W. Checkpointing changes
-    nothing."""
+    """An adapter adds `s * B @ A` to a weight. If the weight has the gradient `G`, then `B` has `s * G @ A.T`.
+    Checkpointing changes nothing."""
     base = small("mixtral", tmp_path)
     policy, saving = adapted(base, base), adapted(base, base, gradient_checkpointing=True)
     randomize(policy.model)

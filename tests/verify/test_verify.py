@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from tiny import tiny_config, tiny_tree
 from torch import Tensor
@@ -38,7 +39,7 @@ from tlt.verify import verify as runs
 from tlt.verify.look_ahead import OlderTarget
 from tlt.verify.verify import verify
 
-ATTEND = slots._attention
+ATTEND = F.scaled_dot_product_attention
 INEXACT = "tlt.run.parts.check_exactness", lambda target: Exactness(True, ("attention",))
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
@@ -149,19 +150,18 @@ def test_verification_passes_with_dynamic_sampling(verified: Verified) -> None:
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
 
 
-def sums_by_number_of_queries(query: Tensor, both: Tensor, mask: Tensor | None) -> Tensor:
+def sums_by_number_of_queries(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **rest: Any) -> Tensor:
     """Planted fault: attention whose order of sums depends on the number of tokens in a pass."""
-    assert mask is not None
-    if query.shape[2] > slots._FULL:
-        both, mask = both.flip(3), mask.flip(-1)
-    return ATTEND(query, both, mask)
+    if attn_mask is not None and query.shape[2] > slots._FULL:
+        key, value, attn_mask = key.flip(2), value.flip(2), attn_mask.flip(-1)
+    return ATTEND(query, key, value, attn_mask=attn_mask, **rest)
 
 
 @pytest.mark.parametrize("honest", [True, False], ids=["the check says no", "the check says yes"])
 def test_other_bits_are_allowed_only_if_the_check_at_start_says_no(
     verified: Verified, monkeypatch: Patch, capsys: Capture, honest: bool
 ) -> None:
-    monkeypatch.setattr(slots, "_attention", sums_by_number_of_queries)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sums_by_number_of_queries)
     if not honest:
         monkeypatch.setattr("tlt.run.parts.check_exactness", lambda target: Exactness(True))
     agree, result = verified("float32")
