@@ -28,12 +28,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from tlt.config import RolloutConfig, TrainConfig
+    from tlt.rl import planner
     from tlt.rl.policy import Policy
 
     torch.set_num_threads(1)
     config = TrainConfig(micro_batch_tokens=case["micro_batch_tokens"], learning_rate=1e-9)
     policy = Policy(case["model"], torch.float32, torch.device("cpu"), config, RolloutConfig())
-    policy.passes.packer.shares = case["shares"]
+    if not case["shares"]:
+        planner.by_prompt = lambda members, prompts: [[i] for i in members]
     batch = make_batch(case["prompt"], case["group"], policy.model.config.vocab_size)
     layouts = policy.passes.packer.plan(batch, range(len(batch.response_ids)))
     tokens = sum(policy.passes.packer.pack(batch, layout).input_ids.numel() for layout in layouts)

@@ -73,7 +73,7 @@ def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: to
     """All probability is on the best token, as in the engine. There is nothing to learn then, and no value is NaN."""
     model, tokens = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model, torch.arange(5)
     best = model(tokens[None]).logits[0].argmax(-1)
-    micro = pack([0], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
+    micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
     logprobs, entropy = token_logprobs(model, micro, temperature, 256, False)
     logprobs.sum().backward()
     assert logprobs.tolist() == entropy.tolist() == [0.0] * 4

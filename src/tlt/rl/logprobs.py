@@ -33,9 +33,10 @@ def token_logprobs(
     `autocast`, the model computes in bfloat16."""
     cast = _autocast(micro.input_ids.device, autocast)
     inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids}
-    shared = micro.shared.arguments(micro.input_ids) if micro.shared else {}
+    shared = micro.row.arguments(micro.input_ids) if micro.row else {}
     with cast:
-        hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
+        hidden = model.base_model(**inputs, **shared, use_cache=False).last_hidden_state[0]
+    hidden = hidden.index_select(0, micro.predicts)  # indexing would add gradients in an order that varies with threads
     head = Head(model)
 
     def logprobs_of(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
