@@ -19,7 +19,7 @@ from typing import Any
 from tlt.rewards.processes import descendants, kill_descendants
 from tlt.stopping import SIGNALS
 
-_SURVIVED = (signal.SIGTERM, signal.SIGHUP)  # not SIGINT, which timeouts of the user send (`_thread.interrupt_main`)
+_SURVIVED = (signal.SIGTERM, signal.SIGHUP)  # SIGINT only between calls, because timeouts of the user may send it
 _forking = threading.local()
 
 
@@ -43,6 +43,11 @@ def _handle_signals(connection: Connection) -> None:
         signal.signal(number, _survive if survives else former)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=partial(_leave, connection, formers))
+
+
+def ignore_interrupts() -> Any:
+    """Ignore SIGINT, because no call of the user's code is running. Return its handler."""
+    return signal.signal(signal.SIGINT, signal.SIG_IGN) or signal.SIG_DFL  # None is a handler that is not Python's
 
 
 def _survive(number: int, frame: FrameType | None) -> None:

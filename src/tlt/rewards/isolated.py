@@ -23,7 +23,7 @@ from typing import Any
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.async_calls import late_threads
-from tlt.rewards.inherited import make_usual
+from tlt.rewards.inherited import ignore_interrupts, make_usual
 from tlt.rewards.processes import Output, kill_descendants, memory, processor_seconds, zombies
 from tlt.rewards.scores import Term, make_terms
 from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
@@ -223,6 +223,7 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
             output.onto_the_screen()
         connection.send((str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", False))
         return
+    handler = ignore_interrupts()
     connection.send(("", many))
     most_late = min(_MOST_LATE, config.reward.memory_mb // _MB_OF_A_THREAD or _MOST_LATE)
     for count, asked in enumerate(_received(connection)):
@@ -230,16 +231,15 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
             output.into(log)
         if output:
             output.bound()
+        signal.signal(signal.SIGINT, handler)
         verdicts = [tuple(verdict) for verdict in answers(asked)]
+        handler = ignore_interrupts()
         connection.send((verdicts, late_threads() <= most_late and zombies(os.getpid()) <= _MOST_ZOMBIES))
+    signal.signal(signal.SIGINT, handler)  # for exit handlers
 
 
 def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:
     while True:
-        try:
-            connection.poll(None)
-        except KeyboardInterrupt:  # a signal to all processes of the run, which ends after its current step
-            continue
         try:
             yield connection.recv()
         except (EOFError, OSError):
