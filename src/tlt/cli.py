@@ -147,7 +147,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--top-p", type=float, default=1.0, help="total probability of the likeliest tokens kept")
     generate.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     dtypes = ["auto", "float64", "float32", "bfloat16"]
-    generate.add_argument("--dtype", default="auto", choices=dtypes, help="auto: bfloat16 on CUDA, else float32")
+    generate.add_argument("--dtype", default="auto", choices=dtypes, help="number format (model.dtype)")
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is one")
     generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="engine; both give the same tokens")
     generate.add_argument("--drafter", default="suffix", choices=["off", *DRAFTERS, "adaptive"], help=_DRAFTER)

@@ -28,8 +28,9 @@ from tlt.models.product import Product
 ATTENTION, PRODUCTS, OTHER = "attention", "matrix products", "another operation of the model, such as a norm or experts"
 _CONTEXT = BLOCK + 88  # tokens before the text, so that attention needs a second block of keys
 _OTHERS = (3, 300)  # tokens before the text in the other rows
-_OF_MODEL, _OF_PRODUCT, _OF_ATTENTION = (1, 1, 6, 4), (1, 2, 3, 5, 53), (*range(1, 17), 24)
-"""numbers of tokens in each pass, if a text is decoded in several passes"""
+_OF_MODEL, _OF_PRODUCT, _OF_ATTENTION = (1, 1, 7, 4), (1, 2, 3, 5, 53), (*range(1, 17), 24)
+"""numbers of tokens in each pass, if a text is decoded in several passes. The model gets an odd number in all, because
+torch cuts activations into a part per thread, and the ends of a part may have other bits."""
 
 Forward = Callable[[Tensor, Tensor, Attend], Tensor]
 """Function (places [B, N] in the text, positions [B, N], attention) -> results [B, N, X]"""
