@@ -2,14 +2,16 @@
 
     python bench/families.py [NAME ...]        all causal language models of the installed transformers, or these
 
-A family passes if greedy tokens are those of `generate`, if drafts change no token at temperature 1, if log-probs of
-packed responses are those of single ones, and if all this holds after an update by the gradient. Two updates by LoRA
-must change exactly the weights of linear layers and experts, and engine and policy must be one model after them. Others
-are listed with the reason that a user would read.
+A family passes if greedy tokens are those of `generate`, if drafts change no token at temperature 1, if the log-probs
+and the gradient of an update are those of transformers alone, one sequence at a time, with and without shared prompts,
+and if all this holds after an update. Some sequences are longer than the sliding window. Two updates by LoRA must
+change exactly the weights of linear layers and experts, and engine and policy must be one model after them. Others are
+listed with the reason that a user would read.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
@@ -35,6 +38,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import is_fused, read_config
 from tlt.models.hugging_face import empty_model, experts_in, load_model
 from tlt.rl.lora import AdaptedPolicy, merged_state
+from tlt.rl.parallel import Alone
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -64,7 +68,7 @@ MORE: dict[str, Any] = {
 """set where a family's config has the field"""
 NEW = 24
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""largest difference of two log-probs"""
+"""largest difference of two log-probs, and of two gradients relative to the largest entry"""
 LARGEST = 10_000_000
 
 
@@ -84,15 +88,38 @@ def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]
     """Take an optimizer step on these responses, two to each prompt. Return "" if all is well, else what is wrong."""
     prompts, responses = [prompt for prompt, _ in decoded], [list(response) for _, response in decoded]
     batch = TrainBatch(prompts, responses, [1.0, -1.0] * (len(decoded) // 2), [[0.0] * len(r) for r in responses])
-    packed = policy.logprobs(batch)
-    for prompt, response, found in zip(prompts, responses, packed, strict=True):
-        distribution = policy.logits(torch.tensor([*prompt, *response], device=DEVICE)).log_softmax(-1).cpu()
-        expected = distribution[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
-        if not torch.allclose(
-            torch.tensor(found, dtype=distribution.dtype), expected, atol=ROUNDING[distribution.dtype]
-        ):
-            return "log-probs of packed responses differ from those of single ones"
+    packer = policy.passes.packer
+    expected, gradient = alone(policy, batch)
+    rounding = ROUNDING[policy.model.dtype]
+    for shares in (False, True) if packer.shares else (False,):
+        packer.shares, way = shares, "with shared prompts" if shares else "with a prompt per response"
+        if not torch.allclose(torch.tensor(policy.logprobs(batch), dtype=expected.dtype), expected, atol=rounding):
+            return f"log-probs {way} differ from those of single sequences"
+        found, largest = gradient_of(policy, batch), max(map(torch.max, map(torch.abs, gradient.values())))
+        if any((found[name] - own).abs().max() > rounding * largest for name, own in gradient.items()):
+            return f"gradients {way} differ from those of single sequences"
     return "" if policy.update(batch, 0)["grad_norm"] > 0 else "the gradient is 0"
+
+
+def alone(policy: Policy, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return log-probs [responses, tokens] and the gradient of transformers' own model, one sequence at a time."""
+    model, logprobs = copy.deepcopy(policy.model), []
+    model.set_attn_implementation("sdpa")
+    for prompt, response, advantage in zip(batch.prompt_ids, batch.response_ids, batch.advantages, strict=True):
+        logits = model(torch.tensor([[*prompt, *response]], device=DEVICE), use_cache=False).logits[0]
+        distribution = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        own = distribution.gather(-1, torch.tensor(response, device=DEVICE)[:, None])[:, 0]
+        (-advantage * torch.exp(own - own.detach()).sum()).backward()
+        logprobs.append(own.detach().cpu())
+    return torch.stack(logprobs), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_of(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
+    passes, members = policy.passes, range(len(batch.response_ids))
+    passes.gradients.over(policy.planner.of_gradients(batch, members, Alone(), ()), passes.begin_gradient)
+    found = {n: p.grad for n, p in policy.model.named_parameters() if p.grad is not None}
+    passes.gradients.forget()
+    return found
 
 
 def small_config(name: str) -> Any:

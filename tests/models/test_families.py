@@ -178,6 +178,18 @@ LIMITS: dict[str, tuple[int, dict[str, Any]]] = {
             "rope_parameters": LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
         },
     ),
+    "original length of longrope in layers of one type": (
+        48,
+        {
+            "model_type": "gemma3_text",
+            "max_position_embeddings": 192,
+            "head_dim": 8,
+            "rope_parameters": {
+                "full_attention": LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     **{
         f"window of {kind} {name}": (limit, {"model_type": kind, "sliding_window": 48, "head_dim": 8} | changes)
         for kind in ("qwen2", "qwen3")

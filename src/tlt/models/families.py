@@ -313,8 +313,9 @@ def _max_positions(config: Any) -> tuple[int, str]:
 
 def _trained_positions(config: Any) -> tuple[int, str]:
     rope = getattr(config, "rope_parameters", None) or {}
-    most = config.max_position_embeddings
-    if rope.get("rope_type") == "longrope":  # "dynamic" keeps its frequencies up to max_position_embeddings
-        original = rope.get("original_max_position_embeddings") or most
-        return min((most, "max_position_embeddings"), (original, "original_max_position_embeddings"))
-    return most, "max_position_embeddings"
+    limits = [(config.max_position_embeddings, "max_position_embeddings")]
+    for one in (rope, *(one for one in rope.values() if isinstance(one, Mapping))):  # some have one per layer type
+        original = one.get("original_max_position_embeddings")
+        if one.get("rope_type") == "longrope" and original:  # "dynamic" keeps its frequencies up to the first limit
+            limits.append((original, "original_max_position_embeddings"))
+    return min(limits)
