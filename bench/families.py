@@ -93,7 +93,8 @@ def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]
     rounding = ROUNDING[policy.model.dtype]
     for shares in (False, True) if packer.shares else (False,):
         packer.shares, way = shares, "with shared prompts" if shares else "with a prompt per response"
-        if not torch.allclose(torch.tensor(policy.logprobs(batch), dtype=expected.dtype), expected, atol=rounding):
+        logprobs = expected.new_tensor([x for response in policy.logprobs(batch) for x in response])
+        if not torch.allclose(logprobs, expected, atol=rounding):
             return f"log-probs {way} differ from those of single sequences"
         found, largest = gradient_of(policy, batch), max(map(torch.max, map(torch.abs, gradient.values())))
         if any((found[name] - own).abs().max() > rounding * largest for name, own in gradient.items()):
@@ -102,7 +103,7 @@ def update(policy: Policy, decoded: list[tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def alone(policy: Policy, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return log-probs [responses, tokens] and the gradient of transformers' own model, one sequence at a time."""
+    """Return log-probs [tokens] and the gradient of transformers' own model, one sequence at a time."""
     model, logprobs = copy.deepcopy(policy.model), []
     model.set_attn_implementation("sdpa")
     for prompt, response, advantage in zip(batch.prompt_ids, batch.response_ids, batch.advantages, strict=True):
@@ -111,7 +112,7 @@ def alone(policy: Policy, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
         own = distribution.gather(-1, torch.tensor(response, device=DEVICE)[:, None])[:, 0]
         (-advantage * torch.exp(own - own.detach()).sum()).backward()
         logprobs.append(own.detach().cpu())
-    return torch.stack(logprobs), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return torch.cat(logprobs), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def gradient_of(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
