@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "name", ["cohere", "gemma3_text", "gpt2", "mixtral", pytest.param("granite", marks=pytest.mark.slow)]
+    "name", ["aria_text", "cohere", "gemma3_text", "gpt2", "mixtral", pytest.param("granite", marks=pytest.mark.slow)]
 )
 def test_tokens_are_those_of_transformers_plain_and_drafted_before_and_after_an_update(name: str) -> None:
     assert families.try_family(name) == ""

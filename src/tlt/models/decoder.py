@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.models.elementwise import by_rows
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.product import Product
 
@@ -150,7 +151,7 @@ class Decoder:
             )
             x = layer.out(mixed, x)
             gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
-            x = layer.down(F.silu(gate).mul_(up), x)
+            x = layer.down(by_rows(F.silu, gate).mul_(up), x)
         return self.norm(x).view(*tokens.shape, -1)
 
     def cis(self, positions: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ def rotate(x: Tensor, cis: Tensor) -> Tensor:
     narrow = x.dtype == torch.bfloat16
     wide = x.float() if narrow else x
     pairs = torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2))
-    turned = torch.view_as_real(pairs * cis).view(x.shape)
+    turned = torch.view_as_real(by_rows(torch.mul, pairs, cis)).view(x.shape)
     return turned.to(x.dtype) if narrow else turned
 
 

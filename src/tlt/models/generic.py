@@ -61,7 +61,7 @@ def attend(
 
 
 _TRIED = """
-afmoe apertus arcee beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm ernie4_5 ernie4_5_moe exaone4
+afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm ernie4_5 ernie4_5_moe exaone4
 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_neox granite granitemoe granitemoeshared
 helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm2 llama mellum
 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe

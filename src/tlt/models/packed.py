@@ -9,19 +9,22 @@ Shapes: M tokens, D hidden size, E experts, k experts per token, F feed-forward 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.activations import ACT2CLS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from tlt.models.elementwise import by_rows
 from tlt.models.product import Product
 
 EXPERTS = "tlt_engine"
 """name of the experts' implementation in transformers' registry"""
+_ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
 _ROWS = 16  # MKL sums in one order for multiples of this number of rows, with several threads too
 
 
@@ -43,8 +46,6 @@ class PackedExperts:
     """Products of a layer's experts. They replace its parameters [E, 2 F, D] and [E, D, F]."""
 
     def __init__(self, experts: Any) -> None:
-        if experts.has_bias or experts.is_transposed or experts.has_post_expert_norm or not experts.has_gate:
-            raise ValueError("its experts have biases, norms, another layout or no gate")
         self.up = [Product(weight) for weight in experts.gate_up_proj]
         self.down = [Product(weight) for weight in experts.down_proj]
         del experts.gate_up_proj, experts.down_proj
@@ -92,18 +93,35 @@ def _padded(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _by_tokens(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return by_rows(activation, x.flatten(0, -2)).view(x.shape)
+
+
 def pack(model: nn.Module) -> None:
-    """Replace a model's linear layers and experts by `Product`, and pad the rows of its routers."""
+    """Replace a model's linear layers and experts by `Product`, pad the rows of its routers, and cut the inputs of its
+    activation functions by rows."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child))
         weight = module._parameters.get("weight")
-        experts = module._parameters.get("gate_up_proj")
-        if experts is not None and experts.is_cpu:
-            module.packed = PackedExperts(module)  # pyright: ignore[reportArgumentType]
+        if hasattr(module, "has_gate"):
+            _pack_experts(module)
+        elif isinstance(module, _ACTIVATIONS):
+            module.forward = partial(_by_tokens, module.forward)
         elif weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             module.forward = _padded(module.forward)
+
+
+def _pack_experts(experts: Any) -> None:
+    """Pack a layer's experts. Experts with biases, norms, another layout or no gate keep transformers' own loop."""
+    if not next(experts.parameters()).is_cpu:
+        return
+    if experts.has_gate and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm):
+        experts.packed = PackedExperts(experts)
+    else:
+        experts.config._experts_implementation = "eager"
+        experts.forward = _padded(experts.forward)
 
 
 def products_in(model: nn.Module) -> list[Product]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tlt.attention.backend import HeadShape
 from tlt.attention.sequences import Segment, SequenceAttention
 from tlt.models.decoder import Decoder, RMSNorm, from_pairs, rotate, to_pairs
+from tlt.models.elementwise import by_rows
 from tlt.models.families import decoder_options, is_fused
 from tlt.models.product import Product
 from tlt.rl.batching import MicroBatch
@@ -128,7 +129,7 @@ class EngineForward:
         h = self._norm(layer.post_norm, own + "post_attention_layernorm.weight", x)
         gate_up = [self._part(own + f"mlp.{name}_proj") for name in ("gate", "up")]
         gate, up = _linear(h, None, layer.gate_up, gate_up).chunk(2, dim=-1)
-        return _linear(F.silu(gate) * up, x, layer.down, [self._part(own + "mlp.down_proj")])
+        return _linear(by_rows(F.silu, gate) * up, x, layer.down, [self._part(own + "mlp.down_proj")])
 
     def _part(self, name: str, head_dim: int | None = None) -> _Part:
         return _Part(self.parameters[name + ".weight"], self.parameters.get(name + ".bias"), head_dim)
