@@ -35,7 +35,7 @@ from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 from tlt.models.choose import decoder_for
 from tlt.models.decoder import Decoder
-from tlt.rl.batching import by_prompt, pack, pack_shared
+from tlt.rl.batching import by_prompt, pack
 from tlt.rl.engine_forward import EngineForward, can_follow
 from tlt.rl.logprobs import token_logprobs
 from tlt.types import Request, Response
@@ -120,11 +120,9 @@ def update_logprobs(model: Model, responses: Sequence[Response], chance: random.
     """Return the log-probs that the update computes, in the order of the responses."""
     forward = EngineForward(model.own, model.target.dtype, checkpoints=False)
     prompts, tokens = [r.request.prompt.token_ids for r in responses], [list(r.token_ids) for r in responses]
-    members, cpu = range(len(responses)), torch.device("cpu")
-    if chance.random() < 0.5:
-        micro = pack_shared(by_prompt(members, prompts), prompts, tokens, cpu)
-    else:
-        micro = pack(members, prompts, tokens, cpu)
+    members = range(len(responses))
+    layout = by_prompt(members, prompts) if chance.random() < 0.5 else [[i] for i in members]
+    micro = pack(layout, prompts, tokens, torch.device("cpu"))
     with torch.no_grad():
         found, _ = token_logprobs(forward, micro, TEMPERATURE, 256)
     parts = dict(zip(micro.sequences, found.split([len(tokens[i]) for i in micro.sequences]), strict=True))

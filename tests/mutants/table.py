@@ -167,16 +167,16 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("clipped_policy_loss", "swap", 2, "The ratio is policy over old policy."),
     ],
     ("rl.batching", "rl/test_batching.py"): [
-        ("pack", "operand", 5, "The last token of a prompt predicts the first of its response."),
-        ("plan", "constant", 5, "A micro-batch stays within its token budget."),
-        ("plan", "operand", 19, "Each micro-batch counts with the cost of a pass."),
+        ("plan", "operand", 2, "A prompt counts against the token budget."),
+        ("pack", "operand", 1, "The last token of a prompt predicts the first token of each response."),
+        ("pack", "operand", 6, "A response continues the positions of its prompt."),
     ],
-    ("rl.batching", "rl/test_shared_prefix.py"): [
-        ("plan_shared", "operand", 2, "A shared prompt counts against the token budget."),
+    ("rl.planner", "rl/test_shared_prefix.py"): [
+        ("Packer.plan", "always", 0, "A model that cannot share rows computes one sequence at a time."),
     ],
     ("rl.shared_prefix", "rl/test_shared_prefix.py"): [
-        ("attend", "swap", 5, "A response's mask begins after its prompt."),
-        ("_responses", "operand", 1, "Responses keep the attention window of each layer."),
+        ("LayerMask.of_last", "operator", 0, "No token of a response attends to a later one."),
+        ("LayerMask.of_row", "drop", 0, "A sequence keeps the attention window of each layer."),
         ("share_prefixes", "unwrap", 0, "A model is compared before it shares prompts."),
     ],
     ("rl.logprobs", "rl/test_logprobs.py"): [
@@ -308,7 +308,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
     ],
     ("rl.planner", "rl/test_policy.py"): [
-        ("Packer.pack", "always", 1, "Tokens that an environment wrote are not trained on."),
+        ("Packer.pack", "always", 0, "Tokens that an environment wrote are not trained on."),
     ],
     ("store.checkpoint", "store/test_checkpoint.py"): [
         ("save", "drop", 7, "A checkpoint appears whole or not at all."),

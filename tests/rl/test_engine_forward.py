@@ -15,7 +15,7 @@ from tlt.config import EngineConfig, RolloutConfig, TrainConfig
 from tlt.engine.engine import Engine
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
-from tlt.rl.batching import by_prompt, pack, pack_shared
+from tlt.rl.batching import by_prompt, pack
 from tlt.rl.engine_forward import EngineForward, can_follow
 from tlt.rl.logprobs import TransformersForward, token_logprobs
 from tlt.rl.policy import Policy
@@ -92,10 +92,8 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, family: str, shares
     policy = make_policy(tmp_path, family, torch.float32, gradient_checkpointing=checkpointing)
     given = random_batch(VOCAB, longest=40)
     prompts, responses = given.prompt_ids * 2, [*given.response_ids, *given.response_ids[::-1]]
-    if shares:
-        micro = pack_shared(by_prompt(range(12), prompts), prompts, responses, CPU)
-    else:
-        micro = pack(range(12), prompts, responses, CPU)
+    layout = by_prompt(range(12), prompts) if shares else [[i] for i in range(12)]
+    micro = pack(layout, prompts, responses, CPU)
     found = []
     for forward in (policy.passes.forwards[id(policy.model)], TransformersForward(policy.model, autocast=False)):
         logprobs, _ = token_logprobs(forward, micro, TEMPERATURE, 256)

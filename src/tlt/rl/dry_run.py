@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from tlt.config import Config, ConfigError
 from tlt.engine.memory import free_bytes
 from tlt.models.hugging_face import checkpointable_layers
-from tlt.rl.batching import Layout
 from tlt.rl.early import most_early_gradients, most_responses
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
@@ -190,15 +189,17 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
 def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
     """Allocate Adam's moments, and compute the gradient of the largest micro-batch. Return whether both fit the
     memory."""
-    rows = -(-update.budget // update.longest)
-    length = max(update.budget // rows, update.longest if rows == 1 else 0)
+    packer = policy.passes.packer
+    budget = update.budget if packer.shares else 0
+    count = max(1, -(-budget // update.longest))
+    length = max(budget // count, update.longest if count == 1 else 0)
     new = min(update.new, length - 1)
-    batch = TrainBatch([(0,) * (length - new)] * rows, [[0] * new] * rows, [1.0] * rows, [[0.0] * new] * rows)
-    micro = policy.passes.packer.pack(batch, Layout([[row] for row in range(rows)]))
+    batch = TrainBatch([(0,) * (length - new)] * count, [[0] * new] * count, [1.0] * count, [[0.0] * new] * count)
+    micro = packer.pack(batch, [[i] for i in range(count)])
     gradients = policy.passes.gradients
     try:
         moments = torch.empty(2 * need.fixed // 3, dtype=torch.uint8, device=policy.device)
-        gradients.add(gradients.begin(Shard(0, batch, list(range(rows)))), micro)
+        gradients.add(gradients.begin(Shard(0, batch, list(range(count)))), micro)
         del moments
         return True
     except torch.OutOfMemoryError:

@@ -102,7 +102,7 @@ class EngineForward:
             layer = partial(self._layer, index, attend, cis)
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
         hidden = self._norm(self.decoder.norm, "model.norm.weight", x)
-        return micro.predicting(hidden.view(*micro.input_ids.shape, -1))
+        return micro.predicting(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, V] for hidden states [T, D]."""
@@ -150,11 +150,10 @@ class EngineForward:
 
 def _segments(micro: MicroBatch) -> list[Segment]:
     """Return the prompts and responses of a micro-batch as segments of its tokens."""
-    if micro.shared is None:
-        rows, width = micro.input_ids.shape
-        return [Segment(range(0), row * width, (row + 1) * width) for row in range(rows)]
+    if micro.row is None:
+        return [Segment(range(0), 0, micro.input_ids.shape[1])]
     found, end = list[Segment](), 0
-    for prompt, responses in micro.shared.groups:
+    for prompt, responses in micro.row.groups:
         before = range(end, end + prompt)
         found.append(Segment(range(0), end, end := end + prompt))
         found += [Segment(before, end, end := end + own) for own in responses]

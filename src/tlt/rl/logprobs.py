@@ -48,9 +48,10 @@ class TransformersForward:
 
     def hidden(self, micro: MicroBatch) -> Tensor:
         inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids}
-        shared = micro.shared.arguments(micro.input_ids) if micro.shared else {}
+        several = micro.row.arguments(micro.input_ids) if micro.row else {}
         with self._cast:
-            return micro.predicting(self.model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
+            hidden = self.model.base_model(**inputs, **several, use_cache=False).last_hidden_state
+        return micro.predicting(hidden[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         with self._cast:

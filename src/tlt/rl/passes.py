@@ -71,7 +71,7 @@ class Passes:
         self.forwards = {id(one): self.forward_of(one, autocast) for one in (model, reference) if one}
         self.objective = Objective(config, rollout)
         shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
-        self.packer = Packer(config.micro_batch_tokens, model.config.hidden_size, device, shares)
+        self.packer = Packer(config.micro_batch_tokens, device, shares)
         self.gradients = ShardSums(lambda: trained_parameters(model), self.begin_gradient, self._add_gradient)
         self.logprob_sums = ShardSums(lambda: [], self.begin_logprobs, self._add_logprobs)
         self.early = self.gradients if has_early_gradients(config) else self.logprob_sums
@@ -93,8 +93,9 @@ class Passes:
     ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the responses `members`, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
-            yield self.packer.pack(batch, layout)
-            tokens = sum(batch.lengths(layout.sequences))
+            micro = self.packer.pack(batch, layout)
+            yield micro
+            tokens = sum(batch.lengths(micro.sequences))
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
 
     def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tlt.config import TrainConfig
-from tlt.rl.batching import Layout, MicroBatch, by_prompt, pack, pack_shared, plan, plan_shared, shared_tokens
+from tlt.rl.batching import Layout, MicroBatch, by_prompt, pack, plan
 from tlt.rl.early import Counts, counts_early, cut, has_early_shards, has_gradient, needs_logprobs, owners_of
 from tlt.rl.parallel import ProcessGroup, all_shards
 from tlt.rl.shard_sum import Plan, Shard
@@ -25,10 +25,9 @@ class Packer:
 
     max_tokens: int
     """largest number of tokens in a micro-batch; a longer sequence gets a micro-batch of its own"""
-    hidden_size: int
     device: torch.device
     shares: bool
-    """whether responses to one prompt may share one copy of it in a micro-batch"""
+    """whether sequences may share a row, and responses their prompt; if not, each sequence is a micro-batch"""
 
     def all_shards(self, batch: TrainBatch, members: Sequence[int], count: int) -> list[list[int]]:
         """Return `count` shards of the responses `members`, for all processes of the group. Responses to one prompt
@@ -40,31 +39,23 @@ class Packer:
         return sum(self._tokens(batch, part) for part in self._groups(batch, members))
 
     def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
-        """Return micro-batches of the responses `members`. Prompts are shared if that is less work."""
-        groups = self._groups(batch, members)
-        shared = [group for group in groups if self._tokens(batch, group) < sum(batch.lengths(group))]
-        sharing = {i for group in shared for i in group}
-        rest = [i for i in members if i not in sharing]
-        alone = plan(batch.lengths(rest), self.max_tokens, self.hidden_size)
-        return [
-            *plan_shared(shared, batch.prompt_ids, batch.response_ids, self.max_tokens),
-            *(Layout([[rest[k]] for k in own]) for own in alone),
-        ]
+        """Return micro-batches of the responses `members`."""
+        most = self.max_tokens if self.shares else 0
+        return plan(self._groups(batch, members), batch.prompt_ids, batch.response_ids, most)
 
     def pack(self, batch: TrainBatch, layout: Layout) -> MicroBatch:
-        sequences = batch.prompt_ids, batch.response_ids, self.device
-        micro = pack_shared(layout.groups, *sequences) if layout.shared else pack(layout.sequences, *sequences)
+        micro = pack(layout, batch.prompt_ids, batch.response_ids, self.device)
         if batch.masks.keys().isdisjoint(micro.sequences):
             return micro
         sampled = torch.tensor([own for i in micro.sequences for own in batch.mask(i)], device=self.device)
-        return micro._replace(targets=micro.targets[sampled], sampled=sampled)
+        return micro._replace(targets=micro.targets[sampled], predicts=micro.predicts[sampled])
 
     def _groups(self, batch: TrainBatch, members: Sequence[int]) -> list[list[int]]:
         return by_prompt(members, batch.prompt_ids) if self.shares else [[i] for i in members]
 
     def _tokens(self, batch: TrainBatch, group: Sequence[int]) -> int:
         """Return the number of tokens to compute for responses that have the same prompt."""
-        return shared_tokens(len(batch.prompt_ids[group[0]]), [len(batch.response_ids[i]) for i in group])
+        return len(batch.prompt_ids[group[0]]) + sum(len(batch.response_ids[i]) for i in group)
 
 
 @dataclass

@@ -50,8 +50,8 @@ class ShardedPasses(Passes):
     def _pass_nothing(self, model: Any) -> None:
         """Pass one token without a target through the model, forward and, if gradients are on, backward. Its gradient
         is 0."""
-        token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
-        nothing = MicroBatch([], token, token, no, token[0, :0])
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        nothing = MicroBatch([], token, token, token[0, :0], token[0, :0], None)
         logprobs, _ = self.logprobs(model, nothing)
         if torch.is_grad_enabled():
             logprobs.sum().backward()

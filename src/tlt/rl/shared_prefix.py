@@ -1,6 +1,6 @@
-"""Attention for shared prompts: one row holds a prompt once, followed by all responses to it.
+"""Attention for rows of several sequences: a row holds each prompt once, followed by all responses to it.
 
-Each response attends to the prompt and to itself, within the sliding window or chunk of the layer. Its positions
+Each response attends to its prompt and to itself, within the sliding window or chunk of the layer. Its positions
 continue those of the prompt. `attend` is registered with transformers, so it serves every model whose attention layers
 use that registry.
 """
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,8 +29,6 @@ _ROUNDING = 1e-4  # largest difference of hidden states by rounding, relative to
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function (query [B, H, N, D], key and value [B, K, T, D]) -> attention [B, N, H, D] of the last N of T tokens"""
-MakeMask = Callable[[int, int], Tensor | None]
-"""Function (N, T) -> mask [1, 1, N, T] of the last N of T tokens, or None if they need none"""
 
 
 class CannotShare(RuntimeError):
@@ -56,23 +54,22 @@ class SharedRow:
         sequences, which begin where positions do not increase by 1."""
         return {"shared_row": self, "attention_mask": torch.ones_like(input_ids)}
 
-    def predicting(self, hidden: Tensor) -> Tensor:
-        """Select the hidden states that predict response tokens: [1, N, D] -> [tokens of all responses, D].
 
-        A prompt's last token predicts the first token of each of its responses."""
-        parts = iter(hidden[0].split(self.sizes))
-        found = []
-        for _, responses in self.groups:
-            last = next(parts)[-1:]
-            for own in islice(parts, len(responses)):
-                found += [last, own[:-1]] if len(own) else []
-        return torch.cat(found)
+class LayerMask:
+    """Mask of layers of one type, made when they need it. transformers passes it to the layers in place of a tensor.
 
+    The masks are transformers' own, with the sliding window or chunk of the layers."""
 
-def _lazy_mask(**settings: Any) -> Callable[..., Tensor | None]:
-    """Return a function that makes a layer's mask as transformers does, with some `settings` replaced. It returns
-    None for causal attention without window or chunk. transformers passes it to the layers in place of a mask."""
-    return cache(partial(sdpa_mask, **settings))
+    def __init__(self, **settings: Any) -> None:
+        self._make: Callable[..., Tensor | None] = cache(partial(sdpa_mask, **settings))
+
+    def of_row(self) -> Tensor | None:
+        """Return the mask of the rows as they are. None is causal attention without window or chunk."""
+        return self._make()
+
+    def of_last(self, new: int, whole: int) -> Tensor | None:
+        """Return the mask [1, 1, new, whole] of the last `new` tokens of a sequence of `whole` tokens, or None."""
+        return self._make(q_length=new, kv_length=whole, q_offset=whole - new, attention_mask=None)
 
 
 def attend(
@@ -80,51 +77,46 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: LayerMask | Tensor | None,
     shared_row: SharedRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [1, N, H, D] of query [1, H, N, D] within each group. If `shared_row` is None, return
     transformers' sdpa attention.
 
-    Raises CannotShare if the layer does not get its mask from `_lazy_mask`."""
+    Raises CannotShare if the layer has a mask of its own."""
     if shared_row is None:
-        whole_mask: Any = attention_mask() if callable(attention_mask) else attention_mask
-        return sdpa_attention_forward(module, query, key, value, whole_mask, **settings)
-    if not callable(attention_mask):
+        mask = attention_mask.of_row() if isinstance(attention_mask, LayerMask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, **settings)
+    if not isinstance(attention_mask, LayerMask):
         raise CannotShare("its layers do not use the mask that transformers makes")
-    make_mask: Any = attention_mask
-
-    def mask(new: int, whole: int) -> Tensor | None:
-        return make_mask(q_length=new, kv_length=whole, q_offset=whole - new, attention_mask=None)
 
     def last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        shape = mask(query.shape[2], key.shape[2])
-        return sdpa_attention_forward(module, query, key, value, shape, **settings)[0]
+        mask = attention_mask.of_last(query.shape[2], key.shape[2])
+        return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]
 
     parts = zip(*(tensor.split(shared_row.sizes, dim=2) for tensor in (query, key, value)), strict=True)
     found = []
     for _, responses in shared_row.groups:
-        prompt = next(parts)
+        prompt, *owns = (next(parts) for _ in range(1 + len(responses)))
         found.append(last(*prompt))
-        owns = [next(parts) for _ in responses]
         mixed = {}
         for batch in _alike(responses):
-            together = _responses(prompt, [owns[i] for i in batch], last, mask)
+            together = _responses(prompt, [owns[i] for i in batch], last, attention_mask)
             mixed |= {i: out[None, : responses[i]] for i, out in zip(batch, together, strict=True)}
         found += [mixed[i] for i in sorted(mixed)]
     shared_row.layers += 1
     return torch.cat(found, dim=1), None
 
 
-def _responses(prompt: Sequence[Tensor], owns: Sequence[Sequence[Tensor]], last: Attend, mask: MakeMask) -> Tensor:
+def _responses(prompt: Sequence[Tensor], owns: Sequence[Sequence[Tensor]], last: Attend, mask: LayerMask) -> Tensor:
     """Return attention [B, N, H, D] of B responses, padded to N tokens, to their prompt and to themselves. `prompt` and
     each element of `owns` are (query, key, value)."""
     query, *own = (_padded([x[part] for x in owns]) for part in range(3))
     key, value = (_after(x, y) for x, y in zip(prompt[1:], own, strict=True))
     before, whole = prompt[0].shape[2], key.shape[2]
     # causal kernels skip the masked half, so computing a short prompt again costs less than a mask does
-    if 2 * before < whole and mask(whole, whole) is None:
+    if 2 * before < whole and mask.of_last(whole, whole) is None:
         return last(_after(prompt[0], query), key, value)[:, before:]
     return last(query, key, value)
 
@@ -152,7 +144,7 @@ def _padded(parts: Sequence[Tensor]) -> Tensor:
 
 
 AttentionInterface.register(_NAME, attend)
-AttentionMaskInterface.register(_NAME, _lazy_mask)
+AttentionMaskInterface.register(_NAME, LayerMask)
 
 
 def share_prefixes(model: Any) -> bool:
@@ -165,7 +157,7 @@ def share_prefixes(model: Any) -> bool:
         _compare(model)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # a model may reject the layout in any way
         log.warning(
-            "%s cannot share prompts, because %s: the update computes each prompt once per response, which is slower",
+            "%s cannot share prompts, because %s: the update computes one sequence at a time, which is slower",
             type(model).__name__,
             error,
         )
