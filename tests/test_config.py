@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt.config import ConfigError, SpeculationConfig, load_config, moved, parse_config, parse_section
+from tlt.config import ConfigError, SpeculationConfig, load_config, parse_config, parse_section
 
 RECIPE = """
 [model]
@@ -197,26 +197,6 @@ def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recip
 )
 def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], says: str) -> None:
     assert says in refusal(recipe, *overrides)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("drafter.window", "speculation.window"), ("drafter.learning_rate", "speculation.training.learning_rate")],
-)
-def test_the_former_section_of_the_drafter_is_an_error_with_the_new_key(recipe: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{old} is now {new}: rename it$"):
-        load_config(recipe, [f"--{old}", "7"])
-    recipe.write_text(recipe.read_text(encoding="utf-8") + "\n[drafter]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"\[drafter\] is now \[speculation\.training\]"):
-        load_config(recipe)
-
-
-def test_a_removed_field_is_an_error_with_its_fixed_value(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=r"speculation\.training\.decay is always 0\.4: remove it$"):
-        load_config(recipe, ["--speculation.training.decay", "1"])
-    today, older = (load_config(recipe).model_dump(mode="json") for _ in range(2))
-    older["speculation"]["training"]["decay"] = 1
-    assert moved.renamed(older) == today, "a checkpoint that has it is resumed"
 
 
 def test_the_defaults_are_those_of_the_field() -> None:

@@ -130,8 +130,7 @@ def test_a_drafters_card_names_its_command_and_its_window(
     model: Path, tmp_path: Path, to: str, kind: str, command: str, window: str
 ) -> None:
     a_drafter(model, tmp_path / "drafter", kind)
-    rates = "agreement" if kind == "eagle3" else "acceptance_rate"  # an older file's name, and today's
-    held_out = [{"strategy": "eagle-d2", "accept_length": 1.9, rates: [0.75, 0.5, None]}]
+    held_out = [{"strategy": "eagle-d2", "accept_length": 1.9, "acceptance_rate": [0.75, 0.5, None]}]
     facts = {"harvest_tokens": 1234, "held_out": held_out}
     (tmp_path / "drafter" / "training.json").write_text(json.dumps(facts))
     out = tmp_path / "what's out"  # quoted for a shell

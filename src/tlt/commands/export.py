@@ -266,15 +266,10 @@ A drafter changes the speed, and not the distribution of the responses.
 """
 
 
-def _rates(found: Mapping[str, Any]) -> Sequence[float | None]:
-    """Return the acceptance rates by depth from an entry of training.json. Older files name them `agreement`."""
-    return found.get("acceptance_rate") or found.get("agreement") or []
-
-
 def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
     """Return a Markdown table of the acceptance rate by depth, if it was measured on held-out prompts. Otherwise return
     a sentence with the rate of the first draft token, or an empty text if that is unknown."""
-    held_out = [(found, rates) for found in facts.get("held_out", []) if (rates := _rates(found))]
+    held_out = [(found, rates) for found in facts.get("held_out", []) if (rates := found["acceptance_rate"])]
     if not held_out:
         first = layer.acceptance_rate
         return f"\nAcceptance rate of the first draft token: {first:.2f}.\n" if first else ""

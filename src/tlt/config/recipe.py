@@ -16,7 +16,6 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tlt.config import moved
 from tlt.config.data import TaskConfig
 from tlt.config.rewards import RewardTerm
 from tlt.config.sections import Config
@@ -96,8 +95,6 @@ def parse_config(tree: dict[str, Any], source: str = "configuration", own: Mappi
 
     The error names `source`, such as the recipe's path. `own` is the recipe without command line overrides. If a wrong
     value differs from the one in `own`, the error names the command line instead of `source`."""
-    if fault := moved.fault(tree):
-        raise ConfigError(f"{_blamed(source, tree, own, fault.split()[0].split('.'))}: {fault}")
     return parse_section(Config, tree, source, own)
 
 

@@ -194,11 +194,9 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         config = read_json(path / "config.json")
         if "tlt_drafter" not in config:
             raise ValueError("config.json is not that of a drafter; a run saves its drafters in drafter/ of its folder")
-        raw = config["tlt_drafter"]
-        acceptance_rate = config.get("acceptance_rate", config.get("agreement"))  # older folders have the second key
-        raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders lack it and use all tokens
         tensors = load_file(path / "model.safetensors")
-        options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
+        options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**config["tlt_drafter"])))
+        acceptance_rate = config["acceptance_rate"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DrafterError(f"{path} has no readable drafter ({error}): train one with tlt draft train") from None
     for name in ("hidden_size", "vocab_size", "head_dim", "max_positions"):

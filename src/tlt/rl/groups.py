@@ -93,7 +93,7 @@ def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampl
 
     def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
         request = Request(prompt, **fields["request"], sampling=sampling)
-        replies = [Reply(*reply) for reply in fields.get("replies", ())]  # older checkpoints have no replies
+        replies = [Reply(*reply) for reply in fields["replies"]]
         return Response(**fields | {"request": request, "decoded": PassCounts(**fields["decoded"]), "replies": replies})
 
     return [

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tlt.config import Config, ConfigError
-from tlt.config.moved import renamed
 from tlt.config.section import section_of
 from tlt.engine.exactness import Exactness
 from tlt.models.device import torch_dtype
@@ -127,7 +126,7 @@ def _is_sha256(value: Any) -> bool:
 def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, old value, new value) for each configuration field that differs from the checkpoint (`state`). Models
     and the user's reward functions are compared by the sha256 of their files."""
-    old: dict[str, Any] = dict(_fields(renamed(state["config"])))
+    old: dict[str, Any] = dict(_fields(state["config"]))
     new: dict[str, Any] = dict(_fields(config.model_dump(mode="json")))
     reward = config.reward
     functions = f"reward.{'environment' if reward.environment else 'terms' if reward.terms else 'name'}"
@@ -136,8 +135,8 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
         if key == "model.path":
             commit = config.model.hub  # compared first, because the hub's cache may contain more files than before
             values = (commit, commit) if commit and commit == old.get("model.hub") else (state["model"], contents.model)
-        if key == functions and values[0] == values[1]:  # an older checkpoint has no sha256 of the files
-            values = (state.get("reward", contents.reward), contents.reward)
+        if key == functions and values[0] == values[1]:
+            values = (state["reward"], contents.reward)
         raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]
         if values[0] != values[1] and not raised:
             yield key, values[0], values[1]

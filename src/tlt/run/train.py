@@ -203,7 +203,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     cursor = Cursor(**state["cursor"])
     prompts, columns = run.fingerprints["prompts"], run.fingerprints["columns"]
     same = state["prompts"] == prompts
-    if not same or state.get("columns", columns) != columns:  # an older checkpoint has no columns
+    if not same or state["columns"] != columns:
         _refuse_other_prompts(run, state, same, force)
     if same:
         parts.cursor = cursor
