@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import qwen3, random_batch
+from tiny import qwen3, random_batch, tiny_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -123,7 +123,8 @@ def updated(
 def updated_once(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[bool, bool]:
     """Return whether a dry run finds that the update fits, and whether the update has the same result without it."""
     dry, plain = (make_policy(group, folder, {}) for _ in range(2))
-    has_room = dry_run._has_room(dry, dry_run._Need(3, 1.0, 0.0, 1, LAYERS, 1), dry_run._Update(4, 12, 24, 1, False))
+    config = tiny_config(folder.parent, train={"micro_batch_tokens": 24}, rollout={"max_new_tokens": 12})
+    has_room = dry_run._has_room(dry, config, 4)
     for policy in (dry, plain):
         policy.update(batch, 0, group)
     return has_room, dry.sha256() == plain.sha256()

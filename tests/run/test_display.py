@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import select
-import signal
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,9 +21,9 @@ from tlt.run import display as display_module
 from tlt.run import panels
 from tlt.run import train as run
 from tlt.run.display import Display
-from tlt.run.panels import WorkersView, choose, picture
+from tlt.run.panels import WorkersView
 from tlt.trace import AHEAD, IDLE, ROLLOUT
-from tlt.types import Group, Prompt, Request, Response, SamplingParams, StepMetrics, WorkerNow
+from tlt.types import StepMetrics, WorkerNow
 
 NOW = [WorkerNow(ROLLOUT, (7, 459)), WorkerNow(AHEAD, (12, 30, 5), (1, 3)), WorkerNow(IDLE)]
 
@@ -143,20 +137,12 @@ def test_the_line_of_a_step_names_a_trained_drafter_and_look_ahead_if_it_gave_to
             assert display._line(metrics).count("look-ahead") == said
 
 
-def responses(*rewards: float | None) -> list[Group]:
-    prompt = Prompt(0, "Solve:\nWhat is 17 + 25?", (1,))
-    texts = ["first I " + "think " * 200 + "\nAnswer: 42", "\x1b[31m[red]short[/red]", "third"]
-    requests = [Request(prompt, i, 0, i, SamplingParams()) for i in range(3)]
-    said = zip(requests, texts, rewards, strict=True)
-    return [Group(prompt, [Response(r, [1] * 9, [], [], "length", text, reward) for r, text, reward in said])]
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
     display = Display(Console(file=io.StringIO(), width=width, height=45))
     with display.live(tiny_config(tmp_path), 0, lambda: NOW):
         for step in range(996, 1003):
-            display.step(StepResult(responses(0.0, 1.0, 0.5), [], step_metrics(step, seconds_left=98765.0)))
+            display.step(StepResult([], [], step_metrics(step, seconds_left=98765.0)))
         display.evaluation(1000, {"mean@16": 0.123, "pass@1": 0.1, "pass@16": 0.5, "length_mean": 9999.0})
         picture = shown(display, width)
     lines = picture.splitlines()
@@ -164,59 +150,6 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
     assert len(lines) <= 45
     numbers = ("1234.5", "1.2e-07", "123,457", "32768", "12%", "12.34", "version 12", "eagle 81%", "2.30 times as")
     assert [number for number in numbers if number not in picture] == []
-
-
-@pytest.mark.parametrize(("key", "said"), [("", "Answer: 42"), ("b", "[red]short[/red]"), ("w", "third"), ("x", "42")])
-def test_a_key_shows_the_best_or_the_worst_response(key: str, said: str) -> None:
-    display = Display(Console(file=io.StringIO()))
-    display.key(key)
-    text = picture(choose(responses(0.5, 1.0, -1.0), display.which), display.which, 60).plain
-    assert all(words in text for words in (said, "What is 17 + 25?"))
-    assert "\x1b" not in text
-    assert (len(text.splitlines()) <= 8, max(map(len, text.splitlines())) <= 60) == (True, True)
-
-
-def test_without_a_reward_there_is_no_sample() -> None:
-    assert choose(responses(None, None, None), "best") is None
-    assert choose(responses(None, None, 0.0), "a sample").text == "third"
-
-
-def test_keys_are_read_and_the_terminal_is_restored() -> None:
-    """In a process with a terminal of its own."""
-    code = """
-import os, sys, time
-from tlt.run.keys import listening
-heard = []
-with listening(heard.append):
-    print("ready", flush=True)
-    until = time.monotonic() + 20
-    while len(heard) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
-print("heard", "".join(heard), flush=True)
-print("line", sys.stdin.readline().strip(), flush=True)
-"""
-    pid, terminal = pty.fork()
-    if pid == 0:  # the child
-        os.execv(sys.executable, [sys.executable, "-c", code])
-    try:
-        said = read_until(terminal, "ready")
-        os.write(terminal, b"bw")
-        said += read_until(terminal, "heard bw")
-        os.write(terminal, b"typed\n")  # a line again, and not a key at a time
-        said += read_until(terminal, "line typed")
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(terminal)
-
-
-def read_until(terminal: int, what: str) -> str:
-    said, until = "", time.monotonic() + 20
-    while what not in said:
-        assert time.monotonic() < until, said
-        if select.select([terminal], [], [], 0.2)[0]:
-            said += os.read(terminal, 1000).decode()
-    return said
 
 
 def test_the_line_of_the_drafter_fits_80_columns_with_its_legend(monkeypatch: pytest.MonkeyPatch) -> None:

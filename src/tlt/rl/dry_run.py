@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,128 +22,62 @@ from tlt.types import TrainBatch
 
 _SHORT = 32  # tokens of the shorter of the two passes whose memory is measured
 _LOGITS = 3  # memory to compute the gradient of a chunk of tokens, in multiples of the chunk's logits
-_LEAST_LOGITS = 32  # lowest train.logits_mb that is suggested, in MiB
-_WRONG = 0.8  # if a GPU ran out of memory, suggested settings need at most this share of the failed settings' estimate
+
+
+class Need(NamedTuple):
+    """Memory in bytes that an update needs in addition to the memory in use."""
+
+    optimizer: int
+    """gradients, Adam's moments and copies of both"""
+    activations: float
+    """tensors of a micro-batch that the forward pass saves for the backward pass"""
+    logits: float
+    """logits of a chunk of tokens and their gradient"""
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in self._asdict().items())
+        return f"{sum(self) / 2**30:.2f} GiB ({parts})"
 
 
 def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
-    """Raise ConfigError, which names the field to change, if an update does not fit the memory.
+    """Raise ConfigError, which names the fields to change, if an update does not fit the memory.
 
     `longest_prompt` is in tokens. On a CUDA device the gradient of the largest micro-batch is computed and dropped. On
-    a CPU the needed memory is only estimated, from two short forward passes, because the system would kill a process
-    that runs out of memory. No weight and no random state changes."""
-    asked = _Update.of(config, longest_prompt)
-    need = _Need.measured(policy, config)
-    free = _free(policy.device, config)
-    tries = policy.device.type == "cuda"
-    if _has_room(policy, need, asked) if tries else need.of(asked) <= free:
+    a CPU the needed memory is only estimated, because the system would kill a process that runs out of memory. No
+    weight and no random state changes."""
+    need, free = memory_needed(policy, config, longest_prompt), _free(policy.device, config)
+    if _has_room(policy, config, longest_prompt) if policy.device.type == "cuda" else sum(need) <= free:
         return
-    most = min(free, _WRONG * need.of(asked)) if tries else free
-    fitting = next((one for one in asked.smaller() if need.of(one) <= most), None)
-    remedy = f"set {fitting.changes(asked)}" if fitting else "set train.lora.rank, use a smaller model, or add memory"
-    workers = config.cluster.workers
+    workers, (_, tokens) = config.cluster.workers, _tokens(config, longest_prompt)
     share = f" for each of {workers} workers" if workers > 1 else ""
     raise ConfigError(
-        f"an update does not fit the memory of {policy.device}: with {asked.tokens:,} tokens in a micro-batch it needs "
-        f"about {need.of(asked) / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free{share}: {remedy}"
+        f"an update does not fit the memory of {policy.device}: with {tokens:,} tokens in a "
+        f"micro-batch it needs about {need}, and {free / 2**30:.2f} GiB are free{share}: for activations lower "
+        "train.micro_batch_tokens or rollout.max_new_tokens, or set train.gradient_checkpointing = true; for logits "
+        "lower train.logits_mb; for the optimizer set train.lora.rank or use a smaller model"
     )
 
 
-@dataclass(frozen=True)
-class _Update:
-    """Settings of an update that determine how much memory it needs."""
-
-    prompt: int
-    """number of tokens of the longest prompt"""
-    new: int
-    """largest number of tokens in a response: `rollout.max_new_tokens`"""
-    budget: int
-    """largest number of tokens in a micro-batch: `train.micro_batch_tokens`, or fewer if no shard has that many
-    tokens"""
-    logits_mb: int
-    checkpoints: bool
-    """whether gradient checkpointing is on: `train.gradient_checkpointing`"""
-
-    @staticmethod
-    def of(config: Config, longest_prompt: int) -> _Update:
-        rollout, train = config.rollout, config.train
-        most = most_responses(config) * (longest_prompt + rollout.max_new_tokens)
-        budget = min(train.micro_batch_tokens, most)
-        return _Update(longest_prompt, rollout.max_new_tokens, budget, train.logits_mb, train.gradient_checkpointing)
-
-    @property
-    def longest(self) -> int:
-        return self.prompt + self.new
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the largest micro-batch. A sequence that exceeds the budget has its own micro-batch."""
-        return max(self.budget, self.longest)
-
-    def smaller(self) -> Iterator[_Update]:
-        """Yield settings that need less memory. Settings that change the run least come first."""
-        last = self
-        for change in ({}, {"checkpoints": True}, {"logits_mb": min(self.logits_mb, _LEAST_LOGITS)}):
-            last = replace(last, **change)
-            for budget in (*_halves(self.budget, self.longest), min(self.budget, self.longest)):
-                yield replace(last, budget=budget)
-        for new in _halves(self.new // 2, 0):
-            yield replace(last, budget=min(self.budget, self.prompt + new), new=new)
-
-    def changes(self, before: _Update) -> str:
-        """Return the recipe fields that differ from `before`, as text such as `train.logits_mb = 32`."""
-        fields = {
-            "train.micro_batch_tokens": (self.budget, before.budget),
-            "train.gradient_checkpointing": (str(self.checkpoints).lower(), str(before.checkpoints).lower()),
-            "train.logits_mb": (self.logits_mb, before.logits_mb),
-            "rollout.max_new_tokens": (self.new, before.new),
-        }
-        return ", ".join(f"{name} = {now}" for name, (now, then) in fields.items() if now != then)
+def memory_needed(policy: Policy, config: Config, longest_prompt: int) -> Need:
+    """Estimate the memory of an update from two short forward passes."""
+    model, train, (_, tokens) = policy.model, config.train, _tokens(config, longest_prompt)
+    width = 8 if model.dtype == torch.float64 else 4
+    with _without_checkpoints(model):
+        once, twice = (_saved_bytes(policy, times * _SHORT) for times in (1, 2))
+    # a pass saves some bytes whatever its length: copies of experts' weights with LoRA adapters
+    activations = max(0, 2 * once - twice) + (twice - once) / _SHORT * tokens
+    if train.gradient_checkpointing:
+        layers = max(1, len(checkpointable_layers(model)))
+        activations = activations / layers + layers * model.config.hidden_size * width * tokens
+    logits = min(tokens * model.config.vocab_size * width, train.logits_mb * 2**20)
+    return Need(_copies(policy, config) * _trained_bytes(policy), activations, _LOGITS * logits)
 
 
-def _halves(first: int, least: int) -> Iterator[int]:
-    while first > least:
-        yield first
-        first //= 2
-
-
-@dataclass(frozen=True)
-class _Need:
-    """Memory in bytes that an update needs in addition to the memory in use."""
-
-    fixed: int
-    """bytes of gradients, Adam's moments and copies of the state, whatever the number of tokens"""
-    saved: float
-    """bytes per token that a forward pass saves for the backward pass, without gradient checkpointing"""
-    merged: float
-    """bytes that it saves whatever the number of tokens: copies of experts' weights with LoRA adapters"""
-    logits: int
-    """bytes of the logits of one token"""
-    layers: int
-    hidden: int
-    """bytes of the hidden state of one token between two layers"""
-
-    @staticmethod
-    def measured(policy: Policy, config: Config) -> _Need:
-        model = policy.model
-        width = 8 if model.dtype == torch.float64 else 4
-        with _without_checkpoints(model):
-            once, twice = (_saved_bytes(policy, times * _SHORT) for times in (1, 2))
-        return _Need(
-            fixed=_copies(policy, config) * _trained_bytes(policy),
-            saved=(twice - once) / _SHORT,
-            merged=max(0, 2 * once - twice),
-            logits=model.config.vocab_size * width,
-            layers=max(1, len(checkpointable_layers(model))),
-            hidden=model.config.hidden_size * width,
-        )
-
-    def of(self, update: _Update) -> float:
-        saved = self.merged + self.saved * update.tokens
-        if update.checkpoints:
-            saved = saved / self.layers + self.layers * self.hidden * update.tokens
-        logits = min(update.tokens * self.logits, update.logits_mb * 2**20)
-        return self.fixed + saved + _LOGITS * logits
+def _tokens(config: Config, longest_prompt: int) -> tuple[int, int]:
+    """Return the largest numbers of tokens in a sequence and in a micro-batch. A sequence that exceeds
+    train.micro_batch_tokens has its own micro-batch, and a shard may have fewer tokens than that."""
+    longest = longest_prompt + config.rollout.max_new_tokens
+    return longest, max(min(config.train.micro_batch_tokens, most_responses(config) * longest), longest)
 
 
 def _copies(policy: Policy, config: Config) -> int:
@@ -186,19 +119,19 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
     return total
 
 
-def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
+def _has_room(policy: Policy, config: Config, longest_prompt: int) -> bool:
     """Allocate Adam's moments, and compute the gradient of the largest micro-batch. Return whether both fit the
     memory."""
-    packer = policy.passes.packer
-    budget = update.budget if packer.shares else 0
-    count = max(1, -(-budget // update.longest))
-    length = max(budget // count, update.longest if count == 1 else 0)
-    new = min(update.new, length - 1)
+    packer, (longest, tokens) = policy.passes.packer, _tokens(config, longest_prompt)
+    tokens = tokens if packer.shares else longest
+    count = -(-tokens // longest)
+    length = tokens // count
+    new = min(config.rollout.max_new_tokens, length - 1)
     batch = TrainBatch([(0,) * (length - new)] * count, [[0] * new] * count, [1.0] * count, [[0.0] * new] * count)
     micro = packer.pack(batch, [[i] for i in range(count)])
     gradients = policy.passes.gradients
     try:
-        moments = torch.empty(2 * need.fixed // 3, dtype=torch.uint8, device=policy.device)
+        moments = torch.empty(2 * _trained_bytes(policy), dtype=torch.uint8, device=policy.device)
         gradients.add(gradients.begin(Shard(0, batch, list(range(count)))), micro)
         del moments
         return True

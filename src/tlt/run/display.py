@@ -9,8 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.console import Group as Group_
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -22,13 +21,12 @@ from tlt.loop import StepResult
 from tlt.metrics import against_plain, useful_share
 from tlt.progress import Work, working
 from tlt.run.closing import closing
-from tlt.run.keys import listening
-from tlt.run.panels import BARS, COLOURS, KEYS, SAMPLE, WorkersView, choose, picture, stacked
+from tlt.run.panels import BARS, COLOURS, WorkersView, stacked
 from tlt.trace import STATES
-from tlt.types import Group, Response, StepMetrics, WorkerNow
+from tlt.types import Response, StepMetrics, WorkerNow
 
 _SHOWN_STEPS = 10
-_OTHER_LINES = 26  # lines of the terminal that the panel needs for everything but the table of steps
+_OTHER_LINES = 19  # lines of the terminal that the panel needs for everything but the table of steps
 _PHASES = {
     "rollout": "green",
     "compare": "red",
@@ -47,9 +45,6 @@ class Display:
         self.history: list[StepMetrics] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.workers = WorkersView()
-        self.groups: Sequence[Group] = ()
-        """groups of the last step, from which a response is shown"""
-        self.which = SAMPLE
         self.asked_to_stop = ""
         self._live: Live | None = None
         self._work = Work("train", None, "steps")
@@ -83,13 +78,9 @@ class Display:
             with working("train", config.train.steps - first, "steps") as self._work:
                 yield
             return
-        with listening(self.key), Live(self, console=self.console, refresh_per_second=4) as self._live:
+        with Live(self, console=self.console, refresh_per_second=4) as self._live:
             yield
         self._live = None
-
-    def key(self, key: str) -> None:
-        """Handle a pressed key: it selects which response of the last step is shown (see `panels.KEYS`)."""
-        self.which = KEYS.get(key, self.which)
 
     # -- events (the loop's Watcher) -----------------------------------------------------------------------------------
 
@@ -105,7 +96,7 @@ class Display:
 
     def step(self, result: StepResult) -> None:
         self.history.append(result.metrics)
-        self.groups, self._step_began = result.groups, time.monotonic()
+        self._step_began = time.monotonic()
         self._work.advance()
         if self._live is None:
             self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
@@ -138,10 +129,8 @@ class Display:
             parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies(), self._drafters()]
         if self.evaluations:
             parts.append(Text(self._held_out()))
-        if found := choose(self.groups, self.which):
-            parts.append(picture(found, self.which, self.console.width - 4))
         folder = Text(self.config.run.folder)
-        return Panel(Group_(*parts), title="tlt", title_align="left", subtitle=folder, subtitle_align="right")
+        return Panel(Group(*parts), title="tlt", title_align="left", subtitle=folder, subtitle_align="right")
 
     def _workers(self, step: int) -> RenderableType:
         now = self.workers_now()

@@ -1,9 +1,8 @@
 """Panels of the live display: a line per worker with its state and its number of active rows (requests being decoded)
-over the last seconds, and a response of the last step."""
+over the last seconds, and bars of shares."""
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE
-from tlt.types import Group, Response, WorkerNow
-from tlt.wording import counted
+from tlt.types import WorkerNow
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
@@ -28,9 +26,6 @@ COLOURS = {
 }
 _CELLS = 40
 _SECONDS = 0.25  # duration that a cell of a bar shows at first
-SAMPLE, BEST, WORST = "a sample", "best", "worst"
-KEYS = {"s": SAMPLE, "b": BEST, "w": WORST}
-_PROMPT_LINES, _RESPONSE_LINES = 2, 4
 
 
 class _Cell(NamedTuple):
@@ -111,41 +106,3 @@ def stacked(title: str, spent: Mapping[str, float], colours: Mapping[str, str], 
         if seconds / total >= 0.005
     ]
     return Text.assemble(f"{title:<8}", *bar, *legend)
-
-
-def choose(groups: Sequence[Group], which: str) -> Response | None:
-    """Return the response to show: the first one with a reward, or the one with the highest or lowest reward, as
-    `which` selects. Return None if no response has a reward."""
-    rewarded = [r for group in groups for r in group.responses if r.reward is not None]
-    if not rewarded:
-        return None
-    if which == SAMPLE:
-        return rewarded[0]
-    return max(rewarded, key=lambda r: (r.reward or 0.0) * (1 if which == BEST else -1))
-
-
-def picture(response: Response, which: str, width: int) -> Text:
-    """Return the view of a response as text of at most seven lines of `width` characters."""
-    reward = response.reward if response.reward is not None else float("nan")
-    terms = ", ".join(f"{name} {score:.3g}" for name, score in response.scores.items())
-    cut_off = ", cut off" if response.is_truncated else ""
-    facts = f"  reward {reward:.3g}{f' ({terms})' if len(response.scores) > 1 else ''}"
-    head = Text.assemble((which, "bold"), f"{facts}  {counted(response.num_sampled, 'token')}{cut_off}", no_wrap=True)
-    head.append("   keys: b best, w worst, s sample", "dim")
-    head.truncate(width, overflow="ellipsis")
-    prompt = _lines(response.request.prompt.text, width)[-_PROMPT_LINES:]
-    shown = _ends(_lines(response.text, width), _RESPONSE_LINES)
-    return Text("\n").join([head, *(Text(line, "dim") for line in prompt), *(Text(line) for line in shown)])
-
-
-def _lines(text: str, width: int) -> list[str]:
-    """Return the lines of a text, wrapped at `width` characters. Unprintable characters become dots."""
-    clean = "".join(char if char == "\n" or char.isprintable() else "·" for char in text.strip())
-    return [part for line in clean.split("\n") for part in textwrap.wrap(line, width)]
-
-
-def _ends(lines: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` lines: some from the start, and the last ones, which have the answer."""
-    if len(lines) <= most:
-        return list(lines)
-    return [*lines[: most // 2 - 1], "…", *lines[-(most // 2) :]]
