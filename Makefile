@@ -12,7 +12,7 @@ all: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,math,data,cluster,s3,lora,tensorboard,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,math,data,cluster,lora,tensorboard,dev]'
 	touch $@
 
 # A worker on each core, up to eight; each with one thread, as the model is tiny.

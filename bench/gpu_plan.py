@@ -65,7 +65,6 @@ class Sizes(NamedTuple):
     run: str = ""
     """fields of the recipe, for the commands of tlt"""
     verify: str = ""
-    strategies: str = ""
     rollout: str = ""
     model: str = ".models/smollm2"
 
@@ -81,8 +80,7 @@ TINY = Sizes(
     rows="--shapes tiny --rows 1 2 5 --context 20 --device cpu",
     run=_RUN + " --train.steps 1",
     verify="--steps 1 " + _RUN,
-    strategies=f"{_RUN} --batches 1 2 --rounds 2 --rollout.max_new_tokens 20 --rollout.temperature 9",  # no early end
-    rollout=f"{_RUN} --batches 1,2 --repeats 1",
+    rollout=f"{_RUN} --batches 1 2 --repeats 1",
     model="assets/tiny-reasoner",
 )
 """words that are appended to the commands, because the last value of an option counts"""
@@ -141,15 +139,9 @@ STEPS = (
     ),
     Step(
         "strategies",
-        200,
-        "chains of real drafts, times plain",
-        f"bench/strategies.py {_RECIPE} --batches 1 8 32 128 {_BFLOAT16} {{strategies}} --json OUT/STEP.json",
-    ),
-    Step(
-        "adaptive",
-        240,
-        "adaptive rollouts, times plain",
-        f"-m tlt bench rollout {_RECIPE} --batches 1,8,32 --repeats 2 --peers none --only adaptive {_BFLOAT16} "
+        440,
+        "adaptive rollouts and chains of the learned drafter, times plain",
+        f"bench/rollout.py {_RECIPE} --batches 1 8 32 --repeats 2 --peers none --only adaptive eagle {_BFLOAT16} "
         "{rollout} --json OUT/STEP.json",
     ),
 )

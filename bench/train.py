@@ -26,10 +26,10 @@ from forks import FILE as RESPONSES
 from forks import Comparison, compare
 from rich.console import Console
 from rich.table import Table
+from rollout import ratio
 from turns import Process, Run, of_the_step, race
 
 from tlt import progress
-from tlt.bench.rollout import ratio
 from tlt.build import settled
 from tlt.config import Config, ConfigError, load_config, parse_config
 from tlt.metrics import provenance, read_metrics, write_json

@@ -20,9 +20,9 @@ def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
     files, kept = "writes to R: metrics.jsonl", "at the end (the newest 2 are kept)"
     page = "report.html, summary.json; a checkpoint"
     assert said(save_every=5000) == f"{files}, completions.jsonl, {page} every 5,000 steps and {kept}"
-    assert said(save_every=1, completions_format="parquet") == f"{files}, completions/, {page} every 1 step and {kept}"
-    fewer = said(save_every=0, completions_mb=0, mirror="s3://b", trackers=["tensorboard"])
-    assert fewer == f"{files}, {page} {kept}, copied to s3://b; metrics go to tensorboard"
+    assert said(save_every=1) == f"{files}, completions.jsonl, {page} every 1 step and {kept}"
+    fewer = said(save_every=0, completions_mb=0, on_save="cp {checkpoint} there", trackers=["tensorboard"])
+    assert fewer == f"{files}, {page} {kept}, then runs cp {{checkpoint}} there; metrics go to tensorboard"
 
 
 @pytest.mark.parametrize(("size", "limit"), [("auto", "25 % of the free memory"), (2048, "2,048 MiB")])

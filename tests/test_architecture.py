@@ -29,7 +29,7 @@ LAYERS = (
     ("loop",),
     ("cluster",),
     ("run",),
-    ("commands", "verify", "bench", "integrations"),
+    ("commands", "verify", "integrations"),
     ("cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

@@ -119,8 +119,6 @@ OPTIONS = {
     },
     "--run.folder=HOME/prompts.jsonl/run": r"run cannot be created or written to \(Not a directory\): set another",
     "--force train.steps": r"--force needs --resume",
-    "--restarts -1": r"--restarts -1: give a number of at least 0",
-    "--resume": r"no checkpoint in .*/run/checkpoints: give the folder of a run that has one, or start .* --resume$",
 }
 NO_TOML, NO_TOKENIZER = r"recipe\.toml is not valid TOML", r"has no tokenizer that can be loaded"
 NO_EOS: dict[str, Change] = {"model/tokenizer_config.json": {"eos_token": None}}
@@ -208,7 +206,7 @@ FILES: list[tuple[dict[str, Change], str]] = [
         r"a held-out prompt with its response may reach 515 tokens.*: lower eval\.max_new_tokens to at most 509",
     ),
     (
-        {"run": lambda path: (path / "checkpoints" / "step_00000001").mkdir(parents=True)},
+        {"run/checkpoints": lambda path: (path / "step_00000001").mkdir(parents=True), "run/.lock": ""},
         r"already contains a run: continue it with --resume",
     ),
 ]
@@ -221,7 +219,6 @@ def in_both(name: str, change: Change) -> dict[str, Change]:
 
 LINES = ("{}", "[]", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
 RESUMED: list[tuple[dict[str, Change], str]] = [
-    ({"run/checkpoints": shutil.rmtree}, r"there is no checkpoint"),
     (in_both("optimizer.safetensors", half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
     (in_both("manifest.json", "{}"), r"damaged: step_00000002 \(manifest\.json does not list"),
     (in_both("manifest.json", "[]"), r"damaged: step_00000002 \(manifest\.json must hold a JSON object, not a list"),

@@ -40,7 +40,7 @@ def refusal(recipe: Path, *overrides: str) -> str:
 
 
 def test_the_error_names_the_command_line_or_the_recipe(recipe: Path) -> None:
-    assert load_config(recipe, ["--run.trackers", "wandb,mlflow"]).run.trackers == ["wandb", "mlflow"]
+    assert load_config(recipe, ["--run.trackers", "wandb,mine:Mine"]).run.trackers == ["wandb", "mine:Mine"]
     said = "the command line: unknown key train.learning_rat: did you mean train.learning_rate?"
     assert refusal(recipe, "--train.learning_rat=1").startswith(said)
     for wrong, said in (("groupsize = 4", "unknown key rollout.groupsize"), ("group_size = 0", "rollout.group_size")):

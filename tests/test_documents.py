@@ -16,17 +16,16 @@ from tlt.config import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = {"README.md": True, "how_it_works.md": True, "getting_started.md": False, "faster.md": False, "report.md": False}
+RUN = {"README.md": True, "how_it_works.md": True, "getting_started.md": False, "faster.md": False, "metrics.md": False}
 """Pages whose commands are run, and whether that is slow. The commands of the other pages are parsed."""
 
-BEFORE = {"report.md": ["tlt train recipes/quickstart.toml", "cp -r runs/quickstart runs/other"]}
+BEFORE = {"metrics.md": ["tlt train recipes/quickstart.toml", "cp -r runs/quickstart runs/other"]}
 NEEDS_A_NETWORK = re.compile(r"--model Qwen/|--push")
 FEW = "--data.size 40 --rollout.prompts_per_step 2 --rollout.group_size 2 --rollout.max_new_tokens 8 --eval.size 2"
 SMALL = {
     "train": f"{FEW} --workers 1 --train.steps 1",
     "estimate": f"{FEW} --steps 1",
     "verify": f"{FEW} --steps 1",
-    "bench": f"{FEW} --batches 1 --repeats 1 --peers none --only suffix --look-ahead 0",
     "generate": "--max-new-tokens 4",
     "draft train": f"{FEW} --tokens 100 --seconds 1",
     "draft eval": f"{FEW} --seconds 1",

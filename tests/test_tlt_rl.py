@@ -1,4 +1,4 @@
-"""The distribution's name is the same everywhere. The other package called tlt gets an error with the remedy."""
+"""The distribution's name is the same everywhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 import tlt_rl
 
@@ -42,48 +40,10 @@ def test_every_extra_that_is_named_is_one_of_this_distribution() -> None:
     assert {"trl", "wandb", "cluster"} <= extras <= PROJECT["optional-dependencies"].keys()
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """Return a folder of packages with our modules, in which the other package is installed too."""
-    (tmp_path / "tlt" / "models").mkdir(parents=True)
+def test_an_interrupt_during_the_imports_is_one_line(tmp_path: Path) -> None:
     shutil.copy(ROOT / "src" / "tlt_rl.py", tmp_path)
-    shutil.copy(ROOT / "src" / "tlt" / "__init__.py", tmp_path / "tlt")
-    (tmp_path / "tlt" / "models" / "lvvit.py").touch()
-    return tmp_path
-
-
-def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-S", "-c", code], cwd=site, env={}, capture_output=True, text=True)
-
-
-REMEDY = "pip uninstall -y tlt, then pip install --force-reinstall --no-deps tlt-rl"
-
-
-def test_our_package_over_the_other_one_is_refused_at_import_and_alone_it_is_accepted(site: Path) -> None:
-    done = python(site, "import tlt")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: another package, tlt (Token Labeling Toolbox)")
-    assert REMEDY in done.stderr
-    (site / "tlt" / "models" / "lvvit.py").unlink()
-    assert python(site, "import tlt; print(tlt.__version__)").stdout == f"{PROJECT['version']}\n"
-
-
-@pytest.mark.parametrize("uninstalled", [False, True])
-def test_the_other_package_over_ours_is_refused_by_the_command(site: Path, uninstalled: bool) -> None:
-    """It is still there, or it was uninstalled together with our `__init__.py`."""
-    (site / "tlt" / "__init__.py").write_text("")
-    if uninstalled:
-        (site / "tlt" / "models" / "lvvit.py").unlink()
-        (site / "tlt" / "__init__.py").unlink()
-    done = python(site, "import tlt_rl; tlt_rl.main()")
-    assert done.returncode == 1
-    assert done.stderr.startswith("tlt: another package")
-    assert REMEDY in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_an_interrupt_during_the_imports_is_one_line(site: Path) -> None:
-    (site / "tlt" / "models" / "lvvit.py").unlink()
-    (site / "tlt" / "cli.py").write_text("raise KeyboardInterrupt")
-    done = python(site, "import tlt_rl; tlt_rl.main()")
+    (tmp_path / "tlt").mkdir()
+    (tmp_path / "tlt" / "cli.py").write_text("raise KeyboardInterrupt")
+    code = "import tlt_rl; tlt_rl.main()"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "tlt: interrupted\n")

@@ -14,9 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tlt.commands.export_check import difference
 from tlt.config import Config, parse_config
-from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.families import DecoderOptions
 from tlt.types import TrainBatch
 
 EOS = 256
@@ -114,12 +113,6 @@ def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: in
     advantages = torch.randn(responses, generator=generator, dtype=torch.float64).tolist()
     logprobs = [[-1.0] * len(answer) for answer in answers]
     return TrainBatch(prompts, answers, advantages, logprobs, rewards=[[0.0]] * responses)
-
-
-def compare_here(out: Path, facts: Path) -> None:
-    """Compare an export with the model in this process, which is faster than in a new one."""
-    if found := difference(out, facts):
-        raise ModelError(found)
 
 
 class Crash(BaseException):

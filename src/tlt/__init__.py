@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tlt_rl import package_in_the_way
-
 if TYPE_CHECKING:
     from tlt.build import load_engine
     from tlt.commands.drafting import train_drafter
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
     from tlt.run.train import train
     from tlt.sampling import make_requests
     from tlt.types import Prompt, Request, Response, SamplingParams, TrainBatch
-
-if _found := package_in_the_way():
-    raise ImportError(_found)
 
 __version__ = "0.1.0"
 

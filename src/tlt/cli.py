@@ -28,9 +28,10 @@ from tlt.config.registry import DRAFTERS, learned
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.progress import loading, shown
 from tlt.report import add_report
-from tlt.run.restarts import LOST
 from tlt.stopping import Stopped
 
+LOST = 75
+"""exit code of a run that lost its workers or its Ray cluster, or ran out of memory (EX_TEMPFAIL in sysexits.h)"""
 _SPINS = "50000"  # spins of an idle thread of torch before it sleeps; by default it keeps the core for longer
 _LONGEST = 1200  # maximum length of an error message in characters
 _DRAFTER = (
@@ -119,7 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(command=_config)
 
     _add_draft(commands.add_parser("draft", help="train or evaluate a drafter"))
-    _add_bench(commands.add_parser("bench", help="run benchmarks", epilog=OVERRIDES))
     return parser
 
 
@@ -158,40 +158,11 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("source", type=Path, help="folder of a run, of a model or of a drafter, or a name on the hub")
     export.add_argument("out", type=output_folder, help="folder to write; a run's drafter goes into drafter/")
-    export.add_argument(
-        "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load the export"
-    )
+    export.add_argument("--to", default="hf", choices=["hf", "vllm", "sglang"], help="engine that will load the export")
     export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="number format")
     export.add_argument("--model", type=Path, help="for a drafter: folder or name of its target model")
     export.add_argument("--push", metavar="REPO", help="upload OUT to this repository on the hub; a new one is private")
     export.set_defaults(command=_export)
-
-
-def _add_bench(bench: argparse.ArgumentParser) -> None:
-    kinds = bench.add_subparsers(required=True, metavar="WHAT")
-    rollout = kinds.add_parser("rollout", help="measure tokens per second by batch size and strategy")
-    rollout.add_argument("recipe", help=RECIPE)
-    rollout.add_argument("--batches", default="1,8,32", help="numbers of concurrent requests, comma-separated")
-    rollout.add_argument("--tail", type=int, default=0, help="also measure one rollout of this many requests")
-    rollout.add_argument("--repeats", type=int, default=3, help="number of measurements; the median is reported")
-    rollout.add_argument(
-        "--look-ahead",
-        type=int,
-        default=1,
-        metavar="STEPS",
-        help="number of policy updates between the look-ahead drafts and the measured decoding; 0: no look-ahead",
-    )
-    rollout.add_argument(
-        "--only", default="", help="comma-separated prefixes of the strategies to measure; plain is always measured"
-    )
-    rollout.add_argument(
-        "--peers",
-        default="auto",
-        choices=["auto", "none"],
-        help="also measure other engines; auto: the installed ones, but none if engine.backend is vllm",
-    )
-    rollout.add_argument("--json", type=output_file, help="write the result to this file")
-    rollout.set_defaults(command=_bench_rollout)
 
 
 def _add_draft(draft: argparse.ArgumentParser) -> None:
@@ -307,40 +278,6 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
 
 
-def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    _at_least_one("--repeats", arguments.repeats)
-    for option, number in (("--look-ahead", arguments.look_ahead), ("--tail", arguments.tail)):
-        if number < 0:
-            raise ConfigError(f"{option} must be at least 0 (got {number})")
-    config = load_config(arguments.recipe, overrides)
-    batches, peers = _batches(arguments.batches), arguments.peers == "auto"
-    if config.engine.backend == "vllm":
-        for option, value in (("--tail", arguments.tail), ("--only", arguments.only)):
-            if value:
-                raise ConfigError(f"{option} cannot be used with engine.backend = 'vllm': remove it")
-        from tlt.bench.vllm import bench_vllm
-
-        bench_vllm(config, batches, arguments.repeats, arguments.json, arguments.look_ahead)
-        return 0
-    with loading():
-        from tlt.bench.rollout import bench_rollout
-
-    only = arguments.only.split(",")
-    options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead, only)
-    bench_rollout(config, batches, *options)
-    return 0
-
-
 def _at_least_one(option: str, value: float) -> None:
     if not 1 <= value < math.inf:
         raise ConfigError(f"{option} must be a number of at least 1, not {value}")
-
-
-def _batches(text: str) -> list[int]:
-    try:
-        batches = [int(word) for word in text.split(",")]
-    except ValueError:
-        batches = []
-    if not batches or min(batches) < 1:
-        raise ConfigError(f"--batches {text!r} is not a list of whole numbers above 0, such as 1,8,32")
-    return batches

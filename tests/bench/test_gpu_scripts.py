@@ -18,9 +18,9 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import gpu_plan
 import gpu_rounds
+import rollout
 import rows
 import shapes
-import strategies
 import update_cost
 from measuring import Results, counts, device_counts
 
@@ -283,8 +283,8 @@ def test_every_command_of_the_plan_is_valid(sizes: gpu_plan.Sizes, monkeypatch: 
     monkeypatch.chdir(ROOT)
     for module in (gpu_rounds, update_cost, rows):
         monkeypatch.setattr(module, "place", parsed)
-    monkeypatch.setattr(strategies, "open_workplace", parsed)
-    scripts = {f"bench/{m.__name__}.py": m for m in (gpu_rounds, update_cost, rows, strategies)}
+    monkeypatch.setattr(rollout, "bench_rollout", parsed)
+    scripts = {f"bench/{m.__name__}.py": m for m in (gpu_rounds, update_cost, rows, rollout)}
     steps = gpu_plan.plan(sizes)
     assert len({one.name for one in steps}) == len(steps)
     for one in steps:

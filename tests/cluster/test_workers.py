@@ -224,7 +224,7 @@ def test_sigterm_stops_a_run_whose_workers_start(tmp_path: Path, monkeypatch: py
     answer."""
     monkeypatch.setenv("TMPDIR", folder := tempfile.mkdtemp(prefix="tlt", dir="/tmp"))
     path = recovery.write_recipe(tmp_path, cluster={"workers": 2}, train={"steps": 1000})
-    command = [sys.executable, "-m", "tlt", "train", str(path), "--run.folder", f"{folder}/run", "--restarts", "3"]
+    command = [sys.executable, "-m", "tlt", "train", str(path), "--run.folder", f"{folder}/run"]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         while run.poll() is None and not any(Path(folder).glob(moment)):

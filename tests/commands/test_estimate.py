@@ -85,7 +85,7 @@ def test_an_error_does_not_say_how_to_resume_from_the_deleted_folder(tmp_path: P
 def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Held-out prompts are not decoded: their file does not even exist. Nothing is copied or tracked, and no line names
     a file that is deleted."""
-    run = {"mirror": (tmp_path / "mirror").as_uri(), "trackers": ["wandb"]}
+    run = {"on_save": f"touch {tmp_path}/saved", "trackers": ["wandb"]}
     tree = tiny_tree(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
     recipe, before = write_recipe(tmp_path / "recipe.toml", tree), sorted(tmp_path.iterdir())
     with patch.dict(sys.modules, {"wandb": None}), pytest.raises(SystemExit) as ended:

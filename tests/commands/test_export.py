@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import compare_here, qwen3, save_tokenizer, tiny_config
+from tiny import qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tlt.commands import export_check
 from tlt.commands.export import export
-from tlt.commands.export_check import check_drafter, check_in_new_process
+from tlt.commands.export_check import Facts, check_drafter, check_export
 from tlt.config import Config, DrafterTrainConfig
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
 from tlt.files import read_json
@@ -42,11 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
 
 
 def a_drafter(model: Path, folder: Path, kind: Any = "eagle1", window: int = 64) -> EagleLayer:
@@ -123,7 +118,6 @@ def test_a_run_leaves_its_policy_and_its_drafter(trained: Config, tmp_path: Path
         ("vllm", "eagle3", '"method": "eagle3", "model": "{out}"', "The config sets it as `sliding_window`"),
         ("sglang", "eagle1", "--speculative-algorithm EAGLE --speculative-draft-model-path {out} ", "SGLang reads no"),
         ("sglang", "eagle3", "--speculative-algorithm EAGLE3 --speculative-draft-model-path {out} ", "SGLang reads no"),
-        ("speculators", "eagle3", "vllm serve {out}", "The config sets it as `sliding_window`"),
     ],
 )
 def test_a_drafters_card_names_its_command_and_its_window(
@@ -231,11 +225,11 @@ ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
 def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], named: str
 ) -> None:
-    def spoiled(out: Path, facts: Path) -> None:
+    def spoiled(out: Path, facts: Facts) -> None:
         fault(out)
-        (check_in_new_process if "transformers" in named else compare_here)(out, facts)
+        check_export(out, facts)
 
-    monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
+    monkeypatch.setattr("tlt.commands.export.check_export", spoiled)
     with pytest.raises(ModelError, match=named if "transformers" in named else f"differs from .*: .*{named}"):
         export(model, tmp_path / "out", "hf", "float32")
     assert list(tmp_path.iterdir()) == []
@@ -244,16 +238,14 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
 def test_another_distribution_is_another_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All recorded facts may be equal although the model computes something else."""
 
-    def spoiled(out: Path, facts: Path) -> None:
-        probs = load_file(facts / "facts.safetensors")["probs"]
-        probs[-1, :2] += torch.tensor([1e-3, -1e-3])
-        save_file({"probs": probs}, facts / "facts.safetensors")
-        compare_here(out, facts)
+    def spoiled(out: Path, facts: Facts) -> None:
+        facts.probs[-1, :2] += torch.tensor([1e-3, -1e-3])
+        check_export(out, facts)
 
-    monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
+    monkeypatch.setattr("tlt.commands.export.check_export", spoiled)
     with pytest.raises(ModelError, match=r"the total variation distance of next-token distributions is 0\.001"):
         export(model, tmp_path / "out", "hf", "float32")
-    monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
+    monkeypatch.setattr("tlt.commands.export.check_export", check_export)
     monkeypatch.setattr(export_check, "_distributions", lambda *_: torch.full((3, 257), torch.nan))
     with pytest.raises(ModelError, match="distributions is nan"):
         export(model, tmp_path / "out", "hf", "float32")

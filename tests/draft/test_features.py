@@ -12,13 +12,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from random_drafter import RandomDrafter
 from small import Replay, request, strategy_for, with_slots_of_any_size
 from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
-from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine

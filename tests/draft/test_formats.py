@@ -1,5 +1,5 @@
 """Drafters in the formats of other engines. Engines ignore a missing tensor silently. So these tests fix names, shapes
-and configs, as vLLM 0.33, SGLang 0.5 and speculators 0.9 read them."""
+and configs, as vLLM 0.33 and SGLang 0.5 read them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiny import decoder_options
 from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3Config
 
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options
-from tlt.draft.formats import Words, write_drafter
+from tlt.draft.formats import write_drafter
 from tlt.models.families import decoder_options as families_options
 
 TARGET = (
     {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True, "dtype": "float32"}
-    | {"eos_token_id": 3, "_name_or_path": "served"}
+    | {"eos_token_id": 3}
     | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
 )
 D, H, K, E, F, V = 8, 4, 2, 4, 12, 7
@@ -32,8 +32,7 @@ def a_layer(kind: Any, layers: int = 8) -> EagleLayer:
 
 
 def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    words = Words(torch.zeros(V, D), torch.ones(V, D))
-    write_drafter(a_layer(kind), TARGET, tmp_path, to, words if head else None)
+    write_drafter(a_layer(kind), TARGET, tmp_path, to, torch.ones(V, D) if head else None)
     return json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
 
 
@@ -118,7 +117,6 @@ def shapes(kind: str, prefix: str) -> dict[str, tuple[int, ...]]:
         ("eagle1", "sglang", "layers.0", {"fc.bias": (D,)}),
         ("eagle3", "vllm", "midlayer", {}),
         ("eagle3", "sglang", "midlayer", {}),
-        ("eagle3", "speculators", "layers.0", {"embed_tokens.weight": (V, D)}),
     ],
 )
 def test_names_and_shapes_are_those_that_the_engine_reads(
@@ -128,8 +126,7 @@ def test_names_and_shapes_are_those_that_the_engine_reads(
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes(kind, prefix) | more
     assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
     ours = checkpoint_tensors(a_layer(kind))  # type: ignore[arg-type]
-    again = {name.replace("layers.0.", "midlayer.") if kind == "eagle3" else name: t for name, t in tensors.items()}
-    assert all(torch.equal(again[name], tensor) for name, tensor in ours.items())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in ours.items())
 
 
 COMMON = (
@@ -160,39 +157,14 @@ def test_the_config_of_eagle3_numbers_layers_both_ways(tmp_path: Path, to: str) 
     )
 
 
-def test_the_config_of_speculators(tmp_path: Path) -> None:
-    config = written(tmp_path, "eagle3", "speculators")[0]
-    assert config.pop("transformer_layer_config") == {**COMMON, **WINDOW}
-    asked = config.pop("speculators_config")
-    assert asked["verifier"] == {"name_or_path": "served", "architectures": ["Qwen3ForCausalLM"]}
-    assert asked["proposal_methods"][0]["speculative_tokens"] == 4
-    assert config == {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": V,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-        "tie_word_embeddings": False,
-    }
-
-
 def test_without_a_head_the_engine_uses_that_of_the_target(tmp_path: Path) -> None:
     assert "lm_head.weight" not in written(tmp_path, "eagle3", "vllm", head=False)[1]
 
 
 @pytest.mark.parametrize("layers", [1, 6])
-@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_repeated_layers_are_refused(tmp_path: Path, layers: int, to: Any) -> None:
     """vLLM would sort them and leave one out, and the drafter would read other layers."""
     with pytest.raises(DrafterError, match="seven layers or more"):
         write_drafter(a_layer("eagle3", layers), TARGET, tmp_path, to)
     write_drafter(a_layer("eagle3", 7), TARGET, tmp_path, to)
-
-
-def test_eagle1_cannot_be_exported_to_speculators(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match=r"speculation\.kind = 'eagle3'"):
-        write_drafter(a_layer("eagle1"), TARGET, tmp_path, "speculators")

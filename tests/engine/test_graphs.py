@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fake_graph import fake_graphs
+from random_drafter import RandomDrafter
 from small import by_seed, decoder_of, finish
 from tiny import qwen3
 
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
-from tlt.draft.hostile import RandomDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphedPasses

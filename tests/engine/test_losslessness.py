@@ -155,6 +155,7 @@ HOSTILE: dict[str, Callable[[Target], Drafter | None]] = {
     "nan": lambda t: Says(None, [NAN] * 5),
     "duplicates": lambda t: Says([3, 3, 3, 1, 1], [-0.1, -0.1, -0.2, -0.3, -0.3]),
     "out_of_vocabulary": lambda t: Says([5, -1, 10**12, 2, -(2**40)], [0.0, 0.0, 0.0, -1.0, 0.0]),
+    "infinite": lambda t: Says([3, 0, 1], [float("inf"), float("-inf"), 0.0]),
     "nothing": lambda t: Says([-1], [float("-inf")]),
 }
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from random_drafter import RandomDrafter
 from tiny import qwen3
 
 from tlt.config import DrafterTrainConfig, EngineConfig, RolloutConfig, TrainConfig
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.features import FeatureLayout
-from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter

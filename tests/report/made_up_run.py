@@ -50,20 +50,6 @@ def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> di
     }
 
 
-def events(steps: int, workers: int = 2) -> list[dict[str, Any]]:
-    """Return the spans of steps of 10 s each, with the mark at the end of each."""
-    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 1, "args": {"name": "driver"}}]
-    for step in range(steps):
-        start = 1e15 + step * 10e6
-        for process in range(1 + workers):
-            span = {"ph": "X", "name": "rollout", "pid": process, "tid": 2, "ts": start, "dur": 6e6}
-            idle = {"name": "IDLE", "tid": 1, "ts": start + 6e6, "dur": 4e6}
-            found += [span, span | {"name": "ROLLOUT", "tid": 1}, span | idle] if process else [span]
-        end = {"ph": "X", "name": "step ends", "pid": 0, "tid": 2, "ts": start + 10e6, "dur": 0}
-        found.append(end | {"args": {"step": step}})
-    return found
-
-
 def make_run(folder: Path, steps: int = 8, config: dict[str, Any] | None = None, workers: int = 2) -> Path:
     folder.mkdir(parents=True)
     lines = [line(step, workers) for step in range(steps)]
@@ -74,8 +60,5 @@ def make_run(folder: Path, steps: int = 8, config: dict[str, Any] | None = None,
     recipe = {"model": {"path": "models/small"}, "train": {"steps": steps}, "run": {"folder": str(folder)}}
     (folder / "config.json").write_text(json.dumps(recipe | (config or {})), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps({"steps": steps, "policy_sha256": "ab" * 32}), encoding="utf-8")
-    trace = ",\n".join(json.dumps(event) for event in events(steps, workers))
-    (folder / "trace.json").write_text(f'{{"traceEvents": [\n{trace}\n]}}\n', encoding="utf-8")
-    for worker in range(workers):
-        (folder / f"worker_{worker}.log").write_text(f"x: here is worker {worker}, process 1\n", encoding="utf-8")
+    (folder / "trace.json").touch()
     return folder

@@ -115,37 +115,9 @@ def test_the_proof_has_the_result_of_the_check_at_start(tmp_path: Path) -> None:
     assert proof() == "not exact: attention"
 
 
-def test_the_proof_counts_the_workers_that_were_replaced_without_first_starts(tmp_path: Path) -> None:
-    def replaced(folder: Path) -> object:
-        return shown(write_report([folder]))[0]["proof"]["workers replaced"]
-
-    folder = make_run(tmp_path / "run", steps=1)
-    assert replaced(folder) == 0
-    log, trace = folder / "worker_1.log", folder / "trace.json"
-    log.write_text(log.read_text(encoding="utf-8") * 4, encoding="utf-8")
-    assert replaced(folder) == 3
-    start = trace.read_text(encoding="utf-8").splitlines()[1]
-    trace.write_text(trace.read_text(encoding="utf-8").replace(start, f"{start}\n{start}"), encoding="utf-8")
-    assert replaced(folder) == 1  # the driver, when it starts again, starts both workers
-    for workers, said in ((1, 0), (2, "not recorded")):
-        folder = make_run(tmp_path / f"{workers} without logs", steps=1, workers=workers)
-        for path in folder.glob("worker_*.log"):
-            path.unlink()
-        assert replaced(folder) == said
-
-
 def test_a_number_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     folder = with_lines(tmp_path / "run", line(0), line(1, update={"entropy": float("nan")}))
     assert shown(write_report([folder]))[0]["columns"]["update/entropy"] == [[0, 0.5]]
-
-
-def test_a_timeline_holds_the_spans_between_the_marks_of_a_step(tmp_path: Path) -> None:
-    found = read_run(make_run(tmp_path / "run", steps=40))
-    assert len(found.timelines) <= 13
-    assert {0, 39} <= found.timelines.keys()
-    spans = found.timelines[39]
-    assert len(spans) == 1 + 2 * 3
-    assert {(start, seconds) for *_, start, seconds in spans} == {(0, 6), (6, 4)}
 
 
 def test_token_letters_become_run_lengths_and_thinned_lines_keep_extremes() -> None:
@@ -169,7 +141,7 @@ def test_text_of_a_model_cannot_end_the_script_element(tmp_path: Path) -> None:
     assert (response["response"], response["scores"]) == (bad, {bad: None})
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "completions"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_missing_or_truncated_file_is_named_or_left_out(tmp_path: Path, name: str) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     path = folder / name
@@ -184,7 +156,7 @@ def test_a_missing_or_truncated_file_is_named_or_left_out(tmp_path: Path, name: 
     assert any(f"{name} is missing" in fault for fault in shown(write_report([folder]))[0]["faults"])
 
 
-@pytest.mark.parametrize("name", ["config.json", "completions.jsonl", "worker_0.log"])
+@pytest.mark.parametrize("name", ["config.json", "completions.jsonl"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder, open_file = make_run(tmp_path / "run", steps=1), Path.open
 
@@ -195,19 +167,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "open", refused)
     assert shown(write_report([folder]))[0]["faults"] == [f"{name} cannot be read (Permission denied)."]
-
-
-def test_completions_of_both_formats_are_read_and_a_damaged_file_is_named(tmp_path: Path) -> None:
-    """A run that is resumed may change the format."""
-    train(tiny_config(tmp_path, run={"completions_format": "parquet"}))
-    (tmp_path / "run" / "completions.jsonl").write_text(json.dumps(completion(2, 0)) + "\n", encoding="utf-8")
-    found = read_run(tmp_path / "run")
-    assert [row["step"] for row in found.completions] == [0] * 6 + [1] * 6 + [2]
-    assert found.faults == []
-    (tmp_path / "run" / "completions" / "step_00000000.parquet").write_bytes(b"PAR1")
-    found = read_run(tmp_path / "run")
-    assert [row["step"] for row in found.completions] == [1] * 6 + [2]
-    assert found.faults == ["completions/step_00000000.parquet is damaged."]
 
 
 def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:
@@ -243,10 +202,9 @@ def test_several_runs_show_the_fields_that_differ(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> None:
-    """Its completions are Parquet. Those of made-up runs are JSON."""
-    train(tiny_config(tmp_path, run={"compare_every": 1, "completions_format": "parquet"}))
+    train(tiny_config(tmp_path, run={"compare_every": 1}))
     page = shown(tmp_path / "run" / "report.html")[0]
-    parts = ("sentences", "ratios", "proof", "worker_seconds", "timelines", "columns", "ribbons", "groups", "energy")
+    parts = ("sentences", "ratios", "proof", "worker_seconds", "has_trace", "columns", "groups", "energy")
     assert all(page[part] for part in parts)
     rows = read_run(tmp_path / "run").completions
     assert rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import threading
 import types
@@ -21,12 +20,12 @@ import tiny
 from tiny import Crash, tiny_config
 
 from tlt.config import Config, ConfigError
+from tlt.config.registry import TRACKERS, maker
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
 from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
 from tlt.store.completions import CompletionsWriter, read_completions
-from tlt.store.completions_parquet import ParquetCompletions
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -89,7 +88,7 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
     assert not [metric for metric in found if sum(explains(name, metric) for name in names) != 1]
     rare = {
         *("outcomes/<outcome>", "memory/<process>/cuda", "rollout/alarms/<drafter>", "rollout/early_seconds"),
-        *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules", "estimated_cpu_joules", "cost")),
+        *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules")),
         *(f"episodes/{name}" for name in ("turns", "reply_tokens", "ended/<reason>")),
         # of a learned drafter, if the tuner tried it in the rollout
         *("rollout/acceptance_rate/<drafter>", "rollout/by_depth/<drafter>/<depth>"),
@@ -209,56 +208,6 @@ def test_completions_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("completions*"))
 
 
-def parquet_of(folder: Path) -> list[dict[str, Any]]:
-    table = pytest.importorskip("pyarrow.parquet").read_table(folder / "completions")
-    return [row | {"scores": dict(row["scores"])} for row in table.to_pylist()]
-
-
-def test_the_same_completions_as_parquet_once_each_after_a_resume(tmp_path: Path) -> None:
-    """The last two of four steps are repeated, in the other format."""
-    pytest.importorskip("pyarrow")
-    steps = {"train": {"steps": 4}}
-    expected = read_completions(train(config_of(tmp_path, **steps)))
-    config = config_of(tmp_path, **steps, run={"folder": str(tmp_path / "p"), "completions_format": "parquet"})
-    found = parquet_of(train(config))
-    assert [row | HOW for row in found] == [row | HOW for row in expected]
-    assert {row["decoded"].keys() == expected[0]["decoded"].keys() for row in found} == {True}
-    folder = Path(config.run.folder)
-    for step in (3, 4):
-        shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
-    (folder / "completions" / "step_00000003.parquet.partial").write_bytes(b"half")
-    other = config.model_copy(update={"run": config.run.model_copy(update={"completions_format": "jsonl"})})
-    later = read_completions(train(other, resume=True))
-    assert {row["step"] for row in later} == {2, 3}
-    assert [row["step"] for row in [*parquet_of(folder), *later]] == [row["step"] for row in expected]
-    left = sorted(path.name for path in (folder / "completions").iterdir())
-    assert left == ["step_00000000.parquet", "step_00000001.parquet"]
-
-
-def test_parquet_is_bounded_reads_as_one_table_and_holds_any_answer(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    writer = ParquetCompletions(tmp_path, 0, 60_000)
-    answers: list[Any] = [None, "text", {"a": 1}, 7, "half \ud800"]
-    for step in range(20):
-        odd = group([1.0, 0.0])
-        odd.prompt.data["answer"] = answers[step % len(answers)]
-        writer.write(step, [odd])
-        assert sum(path.stat().st_size for path in (tmp_path / "completions").iterdir()) <= 60_000
-    found = parquet_of(tmp_path)
-    assert [row["step"] for row in found] == sorted(row["step"] for row in found)
-    assert found[-1]["step"] == 19
-    assert found[-1]["answer"] == "half \\ud800"
-    assert {row["answer"] for row in found} >= {None, "text", '{"a": 1}', "7"}
-
-
-def test_parquet_without_pyarrow_is_refused_before_anything_begins(tmp_path: Path) -> None:
-    config = config_of(tmp_path, run={"completions_format": "parquet"})
-    nothing = patch("tlt.store.completions_parquet.find_spec", return_value=None)
-    with nothing, pytest.raises(ConfigError, match=r"run\.completions_format = 'parquet' needs pyarrow: pip install"):
-        train(config)
-    assert not Path(config.run.folder).exists()
-
-
 def test_any_text_can_be_saved(tmp_path: Path) -> None:
     writer = CompletionsWriter(tmp_path, 0, 10**6)
     text = 'line\u2028break "quotes" \ud800 nul\x00 日本\n'
@@ -276,79 +225,48 @@ def test_no_completions_are_saved_if_turned_off(tmp_path: Path) -> None:
 
 
 class Service(types.ModuleType):
-    """Stand-in for the packages wandb, mlflow and trackio, which records its calls."""
+    """Stand-in for the package wandb, which records its calls."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self) -> None:
+        super().__init__("wandb")
         self.told: list[tuple[int, dict[str, float]]] = []
         self.began: list[dict[str, Any]] = []
-        self.tables: list[tuple[int, list[dict[str, Any]]]] = []
         self.closed, self.id = 0, "the-first"
-        self.info = types.SimpleNamespace(run_id=self.id)
 
     def Settings(self, console: str) -> None:
         assert console == "off"
 
     def init(self, **arguments: Any) -> Any:
-        if self.__name__ == "trackio":
-            print("trackio prints where its data is")
-            assert arguments["resume"] == ("allow" if arguments["name"] == self.id else "never")
-            arguments["id"] = self.id if arguments["resume"] == "allow" else None
-            self.name = self.id
         self.began.append(arguments)
         return self
-
-    def Table(self, data: list[Any], columns: list[str] | None = None) -> list[dict[str, Any]]:
-        return data if columns is None else [dict(zip(columns, row, strict=True)) for row in data]
 
     def define_metric(self, name: str, step_metric: str) -> None:
         assert (name, step_metric) == ("*", "step")
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        values = values if step is None else {"step": step, **values}
-        if "completions" in values:
-            self.tables.append((values["step"], values["completions"]))
-            return
+    def log(self, values: dict[str, Any]) -> None:
         self.told.append((int(values["step"]), {k: v for k, v in values.items() if k != "step"}))
 
     def finish(self) -> None:
         self.closed += 1
 
-    def set_experiment(self, name: str) -> None:
-        assert name == "tlt"
 
-    def start_run(self, **arguments: Any) -> Any:
-        self.began.append({"id": arguments["run_id"]} | arguments)
-        return self
-
-    def log_params(self, values: dict[str, Any]) -> None:
-        assert values["train.steps"] == "2"
-
-    def log_metrics(self, values: dict[str, float], step: int) -> None:
-        self.log({"step": step, **values})
-
-    end_run = finish
-
-
-@pytest.fixture(params=["wandb", "mlflow", "trackio"])
-def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Service:
-    service = Service(request.param)
-    monkeypatch.setitem(sys.modules, request.param, service)
-    monkeypatch.setattr(trackers_module, "find_spec", lambda name: name == request.param or find_spec(name))
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    service = Service()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setattr(trackers_module, "find_spec", lambda name: name == "wandb" or find_spec(name))
     return service
 
 
 def test_a_tracker_gets_every_metric_and_continues_after_a_resume(
     tmp_path: Path, service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = {"trackers": [service.__name__], "tracker_completions": 3}
+    run = {"trackers": ["wandb"]}
     lines = read_metrics(folder := train(config_of(tmp_path, run=run)))
     assert capsys.readouterr().out == ""
     assert service.told == [(line["step"], dict(scalars(line))) for line in lines]
     assert not (folder / "tensorboard").exists(), "it was not named"
     assert service.began[0]["id"] is None
-    check_tables(service, folder)
     train(config_of(tmp_path, train={"steps": 3}, run=run), resume=True)
     assert service.began[1]["id"] == "the-first"
     assert service.closed == 2
@@ -356,14 +274,23 @@ def test_a_tracker_gets_every_metric_and_continues_after_a_resume(
     assert service.began[2]["id"] is None, "that is another run"
 
 
-def check_tables(service: Service, folder: Path) -> None:
-    """Check that each step has a table of three responses with their rewards. MLflow has no such tables."""
-    written = read_completions(folder)
-    assert [step for step, _ in service.tables] == ([] if service.__name__ == "mlflow" else [0, 1])
-    for step, rows in service.tables:
-        known = {(row["prompt"], row["response"]): row["reward"] for row in written if row["step"] == step}
-        assert len(rows) == 3
-        assert all(known[row["prompt"], row["response"]] == row["reward"] for row in rows)
+def test_a_tracker_of_the_user_gets_every_metric(tmp_path: Path) -> None:
+    (tmp_path / "my_tracker.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, run):\n"
+        "        self.file = open(run.folder / 'mine.txt', 'a')\n"
+        "    def log(self, step, values):\n"
+        "        print(step, values['reward'], file=self.file)\n"
+        "    def close(self):\n"
+        "        self.file.close()\n",
+        encoding="utf-8",
+    )
+    config = config_of(tmp_path, run={"trackers": ["my_tracker:Mine"]})
+    reward = config.reward.model_copy(update={"folder": str(tmp_path)})
+    terms = [term.model_copy(update={"name": "length", "length_to": 40}) for term in reward.terms[:1]]
+    folder = train(config.model_copy(update={"reward": reward.model_copy(update={"terms": terms})}))
+    expected = [f"{line['step']} {line['reward']}" for line in read_metrics(folder)]
+    assert (folder / "mine.txt").read_text(encoding="utf-8").splitlines() == expected
 
 
 def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
@@ -376,14 +303,14 @@ def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with patch.object(Path, "write_text", half), pytest.raises(KeyboardInterrupt):
-        remember_id(place, "mlflow", "another")
+        remember_id(place, "mine", "another")
     assert known_id(place, "wandb") == "the-first"
     assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None, "only a resumed run continues it"
 
 
 def tracked(folder: Path, *names: str) -> Trackers:
     """Return trackers that were given three steps."""
-    trackers = Trackers(names, TrackedRun(folder, 0, {"train": {"steps": 2}}))
+    trackers = Trackers({name: maker(TRACKERS[name]) for name in names}, TrackedRun(folder, 0, {}))
     for step in range(3):
         trackers.log(step, {"reward": 1.0})
     return trackers
@@ -400,7 +327,7 @@ def test_a_failing_tracker_is_turned_off_and_costs_the_others_no_step(
     told = list[int]()
     monkeypatch.setattr(service, "log", Mock(side_effect=error))
     monkeypatch.setattr(trackers_module.TensorBoard, "log", lambda self, step, values: told.append(step))
-    tracked(tmp_path, service.__name__, "tensorboard").close()
+    tracked(tmp_path, "wandb", "tensorboard").close()
     assert caplog.text.count(f"failed ({type(error).__name__}: {error})") == 1
     assert told == [0, 1, 2]
 
@@ -416,16 +343,16 @@ def test_a_slow_tracker_delays_no_step(tmp_path: Path, service: Service, monkeyp
 
         return call
 
-    for name in ("init", "start_run", "log"):
+    for name in ("init", "log"):
         monkeypatch.setattr(service, name, noted(name, getattr(service, name)))
-    trackers = tracked(tmp_path, service.__name__)
+    trackers = tracked(tmp_path, "wandb")
     assert not service.told
     may_log.set()
     trackers.close()
     assert [step for step, _ in service.told] == [0, 1, 2]
     assert service.closed == 1
     assert len(threads) == 4, "it starts once"
-    assert len(set(threads)) == 1, "MLflow's active run is per thread: elsewhere, log_metrics would begin another run"
+    assert len(set(threads)) == 1, "some trackers have one run per thread"
     assert threading.get_ident() not in threads
 
 
@@ -435,7 +362,7 @@ def test_a_tracker_that_hangs_ends_no_run(
     may_end = threading.Event()
     monkeypatch.setattr(trackers_module, "_PATIENCE", 0.05)
     monkeypatch.setattr(service, "log", lambda *_, **__: may_end.wait(60))
-    trackers = tracked(tmp_path, service.__name__)
+    trackers = tracked(tmp_path, "wandb")
     trackers.close()
     assert "a tracker did not answer within 0.05 s" in caplog.text
     assert trackers._thread.is_alive()
@@ -445,10 +372,10 @@ def test_a_tracker_that_hangs_ends_no_run(
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:
-    if find_spec("mlflow"):
-        pytest.skip("mlflow is installed")
-    with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt-rl\[mlflow\]'"):
-        train(config_of(tmp_path, run={"trackers": ["mlflow"]}))
+    if find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    with pytest.raises(ConfigError, match=r"run\.trackers names wandb.*pip install 'tlt-rl\[wandb\]'"):
+        train(config_of(tmp_path, run={"trackers": ["wandb"]}))
     assert not (tmp_path / "run").exists()
 
 
@@ -456,12 +383,3 @@ def test_a_run_does_not_need_tensorboard(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names_of(None) == ["tensorboard"]
     monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
     assert names_of(None) == []
-
-
-def test_a_step_without_a_table_turns_no_tracker_off(tmp_path: Path, service: Service) -> None:
-    trackers = Trackers([service.__name__], TrackedRun(tmp_path, 0, {"train": {"steps": 2}}))
-    trackers.log_table(0, [])
-    trackers.log(1, {"reward": 1.0})
-    trackers.close()
-    assert service.tables == []
-    assert [step for step, _ in service.told] == [1]

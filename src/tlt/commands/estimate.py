@@ -61,7 +61,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
     with _temporary_folder(Path(config.run.folder).absolute()) as folder:
         run = {"folder": folder, "save_every": 0, "trackers": [], "completions_mb": 0}
         changes = {
-            "run": config.run.model_copy(update={**run, "mirror": None, "overwrite": True}),
+            "run": config.run.model_copy(update={**run, "on_save": None, "overwrite": True}),
             "train": config.train.model_copy(update={"steps": steps}),
             "eval": config.eval.model_copy(update={"every": 0, "path": None}),
         }

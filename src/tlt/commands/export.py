@@ -1,4 +1,4 @@
-"""`tlt export`: writes the results of a run as folders for transformers, vLLM, SGLang and speculators.
+"""`tlt export`: writes the results of a run as folders for transformers, vLLM and SGLang.
 
 A policy is written as a Hugging Face folder, which all of these can load. A drafter is written in the format of one
 engine (`draft/formats.py`). Each folder has a README.md with the command that serves it."""
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from tlt.commands.export_check import check_drafter, check_in_new_process, write_facts
+from tlt.commands.export_check import Facts, check_drafter, check_export
 from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
-from tlt.draft.formats import Format, Words, method, write_drafter
+from tlt.draft.formats import Format, method, write_drafter
 from tlt.files import errors_as, read_json, refuse_to_overwrite, share
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.hugging_face import load_model, save_model
@@ -33,7 +32,7 @@ from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_model
 from tlt.store.model_files import model_files, write_files
 
-To = Literal["hf", "vllm", "sglang", "speculators"]
+To = Literal["hf", "vllm", "sglang"]
 _DRAFT_TOKENS = 4  # number of draft tokens per pass in the commands that serve a model
 
 
@@ -139,13 +138,12 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
     if wrong := [name for name, tensor in whole.state_dict().items() if not tensor.isfinite().all()]:
         raise ModelError(f"{wrong[0]} of {folder} has values that are not finite in {dtype}: export another checkpoint")
     tokenizer = load_tokenizer(folder)
-    with tempfile.TemporaryDirectory(prefix="tlt-export-") as facts:
-        save_model(whole, out)
-        write_files(model_files(folder, tokenizer), out)
-        _complete(out, stop_token_ids(out, tokenizer))
-        write_facts(whole, tokenizer, Path(facts))
-        del whole  # the comparison needs the memory
-        check_in_new_process(out, Path(facts))
+    save_model(whole, out)
+    write_files(model_files(folder, tokenizer), out)
+    _complete(out, stop_token_ids(out, tokenizer))
+    facts = Facts.of(whole, tokenizer)
+    del whole  # the comparison needs the memory
+    check_export(out, facts)
 
 
 def _complete(out: Path, ends: Sequence[int]) -> None:
@@ -178,22 +176,17 @@ class Served(NamedTuple):
 
 def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, served: Served) -> None:
     if to == "hf":
-        raise DrafterError("a drafter alone cannot be exported to hf: use --to vllm, sglang or speculators")
+        raise DrafterError("a drafter alone cannot be exported to hf: use --to vllm or sglang")
     config = read_config(model)
     options = decoder_options(config)
     layer = load_drafter(source, options)
-    target = config.to_dict() | {"_name_or_path": str(served.model)}
-    write_drafter(layer.to(dtype), target, out, to, _words(model))
+    weights = read_safetensors(model)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    write_drafter(layer.to(dtype), config.to_dict(), out, to, head)
     check_drafter(out, options)
     training = source / "training.json"
     facts = read_json(training) if training.is_file() else {}
     (out / "README.md").write_text(_drafter_card(layer, facts, served, to), encoding="utf-8")
-
-
-def _words(model: Path) -> Words:
-    weights = read_safetensors(model)
-    embedding = weights["model.embed_tokens.weight"]
-    return Words(embedding, weights.get("lm_head.weight", embedding))
 
 
 # -- cards -------------------------------------------------------------------------------------------------------------
@@ -206,8 +199,6 @@ def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
     plain = f"python -m sglang.launch_server --model-path {folder}" if to == "sglang" else f"vllm serve {folder}"
     if drafter is None:
         return plain
-    if to == "speculators":
-        return f"vllm serve {shlex.quote(str(drafter))}"  # the drafter's config names the model
     if to == "sglang":
         return (
             f"{plain} --speculative-algorithm {'EAGLE3' if kind == 'eagle3' else 'EAGLE'} "

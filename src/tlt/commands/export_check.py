@@ -1,26 +1,18 @@
-"""Comparison of an exported folder with the model that was exported.
-
-The exporting process writes facts about its model, such as token ids, the sha256 of the weights and next-token
-distributions. Then `python -m tlt.commands.export_check FOLDER FACTS` loads the folder with transformers, in a new
-process, and prints the first difference."""
+"""Comparison of an exported folder, as transformers loads it, with the model that was exported."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tlt.data.tokenizer import PROBES, load_tokenizer
 from tlt.draft.eagle import DrafterError
-from tlt.files import read_json
+from tlt.files import first_line, read_json
 from tlt.models.families import DecoderOptions, ModelError, decoder_options
 from tlt.models.hugging_face import is_tied
 from tlt.models.weights import sha256
@@ -33,45 +25,40 @@ _CHAT = [
 ]
 
 
-def write_facts(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write to `folder` the facts that an export of this model and tokenizer must match."""
-    (folder / "facts.json").write_text(json.dumps(_facts(model, tokenizer)), encoding="utf-8")
-    save_file({"probs": _distributions(model, tokenizer)}, folder / "facts.safetensors")
+class Facts(NamedTuple):
+    """What an export must have in common with the model that was exported."""
+
+    values: dict[str, Any]
+    """values by names that error messages show"""
+    probs: Tensor
+    """next-token distributions [N, V] at each token of some texts"""
+
+    @staticmethod
+    def of(model: Any, tokenizer: Any) -> Facts:
+        return Facts(_values(model, tokenizer), _distributions(model, tokenizer))
 
 
-def check_in_new_process(export: Path, facts: Path) -> None:
-    """Raise ModelError if the export differs from the facts or cannot be loaded. The message is one sentence."""
-    command = [sys.executable, "-m", "tlt.commands.export_check", str(export), str(facts)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    if done.returncode:
-        last = (done.stderr.strip() or f"it ended with code {done.returncode}").splitlines()[-1]
-        raise ModelError(done.stdout.strip() or f"the export cannot be loaded by transformers ({last})")
-
-
-def difference(export: Path, facts: Path) -> str:
-    """Load an export with transformers. Return a sentence about its first difference from the facts, or an empty text
-    if there is none."""
-    model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, attn_implementation="sdpa").eval()
-    tokenizer = load_tokenizer(export)
-    found = json.loads(json.dumps(_facts(model, tokenizer)))
-    for name, value in read_json(facts / "facts.json").items():
-        if found.get(name) != value:
-            values = f"{name} was {_short(value)} and is {_short(found.get(name))}"
-            return f"the export differs from the trained model: {values}"
-    apart = _distributions(model, tokenizer) - load_file(facts / "facts.safetensors")["probs"]
-    worst = 0.5 * apart.abs().sum(-1).max().item()
+def check_export(folder: Path, wanted: Facts) -> None:
+    """Load an export with transformers. Raise ModelError, which names the first difference, if it cannot be loaded or
+    differs from the model that was exported."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa").eval()
+        found = Facts.of(model, load_tokenizer(folder))
+    except Exception as error:  # transformers raises errors of many kinds
+        raise ModelError(f"the export cannot be loaded by transformers ({first_line(error)})") from error
+    said = "the export differs from the trained model:"
+    for name, value in wanted.values.items():
+        if found.values.get(name) != value:
+            raise ModelError(f"{said} {name} was {_short(value)} and is {_short(found.values.get(name))}")
+    worst = 0.5 * (found.probs - wanted.probs).abs().sum(-1).max().item()
     if not worst <= _ALLOWED[model.dtype]:  # true for NaN too
-        return (
-            "the export differs from the trained model: the total variation distance of next-token distributions is "
-            f"{worst:.2g}"
-        )
-    return ""
+        raise ModelError(f"{said} the total variation distance of next-token distributions is {worst:.2g}")
 
 
 def check_drafter(folder: Path, target: DecoderOptions) -> None:
     """Raise DrafterError if a drafter's config.json describes a layer that does not fit its target."""
     config = read_json(folder / "config.json")
-    found = decoder_options(LlamaConfig(**config.get("transformer_layer_config", config)))
+    found = decoder_options(LlamaConfig(**config))
     for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "attention_scaling"):
         if getattr(found, name) != getattr(target, name):
             raise DrafterError(f"the drafter has {name} {getattr(found, name)}, the target has {getattr(target, name)}")
@@ -81,7 +68,7 @@ def check_drafter(folder: Path, target: DecoderOptions) -> None:
         )
 
 
-def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _values(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return the values that must be equal in a model and its export, by names that error messages show."""
     names = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
     return {
@@ -115,9 +102,3 @@ def _distributions(model: Any, tokenizer: Any) -> Tensor:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-if __name__ == "__main__":
-    found = difference(Path(sys.argv[1]), Path(sys.argv[2]))
-    print(found)
-    sys.exit(bool(found))

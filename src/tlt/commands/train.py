@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tlt.commands.options import RECIPE
-from tlt.config import Config, ConfigError, load_config
+from tlt.config import ConfigError, load_config
 from tlt.progress import loading, shown
 from tlt.run.folder import has_checkpoints
-from tlt.run.restarts import keep_running
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
 _OTHER_DATA = ("--data.tasks=[]", "--data.environment=", "--data.environment_arguments={}")
@@ -28,17 +26,8 @@ def add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     train.add_argument(
         "--resume",
-        nargs="?",
-        choices=["newest", "auto"],
-        const="newest",
-        help="continue from the newest checkpoint in run.folder; auto: start a new run if there is none",
-    )
-    train.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="restart when the process is killed or all workers are lost, at most N times without a new checkpoint",
+        action="store_true",
+        help="continue from the newest checkpoint in run.folder; start a new run if there is none",
     )
     train.add_argument(
         "--force",
@@ -57,8 +46,6 @@ def add_train(train: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.force and not arguments.resume:
         raise ConfigError("--force needs --resume: a new run may use any recipe")
-    if arguments.restarts < 0:
-        raise ConfigError(f"--restarts {arguments.restarts}: give a number of at least 0")
     loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
     if not arguments.recipe and loose:  # argparse of Python 3.11 does not find a recipe after an option
         arguments.recipe = loose[0]
@@ -70,12 +57,10 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     replaced = [*_OTHER_DATA] * bool(arguments.data) + [*_OTHER_REWARDS] * bool(arguments.reward)
     overrides = [*replaced, *overrides, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
     config = load_config(arguments.recipe, overrides)
-    if arguments.restarts:
-        return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
-    resume, starts_anew = arguments.resume is not None, arguments.resume == "auto" and not _has_checkpoints(config)
-    if starts_anew:
-        overrides = [*overrides, "--run.overwrite", "true"]  # the folder has no checkpoint to lose
-        resume, config = False, load_config(arguments.recipe, overrides)
+    resume = arguments.resume and has_checkpoints(Path(config.run.folder))
+    starts_anew = arguments.resume and not resume
+    if starts_anew:  # the folder has no checkpoint to lose
+        config = load_config(arguments.recipe, [*overrides, "--run.overwrite", "true"])
     with shown(not arguments.quiet and not arguments.json):
         with loading():
             from tlt.run.train import train
@@ -86,13 +71,3 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         summary = train(config, resume, view, force=arguments.force)
     view.end(summary, config.run.folder)
     return 0
-
-
-def _has_checkpoints(config: Config) -> bool:
-    """Return whether there is a checkpoint in the run's folder or in its mirror."""
-    if has_checkpoints(Path(config.run.folder)):
-        return True
-    from tlt.store.mirror import mirror_of
-
-    mirror = mirror_of(config.run)
-    return mirror is not None and mirror.newest > 0

@@ -62,8 +62,6 @@ REWARDS = {
 TRACKERS = {
     "tensorboard": TrackerEntry("tlt.run.trackers:TensorBoard", "tensorboard"),
     "wandb": TrackerEntry("tlt.run.trackers:WeightsAndBiases", "wandb"),
-    "mlflow": TrackerEntry("tlt.run.trackers:MLflow", "mlflow"),
-    "trackio": TrackerEntry("tlt.run.trackers:Trackio", "trackio"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -27,31 +27,20 @@ class RunConfig(Section):
     the last checkpoint."""
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. Older ones are deleted."""
-    mirror: str | None = None
-    """URL to which each checkpoint is copied in the background, such as `s3://bucket/run` (install tlt-rl[s3]) or
-    another URL of fsspec (install tlt-rl[mirror]). --resume fetches a checkpoint that is newer than those in
-    `folder`."""
+    on_save: str | None = Field(default=None, min_length=1)
+    """Command that runs in the background after each save, such as `aws s3 cp --recursive {checkpoint}
+    s3://bucket/run/{name}`. `{checkpoint}` is the checkpoint's folder, and `{name}` its name. No shell is used."""
     compare_every: int = Field(default=0, ge=0)
     """Number of steps between comparisons of speculative with plain decoding. In a comparison, the step's requests are
     also decoded without drafts, and both times are reported. 0 turns comparisons off."""
     trackers: list[str] | None = None
-    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each needs an extra, such as
-    tlt-rl[wandb] (default: TensorBoard if it is installed)."""
-    tracker_completions: int = Field(default=0, ge=0, le=10_000)
-    """Number of responses per step that are sent to the trackers `wandb` and `trackio` as a table. 0 sends none."""
+    """Trackers that receive the metrics: `tensorboard`, `wandb`, or your own `module:Class`. Each needs a package, such
+    as the extra tlt-rl[wandb] (default: TensorBoard if it is installed)."""
     completions_mb: int = Field(default=1024, ge=0)
     """Largest total size of the saved responses in MiB. If it is exceeded, the oldest are deleted. 0 saves none."""
-    completions_format: Literal["jsonl", "parquet"] = "jsonl"
-    """File format of the saved responses. `jsonl` writes completions.jsonl. `parquet` writes one file per step to
-    completions/, and needs the extra tlt-rl[data]."""
-    watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
-    """Power of a busy CPU core in watts. This is only used to estimate the CPU's energy if its energy counter
-    cannot be read."""
-    price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
-    """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
     overwrite: bool = False
-    """Start a new run in `folder` even if an older run is there. The older run is moved into a subfolder, and removed
-    when the new run saves its first checkpoint."""
+    """Start a new run in `folder` even if an older run is there. The older run is deleted when all checks before the
+    first step have passed."""
 
     @field_validator("trackers", mode="before")
     @classmethod
@@ -62,6 +51,7 @@ class RunConfig(Section):
     @classmethod
     def _known(cls, trackers: list[str] | None) -> list[str] | None:
         for name in trackers or ():
-            if name not in TRACKERS:
-                raise ValueError(f'run.trackers: give some of {", ".join(TRACKERS)} (got "{name}")')
+            if name not in TRACKERS and ":" not in name:
+                choices = ", ".join(TRACKERS)
+                raise ValueError(f'run.trackers: give some of {choices}, or your own as module:Class (got "{name}")')
         return trackers

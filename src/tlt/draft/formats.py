@@ -1,10 +1,9 @@
 """Export of the learned drafter to other engines: its tensors, with the tensor names and config.json of each format.
 
 - EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head. SGLang loads it as
-  LlamaForCausalLMEagle, whose fc has a bias. speculators has no EAGLE-1.
+  LlamaForCausalLMEagle, whose fc has a bias.
 - EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head. vLLM and
-  SGLang number the target's layers differently, so config.json has both numberings. speculators has its own config and
-  other tensor names.
+  SGLang number the target's layers differently, so config.json has both numberings.
 
 Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets of tensors.
 Other engines draft greedily, without the shared noise, so they draft only the drafter's likeliest tokens.
@@ -15,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -24,34 +23,22 @@ from torch import Tensor
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
 from tlt.models.families import FAMILIES, base_of
 
-Format = Literal["vllm", "sglang", "speculators"]
-
-
-class Words(NamedTuple):
-    """Embedding and head of the target, [V, D] each."""
-
-    embedding: Tensor
-    head: Tensor
+Format = Literal["vllm", "sglang"]
 
 
 def write_drafter(
-    layer: EagleLayer, target: Mapping[str, Any], folder: str | Path, to: Format, words: Words | None = None
+    layer: EagleLayer, target: Mapping[str, Any], folder: str | Path, to: Format, head: Tensor | None = None
 ) -> None:
     """Write the drafter's model.safetensors and config.json in the format `to`. `target` is the target's config, as
-    transformers 5 has read it. `words` are stored with the drafter if the format has them; without `words`, the engine
-    uses the target's own.
-    Raises DrafterError if the format does not support this drafter."""
-    _refuse(layer.options, to)
+    transformers 5 has read it. `head` is that of the target, [V, D], which is stored with an EAGLE-3 drafter.
+    Without it the engine uses the target's own. Raises DrafterError if engines do not support this drafter."""
+    _refuse(layer.options)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(layer, to, words)
+    tensors = _tensors(layer, to, head)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")  # SGLang loads the drafter in this dtype
-    config = (
-        _speculators_config(layer.options, target)
-        if to == "speculators"
-        else _config(layer.options, target, to) | {"dtype": dtype, "torch_dtype": dtype}
-    )
+    config = _config(layer.options, target, to) | {"dtype": dtype, "torch_dtype": dtype}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -60,11 +47,7 @@ def method(options: EagleOptions) -> str:
     return "eagle3" if options.kind == "eagle3" else "eagle"
 
 
-def _refuse(options: EagleOptions, to: Format) -> None:
-    if options.kind == "eagle1" and to == "speculators":
-        raise DrafterError(
-            "speculators has no EAGLE-1: export to vllm or sglang, or train one with speculation.kind = 'eagle3'"
-        )
+def _refuse(options: EagleOptions) -> None:
     if options.kind == "eagle3" and list(options.taps) != sorted(set(options.taps)):
         raise DrafterError(
             f"the drafter reads the target's layers {', '.join(map(str, options.taps))}, but engines need three "
@@ -73,18 +56,13 @@ def _refuse(options: EagleOptions, to: Format) -> None:
         )
 
 
-def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Tensor]:
+def _tensors(layer: EagleLayer, to: Format, head: Tensor | None) -> dict[str, Tensor]:
     found = checkpoint_tensors(layer)
     if layer.options.kind == "eagle1":
         # SGLang would leave a missing bias as it was initialised, at random; vLLM's fc has none
         return found | ({"fc.bias": torch.zeros_like(found["fc.weight"][:, 0])} if to == "sglang" else {})
-    if to == "speculators":
-        found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in found.items()}
-    if words:
-        shared = {"lm_head.weight": words.head}
-        if to == "speculators":  # else speculators would leave the embedding as it was initialised
-            shared["embed_tokens.weight"] = words.embedding
-        found |= {name: t.detach().to("cpu", found["fc.weight"].dtype, copy=True) for name, t in shared.items()}
+    if head is not None:
+        found["lm_head.weight"] = head.detach().to("cpu", found["fc.weight"].dtype, copy=True)
     return found
 
 
@@ -148,32 +126,5 @@ def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:
-    """Return the config.json entries of the attention window, for EAGLE-3 in vLLM and speculators. SGLang has none."""
+    """Return the config.json entries of the attention window, for EAGLE-3 in vLLM. SGLang has none."""
     return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
-
-
-def _speculators_config(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a drafter's config.json as speculators 0.9 writes it. vLLM can serve it directly."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": options.vocab_size,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "eagle_aux_hidden_state_layer_ids": list(options.taps),
-        "tie_word_embeddings": False,
-        "transformer_layer_config": {**_llama(options, target), **_window(options)},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": str(target.get("_name_or_path", "")),
-                "architectures": list(target.get("architectures") or []),
-            },
-        },
-    }

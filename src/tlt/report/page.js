@@ -133,139 +133,12 @@ function bar(seconds) {
     table([], parts.map(numbers).map(([name, ...rest]) => [[key(colour(name)), name], ...rest]))];
 }
 
-function choice(steps) {
-  const options = Object.keys(steps).map((step) => el("option", { value: step }, "step " + step));
-  return el("select", { "aria-label": "step" }, options);
-}
-
-const GUTTER = 64;  // pixels to the left of the lanes, for the names of the workers
-
-// One lane for the driver, two for each worker: its state, and below it its work. `steps` are spans by step.
-function timeline(steps) {
-  const select = choice(steps), label = "What the driver and each worker did when. Keys: plus, minus, left, right.";
-  const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": label });
-  const out = el("output", { "aria-live": "polite" }), legend = el("ul", { class: "legend" });
-  const acts = {
-    "zoom in": ["+", () => zoom(.5)], "zoom out": ["−", () => zoom(2)], left: ["←", () => move(-.25)], right: ["→", () => move(.25)],
-  };
-  const buttons = Object.entries(acts).map(([label, [sign, act]]) => {
-    const button = el("button", { type: "button", "aria-label": label }, sign);
-    button.addEventListener("click", act);
-    return button;
-  });
-  const figure = el("figure", { class: "timeline" }, el("figcaption", {}, "Timeline of ", select, " ", buttons), canvas, out, legend);
-  let spans, names, from, to, end, lanes, drag = null;
-  const laneOf = ([, process, isState]) => process && 2 * process - isState;
-  const whoIn = (lane) => lane === 0 ? "driver" : "worker " + Math.floor((lane - 1) / 2);
-  const rowHeight = () => Math.min(18, Math.max(5, 420 / lanes));
-  function draw() {
-    const width = canvas.clientWidth - GUTTER, height = lanes * rowHeight() + 22, scale = window.devicePixelRatio || 1;
-    canvas.width = canvas.clientWidth * scale; canvas.height = height * scale; canvas.style.height = height + "px";
-    const pen = canvas.getContext("2d"), style = getComputedStyle(canvas);
-    pen.scale(scale, scale);
-    const colourOf = (name) => style.getPropertyValue(kind(name)) || style.getPropertyValue("--other");
-    const colours = Object.fromEntries(names.map((name) => [name, colourOf(name)]));
-    for (const span of spans) {
-      const [name, process, isState, start, seconds] = span;
-      const x = (start - from) / (to - from) * width, w = seconds / (to - from) * width;
-      if (x + w < 0 || x > width) continue;
-      pen.fillStyle = colours[name];
-      const left = GUTTER + Math.max(0, x), right = GUTTER + Math.min(width, x + w);
-      pen.fillRect(left, laneOf(span) * rowHeight() + 1, Math.max(.6, right - left), rowHeight() - (process && !isState ? 3 : 1));
-    }
-    pen.fillStyle = style.color; pen.font = "12px system-ui";
-    const apart = rowHeight() < 8 ? 4 : 1;  // names of one worker in four if there are many
-    for (let lane = 0; lane < lanes; lane += lane ? 2 * apart : 1)
-      pen.fillText(whoIn(lane), 0, (lane + (lane ? 1 : .5)) * rowHeight() + 4);
-    for (let i = 0; i <= 4; i++) {
-      pen.textAlign = i === 0 ? "left" : i === 4 ? "right" : "center";
-      pen.fillText((from + (to - from) * i / 4).toPrecision(3) + " s", GUTTER + width * i / 4, height - 6);
-    }
-  }
-  function load() {
-    spans = steps[select.value];
-    lanes = Math.max(...spans.map(laneOf)) + 1;
-    from = 0; to = end = Math.max(...spans.map(([, , , start, seconds]) => start + seconds));
-    names = [...new Set(spans.map(([name]) => name))].sort();
-    legend.replaceChildren(...names.map((name) => el("li", {}, key(colour(name)), name)));
-    draw();
-  }
-  function view(start, size) { from = Math.max(0, Math.min(end - size, start)); to = from + size; draw(); }
-  function zoom(factor, centre = (from + to) / 2) {
-    const size = Math.min(end, Math.max(end / 5000, (to - from) * factor));
-    view(centre - (centre - from) / (to - from) * size, size);
-  }
-  const move = (share) => view(from + share * (to - from), to - from);
-  const perPixel = () => (to - from) / (canvas.clientWidth - GUTTER);
-  const timeAt = (event) => from + (event.offsetX - GUTTER) * perPixel();
-  canvas.addEventListener("keydown", (event) => {
-    const act = { "+": "zoom in", "=": "zoom in", "-": "zoom out", ArrowLeft: "left", ArrowRight: "right" }[event.key];
-    if (act) { event.preventDefault(); acts[act][1](); }
-  });
-  canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.altKey) return;  // a plain wheel scrolls the page
-    event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : .8, timeAt(event));
-  }, { passive: false });
-  canvas.addEventListener("pointerdown", (event) => { drag = event.clientX; canvas.setPointerCapture(event.pointerId); });
-  canvas.addEventListener("pointerup", () => { drag = null; });
-  canvas.addEventListener("dblclick", (event) => zoom(.5, timeAt(event)));
-  canvas.addEventListener("pointermove", (event) => {
-    if (drag !== null) { view(from + (drag - event.clientX) * perPixel(), to - from); drag = event.clientX; return; }
-    const lane = Math.floor(event.offsetY / rowHeight()), time = timeAt(event);
-    const found = spans.find((span) => laneOf(span) === lane && span[3] <= time && time <= span[3] + span[4]);
-    out.textContent = found ? `${whoIn(lane)}: ${found[0]}, ${found[4].toPrecision(3)} s from ${found[3].toPrecision(3)} s` : "";
-  });
-  select.addEventListener("change", load);
-  new ResizeObserver(draw).observe(figure);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  load();
-  return figure;
-}
-
 // -- responses
 
 function facts({ reward, outcome, scores, length, finish_reason }) {
   const terms = Object.entries(scores || {}).map(([name, score]) => ` · ${name} ${format(score)}`);
   const first = reward == null ? outcome || "no reward" : el("b", {}, format(reward));
   return el("p", {}, first, terms, ` · ${format(length)} tokens · ${finish_reason}`);
-}
-
-const SOURCES = {  // letter, name and colour
-  a: ["look-ahead", "ahead"], e: ["learned drafter", "verify"], s: ["suffix", "reward"],
-  q: ["quantized model", "spot"], ".": ["nobody (the model's own)", "idle"],
-};
-const sourceColour = (letter) => `var(--${SOURCES[letter]?.[1] || "spot"})`;
-
-// A cell for each of the first 4,000 tokens. `proposed` are run lengths, such as 3s2.1a.
-function ribbon(proposed) {
-  const CELLS = 80, counts = {}, parts = [];
-  let at = 0, total = 0;
-  for (let [, count, letter] of proposed.matchAll(/(\d+)(\D)/g)) {
-    counts[letter] = (counts[letter] || 0) + +count; total += +count;
-    for (let here; count > 0 && at < 4000; at += here, count -= here) {  // a run goes on in the next row of cells
-      here = Math.min(count, CELLS - at % CELLS);
-      const place = { x: at % CELLS, y: 2 * Math.floor(at / CELLS), width: here, height: 1.7 };
-      parts.push(el("rect", { style: `fill: ${sourceColour(letter)}`, ...place }));
-    }
-  }
-  const shares = Object.keys(SOURCES).filter((letter) => counts[letter]);
-  const words = shares.map((letter) => `${SOURCES[letter][0]} ${percent(counts[letter] / total, 0)}`).join(", ");
-  const viewBox = `0 0 ${CELLS} ${2 * Math.ceil(at / CELLS)}`;
-  return [el("svg", { class: "ribbon", viewBox, role: "img", "aria-label": words }, parts), el("p", {}, words)];
-}
-
-function ribbons(steps) {
-  const names = Object.keys(steps), block = el("div");
-  if (!names.length) return [];
-  const select = choice(steps);
-  const show = () => block.replaceChildren(...Object.entries(steps[select.value]).flatMap(([name, row]) => [
-    el("h3", {}, name), facts(row), ...ribbon(row.proposed),
-    el("details", {}, el("summary", {}, "Text"), el("pre", {}, row.prompt), el("pre", {}, row.response))]));
-  select.addEventListener("change", show);
-  select.value = names.at(-1);
-  show();
-  const legend = Object.entries(SOURCES).map(([letter, [name]]) => el("li", {}, key(sourceColour(letter)), name));
-  return [el("div", { class: "ribbons" }, el("p", {}, el("label", {}, "Responses of ", select)), el("ul", { class: "legend" }, legend), block)];
 }
 
 function group({ reward, step, task, prompt, answer, responses, left }) {
@@ -315,31 +188,29 @@ function againstPlain({ ratios, columns }) {
   ])];
 }
 
-const COUNTERS = {  // a measured number and an estimated one are never added
-  gpu_joules: ["GPU energy, whole cards (NVML)", " J", true],
-  cpu_joules: ["CPU energy, whole packages (RAPL)", " J", true],
-  cpu_seconds: ["CPU time of the run's processes", " s", true],
-  estimated_cpu_joules: ["CPU energy (CPU time × run.watts_per_core)", " J", false],
-  cost: ["cost (time × run.price_per_hour)", "", false],
+const COUNTERS = {
+  gpu_joules: ["GPU energy, whole cards (NVML)", " J"],
+  cpu_joules: ["CPU energy, whole packages (RAPL)", " J"],
+  cpu_seconds: ["CPU time of the run's processes", " s"],
 };
 
-function energy({ sums, per_step, per_million_tokens, per_reward_point, compared }) {
+function energy({ sums, per_step, per_million_tokens, compared }) {
   if (!sums) return [];
-  const row = (name, ...parts) => [[COUNTERS[name][0], " ", badge(COUNTERS[name][2])],
+  const row = (name, ...parts) => [COUNTERS[name][0],
     ...parts.map((part) => part[name] == null ? "–" : format(part[name]) + COUNTERS[name][1])];
   const known = Object.keys(COUNTERS).filter((name) => name in sums);
   const { plain = {}, ours = {}, steps } = compared, both = known.filter((name) => plain[name] && name in ours);
-  const blocks = [table(["", "the run", "per step", "per million tokens", "per reward point"],
-    known.map((name) => row(name, sums, per_step, per_million_tokens, per_reward_point)))];
+  const blocks = [table(["", "the run", "per step", "per million tokens"],
+    known.map((name) => row(name, sums, per_step, per_million_tokens)))];
   if (both.length) blocks.push(el("h3", {}, "Does speculation save energy?"),
     table([`same tokens, ${format(steps)} step(s)`, "plain decoding", "tlt", "tlt / plain"],
       both.map((name) => [...row(name, plain, ours), (ours[name] / plain[name]).toFixed(2)])),
     note("Above 1, speculation used more than plain decoding. The rollout of tlt includes look-ahead and drafter training in idle time, ",
       "which plain decoding does without."));
-  return [...blocks, note("A reward point is 0.01 of mean reward, gained from the first to the last tenth of the steps.",
+  return [...blocks, note("NVML and RAPL count all users of the machine.",
     both.length > 0 && " These sums include the comparisons with plain decoding.",
     !("gpu_joules" in sums) && " No GPU counter was read.",
-    !("cpu_joules" in sums) && " No CPU energy counter was readable, so joules of the CPU are estimated or left out.")];
+    !("cpu_joules" in sums) && " No CPU energy counter was readable.")];
 }
 
 const names = runs.map((run) => run.name);
@@ -359,7 +230,7 @@ const SECTIONS = {
     table([], [["policy sha256", el("code", {}, policy_sha256 || "known when the run ends")], ...Object.entries(proof)])])],
   time: ["Where the time went", columns((run) => [
     run.useful_share != null && el("p", {}, "Useful share of worker time: ", el("strong", {}, percent(run.useful_share)), "."),
-    ...bar(run.worker_seconds), Object.keys(run.timelines).length && timeline(run.timelines)])],
+    ...bar(run.worker_seconds), run.has_trace && note("trace.json has the timeline: open it in ui.perfetto.dev.")])],
   learning: ["Learning", [
     curve("Mean reward", "", [["all", "reward"], ...matching(/^tasks\/(.*)\/mean$/).slice(0, 7)]),
     curve("Held-out reward", "", matching(/^eval\/((?:mean|pass)@.*)/)),
@@ -369,7 +240,6 @@ const SECTIONS = {
     curve("Entropy", "nats", [["entropy", "update/entropy"]]),
     curve("Divergence from the first model", "nats", [["KL", "update/kl"]]),
     curve("Mismatch between trainer and rollout", "nats", [["mean", "update/mismatch_mean"], ["99.9 % of tokens", "update/mismatch_p999"]])]],
-  tokens: ["Who proposed each token", columns((run) => ribbons(run.ribbons))],
   groups: ["Best and worst groups", runs.some((run) => run.groups.num_groups) ? [search(), ...columns((run) => groups(run.groups))] : []],
   drafter: ["The drafter", [
     ...[...new Set(matching(/^rollout\/by_depth\/(.*)\/\d+$/).map(([drafter]) => drafter))].map((drafter) =>
@@ -382,7 +252,7 @@ const SECTIONS = {
     used("rollout/spot/version") && curve("Version of the drafter", "", [["version", "rollout/spot/version"]]),
     used("rollout/drafter_tokens") && curve("Training of the drafter", "tokens", [["drafter tokens", "rollout/drafter_tokens"]]),
     used("rollout/spot_seconds") && curve("Rollout blocked by drafter training", "s", [["spot seconds", "rollout/spot_seconds"]])]],
-  energy: ["Energy and cost", columns((run) => energy(run.energy))],
+  energy: ["Energy", columns((run) => energy(run.energy))],
 };
 
 document.querySelector("h1").textContent = names.join(" and ");

@@ -12,7 +12,7 @@ from tlt.energy import total_energy
 from tlt.report import story
 from tlt.report.read import RunData
 
-_MOST_GROUPS, _MOST_RESPONSES, _MOST_CHARACTERS, _MOST_STEPS = 30, 8, 2500, 8
+_MOST_GROUPS, _MOST_RESPONSES, _MOST_CHARACTERS = 30, 8, 2500
 _FACTS = ("step", "task", "reward", "scores", "outcome", "length", "finish_reason")
 
 Row = Mapping[str, Any]
@@ -53,26 +53,6 @@ def _reward(row: Row) -> float:
     return row["reward"] or 0.0
 
 
-def ribbons_of(rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
-    """Return a dictionary: step -> the longest, the best and the worst response of the step. The field `proposed` of a
-    response has the source of each token (docs/metrics.md). Only the newest 8 steps are included."""
-    found: dict[int, list[Row]] = {}
-    for row in rows:
-        if row["proposed"]:
-            found.setdefault(row["step"], []).append(row)
-    return {step: _of_step(found[step]) for step in sorted(found)[-_MOST_STEPS:]}
-
-
-def _of_step(rows: Sequence[Row]) -> dict[str, Any]:
-    rated = [row for row in rows if row["reward"] is not None] or rows
-    chosen = {
-        "Longest": max(rows, key=lambda row: row["length"]),
-        "Best": max(rated, key=lambda row: (_reward(row), row["length"])),
-        "Worst": min(rated, key=lambda row: (_reward(row), -row["length"])),
-    }
-    return {name: _shown(row, "prompt", "response") | {"proposed": row["proposed"]} for name, row in chosen.items()}
-
-
 def _shown(row: Row, *texts: str) -> dict[str, Any]:
     """Return the fields of a response that the page shows. `texts` are the names of text fields. The middle of a long
     text is cut out."""
@@ -111,9 +91,8 @@ def content_of(run: RunData) -> dict[str, Any]:
         "proof": _proof(run),
         "useful_share": story.useful_share(run),
         "worker_seconds": story.worker_seconds(run),
-        "timelines": run.timelines,
+        "has_trace": (run.folder / "trace.json").exists(),
         "columns": {path: thinned(column) for path, column in run.columns.items()},
-        "ribbons": ribbons_of(run.completions),
         "groups": groups_of(run.completions),
         "energy": total_energy(run.steps),
     }
@@ -142,16 +121,13 @@ def _results(run: RunData) -> dict[str, float | None]:
 def _proof(run: RunData) -> dict[str, str | float]:
     tokens, responses, differ = (run.total(f"compared/{name}") for name in ("tokens", "responses", "differ"))
     compared = {"tokens compared with plain decoding": f"{tokens:,.0f} in {responses:,.0f} responses"} if tokens else {}
-    replaced = max(0, run.worker_starts - run.workers * max(1, run.driver_starts))
     return {
         "bits with and without speculation": run.summary.get("exactness", "known when the run ends"),
         **compared,
         "responses that differ": differ if tokens else "not compared",
         "prompts replayed within an epoch": run.replayed,
         "steps skipped": run.missing_steps,
-        "workers replaced": replaced if run.worker_starts or run.workers == 1 else "not recorded",
         "seconds that a worker was absent": run.states["ABSENT"],
-        "restarts survived": max(0, run.driver_starts - 1) if run.driver_starts else "not recorded",
     }
 
 

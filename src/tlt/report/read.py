@@ -7,32 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import nlargest
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlt.files import parse_json, read_json
 from tlt.metrics import leaves
 
-FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl", "completions", "trace.json")
+FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl")
 
-_TAIL_TRACE, _TAIL_COMPLETIONS = 24 * 2**20, 12 * 2**20  # number of bytes that are read from the end of the file
-_MOST_TIMELINES, _MOST_SPANS = 12, 6000
-_WORDS = {"ahead": "look-ahead", "spot": "drafter training", "early": "early update"}  # span -> its name on the page
-
-
-class TimelineSpan(NamedTuple):
-    """Time span in the timeline of one step, such as the rollout of a worker."""
-
-    name: str
-    process: int
-    """process of the span: 0 is the driver, n is worker n - 1"""
-    is_state: bool
-    """whether the span is a state of a worker, such as rollout or idle"""
-    start: float
-    """start of the span, in seconds since the step began"""
-    seconds: float
+_TAIL_COMPLETIONS = 12 * 2**20  # number of bytes that are read from the end of each file of completions
 
 
 @dataclass
@@ -44,8 +28,6 @@ class RunData:
     summary: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: list[dict[str, Any]] = field(default_factory=list)
-    timelines: dict[int, list[TimelineSpan]] = field(default_factory=dict)
-    """step -> time spans in that step, for at most about a dozen steps"""
     states: Counter[str] = field(default_factory=Counter)
     """state of a worker -> seconds in it, summed over all workers and steps"""
     useful_seconds: float = 0.0
@@ -53,9 +35,6 @@ class RunData:
     workers: int = 0
     replayed: int = 0
     """number of times that a prompt was used again in the same epoch"""
-    driver_starts: int = 0
-    """number of starts of the driver process in the part of trace.json that was read"""
-    worker_starts: int = 0
     faults: list[str] = field(default_factory=list)
     """one sentence for each missing or damaged file of the run"""
 
@@ -88,14 +67,7 @@ def read_run(folder: Path) -> RunData:
     run = RunData(folder)
     run.config, run.summary = _object(run, "config.json"), _object(run, "summary.json")
     _read_metrics(run)
-    parquet = sorted(folder.glob("completions/step_*.parquet"))
-    # a resumed run may have changed the format
-    run.completions = (_parquet_rows(run, parquet) if parquet else []) + _json_rows(run, required=not parquet)
-    _read_trace(run)
-    for path in folder.glob("worker_*.log"):
-        with _reading(run, path.name):
-            log = path.read_bytes() if path.stat().st_size < _TAIL_TRACE else b""
-            run.worker_starts += log.count(b": here is worker ")
+    run.completions = _completions(run)
     return run
 
 
@@ -105,7 +77,7 @@ def _reading(run: RunData, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else None  # None in errors of pyarrow
+        why = error.strerror if isinstance(error, OSError) else None
         run.faults.append(f"{name} cannot be read ({why})." if why else f"{name} is damaged.")
 
 
@@ -131,11 +103,10 @@ def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any
         if file.tell():
             file.readline()  # skip the rest of a line that begins before these bytes
         for line in file:
-            if line.rstrip() not in (b'{"traceEvents": [', b"]}", b""):  # first and last line of trace.json
-                try:
-                    yield parse_json(line.rstrip(b",\n"))
-                except ValueError:
-                    damaged += 1
+            try:
+                yield parse_json(line)
+            except ValueError:
+                damaged += 1
     if damaged:
         run.faults.append(f"{name} has {damaged} damaged line(s), which this page leaves out.")
 
@@ -156,51 +127,7 @@ def _read_metrics(run: RunData) -> None:
         run.faults.append("No step has ended yet.")
 
 
-def _json_rows(run: RunData, required: bool) -> list[dict[str, Any]]:
-    names = [name for name in ("completions.old.jsonl", "completions.jsonl") if (run.folder / name).is_file()]
-    names = names or ["completions.jsonl"] * required
+def _completions(run: RunData) -> list[dict[str, Any]]:
+    older = ["completions.old.jsonl"] * (run.folder / "completions.old.jsonl").is_file()
+    names = [*older, "completions.jsonl"]
     return [row for name in names for row in _lines(run, name, _TAIL_COMPLETIONS)]
-
-
-def _parquet_rows(run: RunData, paths: list[Path]) -> list[dict[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        run.faults.append("The completions are Parquet files, which need pyarrow: pip install 'tlt-rl[data]'.")
-        return []
-    found: list[dict[str, Any]] = []
-    size = 0
-    for path in reversed(paths):
-        with _reading(run, f"completions/{path.name}"):
-            size += path.stat().st_size
-            if size > _TAIL_COMPLETIONS // 4 and found:  # a quarter, because Parquet is compressed
-                break
-            found = parquet.read_table(path).to_pylist() + found
-    return [row | {"scores": dict(row["scores"])} for row in found]
-
-
-def _read_trace(run: RunData) -> None:
-    events = list(_lines(run, "trace.json", _TAIL_TRACE))
-    spans = [event for event in events if event["ph"] == "X"]
-    run.driver_starts = sum(event["name"] == "process_name" and event["pid"] == 0 for event in events)
-    # a step begins when the step before it ended
-    ends = {span["args"]["step"]: span["ts"] for span in spans if span["name"] == "step ends"}
-    starts = {-1: min((span["ts"] for span in spans if span["pid"] == 0), default=0)} | ends
-    windows = {step: (starts[step - 1], end) for step, end in ends.items() if starts.get(step - 1, end) < end}
-    slowest = nlargest(2, windows, key=lambda step: windows[step][1] - windows[step][0])
-    spread = sorted(windows)
-    stride = -(-len(spread) // (_MOST_TIMELINES - 2)) or 1
-    for step in sorted({*slowest, *spread[::stride], *spread[-1:]}):
-        start, end = windows[step]
-        inside = [span for span in spans if start <= span["ts"] < end and span["dur"] > 0]
-        longest = nlargest(_MOST_SPANS, inside, key=lambda span: span["dur"])
-        run.timelines[step] = [
-            TimelineSpan(
-                _word(span["name"]), span["pid"], span["tid"] == 1, (span["ts"] - start) / 1e6, span["dur"] / 1e6
-            )
-            for span in sorted(longest, key=lambda span: span["ts"])
-        ]
-
-
-def _word(name: str) -> str:
-    return _WORDS.get(name.lower(), name.lower())

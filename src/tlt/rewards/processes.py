@@ -82,7 +82,7 @@ class Output:
     """Redirected stdout and stderr of this process and of the programs that it starts.
 
     The output is buffered in a temporary file until the first call for a reward. A log file that is written earlier
-    would be moved away with the files of the previous run.
+    would be deleted with the files of the previous run.
     """
 
     def __init__(self) -> None:

@@ -72,11 +72,10 @@ def about_memory(config: Config) -> str:
 def about_folder(config: Config) -> str:
     """Return a log line with the files that the run will write, how often it saves checkpoints, and its trackers."""
     run = config.run
-    completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
-    files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), "report.html", "summary.json"]
+    files = ["metrics.jsonl", *["completions.jsonl"] * bool(run.completions_mb), "report.html", "summary.json"]
     every = f"every {counted(run.save_every, 'step')} and at the end" if run.save_every else "at the end"
-    copied = f", copied to {run.mirror}" if run.mirror else ""
+    followed = f", then runs {run.on_save}" if run.on_save else ""
     trackers = names_of(run.trackers)
     sent = f"; metrics go to {', '.join(trackers)}" if trackers else ""
-    kept = f"a checkpoint {every} (the newest {run.keep} are kept){copied}"
+    kept = f"a checkpoint {every} (the newest {run.keep} are kept){followed}"
     return f"writes to {run.folder}: {', '.join(files)}; {kept}{sent}"

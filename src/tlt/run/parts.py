@@ -75,7 +75,7 @@ def make_parts(
         rollout, policy, exactness = start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
     note(exactness.meaning)
     parts = Parts(prompts, cursor, rollout, reward, policy, sampling, turns=turns, held_out=held_out)
-    parts.tracer, parts.exactness = MeteredTracer(Meter(one_machine=config.cluster.address is None)), exactness
+    parts.tracer, parts.exactness = MeteredTracer(None if config.cluster.address else Meter()), exactness
     return parts, policy
 
 

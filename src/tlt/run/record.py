@@ -1,4 +1,4 @@
-"""Writer of each step's results to metrics.jsonl, to completions.jsonl (or completions/) and to trackers."""
+"""Writer of each step's results to metrics.jsonl, to completions.jsonl and to trackers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter
 from tlt.report import Page
 from tlt.rl.measure import tokens_of
-from tlt.run.trackers import TrackedRun, Trackers, names_of
-from tlt.store.completions import CompletionsWriter, table_rows
-from tlt.store.completions_parquet import ParquetCompletions
+from tlt.run.trackers import TrackedRun, Trackers, makers_of
+from tlt.store.completions import CompletionsWriter
 
 _LAST = 10  # number of recent steps from which the remaining time is estimated
 
@@ -25,16 +24,11 @@ class Record:
     resumed run. `last` is the metrics line of the step before `first_step`, as saved in the checkpoint."""
 
     def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
-        names = names_of(config.run.trackers)
         self.metrics = MetricsWriter(folder, first_step, last)
         limit = config.run.completions_mb * 2**20
-        # make both writers: each deletes the steps that a resumed run repeats, which may be in the other format
-        kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
-        writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
-        self.completions = writers[config.run.completions_format] if limit else None
-        self._table_rows = config.run.tracker_completions
+        self.completions = CompletionsWriter(folder, first_step, limit) if limit else None
         self.page = Page(folder)
-        self.trackers = Trackers(names, TrackedRun(folder, first_step, config.model_dump(mode="json")))
+        self.trackers = Trackers(makers_of(config), TrackedRun(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:
         """Write the metrics and responses of a step. Raises MetricsError if a file cannot be written."""
@@ -43,7 +37,6 @@ class Record:
             self.completions.write(metrics.step, result.settled)
         self.metrics.write(metrics)
         self.trackers.log(metrics.step, asdict(metrics))
-        self.trackers.log_table(metrics.step, table_rows(result.groups, self._table_rows))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
         """Send the metrics of the evaluation after the last step to the trackers. They are in summary.json, but not in

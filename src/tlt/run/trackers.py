@@ -1,7 +1,4 @@
-"""Trackers that receive a run's metrics: TensorBoard, Weights & Biases, MLflow and trackio. Each needs an extra
-package.
-
-A new tracker is a class with `log` and `close`, and an entry in `tlt.config.registry`."""
+"""Trackers that receive a run's metrics: TensorBoard, Weights & Biases, and the user's own (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import atexit
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +14,10 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, NamedTuple, Protocol
 
-from tlt.config import ConfigError
+from tlt.config import Config, ConfigError
 from tlt.config.registry import TRACKERS, maker
 from tlt.metrics import leaves, write_json
+from tlt.rewards.scores import imported
 from tlt_rl import install_hint
 
 _log = logging.getLogger(__name__)
@@ -30,9 +26,6 @@ _PATIENCE = 60.0  # longest time in seconds that a call of a tracker may take at
 
 
 class Tracker(Protocol):
-    """Protocol of a tracker. It may also have a method `log_table(step, rows)`, which receives some responses of a step
-    as rows of a table. All rows have the same columns."""
-
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step. docs/metrics.md explains their names."""
         ...
@@ -73,7 +66,6 @@ class WeightsAndBiases:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self.wandb = wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tlt"),
             name=run.folder.resolve().name,
@@ -89,64 +81,8 @@ class WeightsAndBiases:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})
 
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self.run.log({"step": step, "completions": table})
-
     def close(self) -> None:
         self.run.finish()
-
-
-class MLflow:
-    """Tracker for MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set the server and the experiment. A resumed
-    run continues the same MLflow run."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        import mlflow  # pyright: ignore[reportMissingImports]
-
-        self.mlflow = mlflow
-        known = known_id(run, "mlflow")
-        if known is None and "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            mlflow.set_experiment("tlt")
-        active = mlflow.start_run(run_id=known, run_name=run.folder.resolve().name)
-        remember_id(run, "mlflow", active.info.run_id)
-        if known is None:
-            mlflow.log_params({name: str(value)[:500] for name, value in leaves(run.config, ".")})
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.mlflow.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        self.mlflow.end_run()
-
-
-class Trackio:
-    """Tracker for trackio, with a local database or the Hugging Face Space that TRACKIO_SPACE_ID names. TRACKIO_PROJECT
-    names the project (default `tlt`). A resumed run continues the trackio run of the same name, which keeps the earlier
-    values of repeated steps too."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        self.table, known = trackio.Table, known_id(run, "trackio")
-        with redirect_stdout(sys.stderr):  # trackio prints, but stdout is for the run's own lines
-            self.run = trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", "tlt"),
-                name=known or run.folder.resolve().name,
-                config=dict(run.config),
-                resume="allow" if known else "never",
-            )
-        remember_id(run, "trackio", self.run.name)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.run.log({"completions": self.table(data=[dict(row) for row in rows])}, step=step)
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self.run.finish()
 
 
 def names_of(trackers: Sequence[str] | None) -> list[str]:
@@ -155,45 +91,46 @@ def names_of(trackers: Sequence[str] | None) -> list[str]:
     if trackers is None:
         return ["tensorboard"] if find_spec("tensorboard") else []
     for name in trackers:
-        if not find_spec(TRACKERS[name].package):
+        if name in TRACKERS and not find_spec(TRACKERS[name].package):
             raise ConfigError(f"run.trackers names {name}, which is not installed: {install_hint(name)}")
     return list(trackers)
+
+
+def makers_of(config: Config) -> dict[str, Callable[[TrackedRun], Tracker]]:
+    """Return the class of each tracker by its name. Raises ConfigError if a tracker is not installed, and RewardError
+    if the user's class cannot be imported."""
+    found = {}
+    for name in names_of(config.run.trackers):
+        mine = name not in TRACKERS
+        of_user = imported(name, config.reward.folder, "run.trackers", "module:Class") if mine else None
+        found[name] = of_user or maker(TRACKERS[name])
+    return found
 
 
 class Trackers:
     """All trackers of a run. They log in a thread of their own, so a slow tracker delays no step. A tracker that fails
     gets no further metrics. The run continues, because metrics.jsonl is complete."""
 
-    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
+    def __init__(self, makers: Mapping[str, Callable[[TrackedRun], Tracker]], run: TrackedRun) -> None:
         self._open: dict[str, Tracker] = {}
         self._calls = SimpleQueue[Callable[[], Any] | None]()  # None ends the thread
-        # one thread, because the active run of MLflow is per thread; a daemon, so that a hanging tracker ends no run
+        # one thread, because some trackers have one run per thread; a daemon, so that a hanging tracker ends no run
         self._thread = Thread(target=self._make_calls, name="trackers", daemon=True)
         self._thread.start()
-        for name in names:
-            self._calls.put(partial(self._start, name, run))
+        for name, make in makers.items():
+            self._calls.put(partial(self._start, name, make, run))
         started = Event()
         self._calls.put(started.set)
         started.wait()
         atexit.register(self.close)  # for a run that ends by an error
 
-    def _start(self, name: str, run: TrackedRun) -> None:
-        if found := self._guarded(name, lambda: maker(TRACKERS[name])(run)):
+    def _start(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
+        if found := self._guarded(name, lambda: make(run)):
             self._open[name] = found
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = dict(scalars(metrics))
         self._for_each(lambda tracker: tracker.log(step, values))
-
-    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send a table of responses to the trackers that accept tables."""
-
-        def log(tracker: Tracker) -> None:
-            if log_table := getattr(tracker, "log_table", None):
-                log_table(step, rows)
-
-        if rows:
-            self._for_each(log)
 
     def close(self) -> None:
         """Close the trackers after they have logged everything. Give up if a call takes more than 60 s."""

@@ -27,6 +27,7 @@ from tlt.run.display import Display
 from tlt.run.evaluate import evaluate
 from tlt.run.folder import RunFolder
 from tlt.run.model_card import model_card
+from tlt.run.on_save import OnSave
 from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Record, RunProgress
 from tlt.run.resume import Contents, allowed_changes, as_at_its_start, changes_environment, has_effect, sentence
@@ -34,9 +35,7 @@ from tlt.run.trackers import names_of
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
 from tlt.store.checkpoint import Checkpoint
-from tlt.store.completions_parquet import refuse_without_pyarrow
 from tlt.store.hub import from_hub
-from tlt.store.mirror import Mirror, latest_of, mirror_of
 from tlt.store.model_files import model_files, write_files
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.types import Group
@@ -73,8 +72,8 @@ class Run:
     contents: Contents
     changes: list[dict[str, Any]]
     """changes of the recipe at resumes that may affect the result, see `resume.allowed_changes`"""
-    mirror: Mirror | None
-    """copier of checkpoints to the URL run.mirror; None if run.mirror is not set"""
+    on_save: OnSave | None
+    """runner of run.on_save, the user's command after a save"""
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -97,19 +96,14 @@ def train(
     example in tests. `force` names configuration fields that a resumed run may change although this changes the result.
     Raises a ValueError of one sentence for errors that the user can fix, and Stopped after a signal."""
     names_of(config.run.trackers)  # raises if a tracker is not installed
-    refuse_without_pyarrow(config.run)
     config = with_tools(settled(config))
     with stop_request(config.run.stop_within) as stop:
         try:
             with RunFolder(config.run, resume) as folder, ExitStack() as ending:
-                if mirror := mirror_of(config.run):
-                    ending.callback(mirror.close)
-                    if not resume:
-                        mirror.refuse_another_run()
-                found = latest_of(folder.path / "checkpoints", mirror) if resume else None
+                found = checkpoint.latest(folder.path / "checkpoints") if resume else None
                 state = found.state if found else None
                 config = as_at_its_start(from_hub(config, state), state)
-                run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
+                run = _prepare(config, folder, display or Display(), found, ending, force)
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.is_updating, stop.begun = lambda: run.policy.version != run.standing.done, True
                 stop.acknowledge = run.display.stopping
@@ -123,7 +117,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
     config, folder = run.config, run.folder
     try:
         if not resume:
-            folder.move_previous_run()
+            folder.delete_previous_run()
         run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
@@ -159,9 +153,10 @@ def _prepare(
     display: Display,
     found: Checkpoint | None,
     ending: ExitStack,
-    mirror: Mirror | None = None,
     force: Collection[str] = (),
 ) -> Run:
+    if on_save := OnSave(config.run.on_save) if config.run.on_save else None:
+        ending.callback(on_save.close)
     refuse_missing_files(config.data, config.eval)
     refuse_wrong_folders(config)
     has_ended = found is not None and found.state["step"] == config.train.steps
@@ -191,7 +186,7 @@ def _prepare(
         RunProgress(config.train.steps, found.state["metrics"] if found else None),
         contents,
         changes,
-        mirror,
+        on_save,
     )
     if found:
         _restore(run, found, force)
@@ -258,7 +253,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
                 run.display.phase(result.metrics.step, "save", 0)
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
-        result.metrics.energy = run.parts.tracer.step_energy(config.run)
+        result.metrics.energy = run.parts.tracer.step_energy()
         run.parts.tracer.mark("step ends", step=result.metrics.step)
         result.metrics.workers = workers = _trace(run)
         result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
@@ -371,10 +366,9 @@ def _save(run: Run) -> None:
     root, write = run.folder.path / "checkpoints", partial(_write_policy, run, standing.done)
     saved = checkpoint.save(root, standing.done, state, write, run.config.run.keep)
     run.folder.point_to(saved)
-    if run.mirror:
-        run.mirror.copy(saved)
+    if run.on_save:
+        run.on_save.saved(saved)
     standing.saved = standing.done
-    run.folder.forget_before()
     parts.turns.saved(standing.done)
 
 
@@ -393,5 +387,4 @@ def _saved_before(run: Run) -> str:
     """Return a sentence on the newest checkpoint and how to continue from it, or a sentence that nothing is saved."""
     if run.standing.saved:
         return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
-    kept = run.folder.kept()
-    return f"nothing is saved yet{f'; the previous run is in {kept[-1]}' if kept else ''}"
+    return "nothing is saved yet"

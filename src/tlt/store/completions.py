@@ -65,17 +65,6 @@ def record(response: Response) -> dict[str, Any]:
     }
 
 
-def table_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
-    """Return up to `most` responses as table rows for trackers. The first responses of all groups come before all
-    second responses."""
-    by_index = sorted(
-        (response.request.index, at, response) for at, group in enumerate(groups) for response in group.responses
-    )
-    names = ("task", "prompt", "response", "answer", "reward", "length", "finish_reason")
-    found = [record(response) for _, _, response in by_index[:most]]
-    return [{name: str(row[name]) if name == "answer" else row[name] for name in names} for row in found]
-
-
 def runs_of(proposed: str) -> str:
     """Return a text with one letter per token in run-length encoding: `sss..a` becomes `3s2.1a`."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))

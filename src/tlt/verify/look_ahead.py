@@ -1,12 +1,10 @@
-"""Look-ahead modes of `tlt verify`: an older target decodes the step's own requests first. Its tokens, which may be
-corrupted on purpose, serve as drafts."""
+"""Look-ahead modes of `tlt verify`: an older target decodes the step's own requests first. Its tokens serve as
+drafts."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,17 +70,11 @@ def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class LookAheadRollout(LocalRollout):
-    """Rollout whose store is filled with the older target's tokens before it decodes. `spoil` may corrupt them."""
+    """Rollout whose store is filled with the older target's tokens before it decodes."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        older: OlderTarget,
-        turns: Turns | None = None,
-        spoil: Callable[[Sequence[Ahead]], list[Ahead]] = list,
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, older: OlderTarget, turns: Turns | None = None) -> None:
         super().__init__(engine, turns=turns)
-        self.older, self.spoil = older, spoil
+        self.older = older
 
     def sync(self, policy: Trainable, version: int) -> None:
         super().sync(policy, version)
@@ -95,30 +87,5 @@ class LookAheadRollout(LocalRollout):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        self.engine.store.put(self.spoil(self.older.tokens_of(requests)))
+        self.engine.store.put(self.older.tokens_of(requests))
         return super().generate(requests, on_response, coming, early)
-
-
-def spoiled(entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> list[Ahead]:
-    """Return the look-ahead drafts, each corrupted in a random way. Their target version is set one too high."""
-    return [
-        entry._replace(tokens=_another(entry, entries, vocab_size, rng), version=entry.version + 1) for entry in entries
-    ]
-
-
-def _another(entry: Ahead, entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> np.ndarray:
-    tokens, at = entry.tokens, rng.randrange(len(entry.tokens))
-    siblings = [other.tokens for other in entries if other.prompt == entry.prompt and other.seed != entry.seed]
-    strangers = [other.tokens for other in entries if other.prompt != entry.prompt]
-    ways = [
-        tokens,  # only the version is wrong
-        tokens[:at],
-        tokens[:0],
-        np.delete(tokens, at),
-        np.insert(tokens, at, rng.randrange(vocab_size)),
-        np.concatenate([tokens, tokens]),  # continues beyond the end of the response
-        np.array([rng.randrange(vocab_size) for _ in tokens], dtype=np.int32),
-        rng.choice(siblings or [tokens]),
-        rng.choice(strangers or [tokens]),
-    ]
-    return rng.choice(ways)

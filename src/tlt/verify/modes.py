@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tlt.build import open_target
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
-from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.ahead import AheadStore
 from tlt.draft.choose import all_drafters
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
-from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.quantized import QuantizedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
@@ -27,14 +25,12 @@ from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.int8 import can_quantize
 from tlt.rewards.turns import Turns
-from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, spoiled
-from tlt.verify.several import SeveralWorkers
+from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 
 _LEARNED, _SUFFIX = Strategy("eagle", 4), Strategy("suffix", 6)
 _CHANGING = (*[PLAIN] * 3, *[_LEARNED] * 2, _SUFFIX)
-_AHEAD = 16  # maximum number of look-ahead tokens in a draft
 
 
 def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
@@ -47,11 +43,9 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict
     make = _Maker(config, target, tokenizer, turns)
     # plain is last, because the next step starts from its state
     return {
-        "several workers": make.several_workers(),
         **make.one_drafter(),
         **make.all_drafters(),
         **make.look_ahead(),
-        "swapped every round": make.swapped_drafter(),
         "plain": make.rollout([], Fixed(PLAIN)),
     }
 
@@ -85,17 +79,13 @@ class _Maker:
     def __init__(self, config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> None:
         self.config, self.target, self.detokenize, self.turns = config, target, Detokenizer(tokenizer), turns
         self.layer = _learned_layer(config, target)
-        self.weights = itertools.cycle([self.layer, _random_layer(config, target)])
         adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
         self.adaptive = make_tuner(adaptive, config.engine, target)
 
     def one_drafter(self) -> dict[str, Rollout]:
         """Return the modes that always draft with one drafter."""
-        history, vocab_size = self.config.speculation.history_tokens, self.target.options.vocab_size
         found = {
-            "suffix": self.rollout([SuffixDrafter(history)], Fixed(_SUFFIX)),
-            "random": self.rollout([RandomDrafter(vocab_size)], Fixed(Strategy("random", 4))),
-            "adversarial": self.rollout([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", 4))),
+            "suffix": self.rollout([SuffixDrafter(self.config.speculation.history_tokens)], Fixed(_SUFFIX)),
             "learned": self.rollout([self._learned()], Fixed(_LEARNED)),
         }
         if can_quantize(self.target):
@@ -110,41 +100,14 @@ class _Maker:
         }
 
     def look_ahead(self) -> dict[str, Rollout]:
-        """Return the modes whose drafts are the tokens of an older target, unchanged or corrupted."""
-        older = OlderTarget(self.target, self.config.engine, self.detokenize)
-
-        def spoil(entries: Sequence[Ahead]) -> list[Ahead]:
-            return spoiled(entries, self.target.options.vocab_size, random.Random(self.target.version))
-
-        store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
-        strategy = Fixed(_LEARNED._replace(ahead=_AHEAD))
-        return {
-            "look-ahead": LookAheadRollout(self._engine(self._all(), self.adaptive, store), older, self.turns),
-            "look-ahead, spoiled": LookAheadRollout(
-                self._engine([self._learned()], strategy, spoiled_store), older, self.turns, spoil
-            ),
-        }
-
-    def swapped_drafter(self) -> Rollout:
-        """Return a rollout whose learned drafter gets other weights before every round."""
-        engine = self._engine([self._learned()], Swapping(_LEARNED, lambda: self._swap(engine)))
-        return LocalRollout(engine, turns=self.turns)
-
-    def several_workers(self) -> Rollout:
-        with_ahead = (strategy._replace(ahead=_AHEAD) for strategy in (PLAIN, _LEARNED, _SUFFIX))
-        strategies = [_LEARNED, *_CHANGING, *with_ahead]
-
-        def engine(store: AheadStore, kv_tokens: int) -> Engine:
-            return self._engine(self._all(), InTurn(strategies), store, kv_tokens)
-
-        return SeveralWorkers(engine, self._swap, self.turns)
+        """Return the mode whose drafts are the tokens of an older target."""
+        older, store = OlderTarget(self.target, self.config.engine, self.detokenize), AheadStore(MOST_TOKENS)
+        return {"look-ahead": LookAheadRollout(self._engine(self._all(), self.adaptive, store), older, self.turns)}
 
     def rollout(self, drafters: Sequence[Drafter], tuner: Tuner) -> Rollout:
         return LocalRollout(self._engine(drafters, tuner), turns=self.turns)
 
-    def _engine(
-        self, drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None, kv_tokens: int | None = None
-    ) -> Engine:
+    def _engine(self, drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None) -> Engine:
         layout = self.layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
         return Engine(
             self.target,
@@ -154,7 +117,6 @@ class _Maker:
             detokenize=self.detokenize,
             layout=layout,
             store=store,
-            kv_tokens=kv_tokens,
         )
 
     def _learned(self) -> EagleDrafter:
@@ -163,18 +125,12 @@ class _Maker:
     def _all(self) -> list[Drafter]:
         return all_drafters(self.layer, self.target, self.config.speculation.history_tokens)
 
-    def _swap(self, engine: Engine) -> None:
-        engine.swap(EagleDrafter(next(self.weights), self.target))
-
 
 def _learned_layer(config: Config, target: Decoder) -> EagleLayer:
-    path = config.speculation.path
-    return load_drafter(path, target.options) if path else _random_layer(config, target)
-
-
-def _random_layer(config: Config, target: Decoder) -> EagleLayer:
-    """Return a drafter with random weights, which differ at every call."""
-    return EagleLayer(eagle_options(target.options, config.speculation.kind, config.speculation.window))
+    speculation = config.speculation
+    if speculation.path:
+        return load_drafter(speculation.path, target.options)
+    return EagleLayer(eagle_options(target.options, speculation.kind, speculation.window))
 
 
 class InTurn(Fixed):
@@ -186,15 +142,3 @@ class InTurn(Fixed):
 
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         return next(self._turn)
-
-
-class Swapping(Fixed):
-    """Tuner with one strategy, which calls `action` before each round."""
-
-    def __init__(self, strategy: Strategy, action: Callable[[], None]) -> None:
-        super().__init__(strategy)
-        self.action = action
-
-    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
-        self.action()
-        return super().choose(rows, context, usable, offers)

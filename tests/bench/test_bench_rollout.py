@@ -1,9 +1,10 @@
-"""`tlt bench rollout` on the tiny model: its file, and its error if strategies decode different tokens."""
+"""`bench/rollout.py` on the tiny model: its file, and its error if strategies decode different tokens."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,10 +14,13 @@ import pytest
 import torch
 from tiny import Crash, tiny_config, tiny_tree
 
-from tlt.bench import ahead, rollout
-from tlt.bench.ahead import decode_ahead, older_and_present
-from tlt.bench.peers import peers
-from tlt.bench.rollout import bench_rollout
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import older_target
+import rollout
+from older_target import decode_ahead, older_and_present
+from other_engines import peers
+
 from tlt.config import Config, parse_config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
@@ -30,7 +34,7 @@ from tlt.types import Prompt, Request, SamplingParams
 def bench(home: Path, file: Path, tail: int = 0, look_ahead: int = 0, **sections: dict[str, Any]) -> dict[str, Any]:
     shape = {"group_size": 2, "max_new_tokens": 12, "stop_strings": ["qz"]}
     config = tiny_config(home, **({"rollout": shape} | sections))
-    bench_rollout(config, [3], tail, repeats=1, with_peers=False, json_file=file, look_ahead=look_ahead)
+    rollout.bench_rollout(config, [3], tail, repeats=1, with_peers=False, json_file=file, look_ahead=look_ahead)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -114,13 +118,13 @@ def test_the_policy_is_trained_by_one_worker_with_its_tools_and_reward_processes
 ) -> None:
     parts, made = Mock(), Mock()
     made.return_value = parts, Mock()
-    monkeypatch.setattr(ahead, "make_parts", made)
-    monkeypatch.setattr(ahead, "one_step", Mock(side_effect=Crash))
+    monkeypatch.setattr(older_target, "make_parts", made)
+    monkeypatch.setattr(older_target, "one_step", Mock(side_effect=Crash))
     workers = {"train": {"shard": True}, "cluster": {"workers": 2, "min_workers": 2}}
     tree = tiny_tree(home, data={"chat": True}, **workers)
     reward = {"environment": "tiny_environments:Desk", "folder": str(Path(__file__).parent.parent)}
     with pytest.raises(Crash):
-        ahead.trained(parse_config(tree | {"reward": reward}), 1)
+        older_target.trained(parse_config(tree | {"reward": reward}), 1)
     config, _ = made.call_args.args
     assert Config.model_validate(config.model_dump()).data.chat_arguments["tools"]
     parts.reward.close.assert_called_once()

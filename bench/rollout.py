@@ -1,13 +1,18 @@
-"""`tlt bench rollout`: tokens per second of each strategy and batch size on the recipe's prompts.
+"""Tokens per second of each strategy and batch size on the recipe's prompts.
 
-All strategies decode the same requests, and their tokens are compared. They take turns of 0.1 seconds, so that other
-load on the machine slows all of them alike. For look-ahead, the policy is trained for a few steps, and an earlier
-version of it decodes the drafts. Other engines are compared with plain decoding on random prompts, without turns."""
+    python bench/rollout.py RECIPE [--batches 1 8 32] [--tail 64] [--only adaptive] [--json FILE] [--section.key value]
+
+With `--engine.backend vllm`, see vllm_rollout.py. All strategies decode the same requests, and their tokens are
+compared. They take turns of 0.1 seconds, so that other load on the machine slows all of them alike. For
+look-ahead, the policy is trained for a few steps, and an earlier version of it decodes the drafts. Other engines are
+compared with plain decoding on random prompts, without turns."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from older_target import decode_ahead, older_and_present
+from other_engines import peers
 from rich.console import Console
 from rich.table import Table
 
-from tlt.bench.ahead import decode_ahead, older_and_present
-from tlt.bench.peers import peers
 from tlt.build import load_detokenizer, open_workplace, settled
-from tlt.config import Config, ConfigError
+from tlt.config import Config, ConfigError, load_config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.calibration import Calibration
 from tlt.draft.choose import make_drafters
@@ -368,3 +373,40 @@ def _print(console: Console, rows: Sequence[dict[str, Any]], of_peers: Sequence[
             numbers = (f"{row[key]:,.0f}" for key in ("tokens_per_second", "tlt_tokens_per_second"))
             table.add_row(str(row["batch"]), row["name"], *numbers, f"{row['tlt_ratio']:.2f}")
         console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="TOML file, such as recipes/longtail.toml")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="numbers of concurrent requests")
+    parser.add_argument("--tail", type=int, default=0, help="also measure one rollout of this many requests")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements, of which the median is reported")
+    parser.add_argument(
+        "--look-ahead",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="policy updates between the look-ahead drafts and the measured decoding (default 1); 0: no look-ahead",
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of the names of the strategies to measure")
+    parser.add_argument("--peers", choices=["auto", "none"], default="auto", help="also measure the installed engines")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    asked, overrides = parser.parse_known_args(argv)
+    if min(*asked.batches, asked.repeats) < 1:
+        parser.error("--batches and --repeats must be at least 1")
+    try:
+        config = load_config(asked.recipe, overrides)
+        if config.engine.backend == "vllm":
+            from vllm_rollout import bench_vllm
+
+            bench_vllm(config, asked.batches, asked.repeats, asked.json, asked.look_ahead)
+        else:
+            options = (asked.tail, asked.repeats, asked.peers == "auto", asked.json, asked.look_ahead, asked.only)
+            bench_rollout(config, asked.batches, *options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

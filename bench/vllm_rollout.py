@@ -1,4 +1,4 @@
-"""`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with tlt's noise, by batch size and drafter.
+"""Tokens per second of vLLM with tlt's noise, by batch size and drafter: `rollout.py --engine.backend vllm`.
 
 All engines decode the same requests to the same tokens, one after another in this process, several times. The tokens
 are compared with those of tlt's own engine, which is measured too, with plain decoding and with `adaptive`. Plain vLLM
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from older_target import decode_ahead, trained
 from rich.console import Console
 from rich.table import Table
+from rollout import bench_requests
 
-from tlt.bench.ahead import decode_ahead, trained
-from tlt.bench.rollout import bench_requests
 from tlt.build import Workplace, load_detokenizer, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
