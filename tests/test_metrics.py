@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlt.metrics import _compared, against_plain, useful_share
+from tlt.metrics import _compared, useful_share
 from tlt.trace import ABSENT, AHEAD, IDLE, ROLLOUT, SPOT, UPDATE
 
 
@@ -42,9 +42,3 @@ def test_the_speed_up_of_each_compared_step() -> None:
     counts = {"tokens": 1, "responses": 1, "differ": 0}
     lines = [{"compared": counts, "seconds": {"rollout": 2.0, "compare": seconds}} for seconds in (4.0, 6.0)]
     assert _compared([*lines, {"seconds": {}}])["times"] == [2.0, 3.0]
-
-
-def test_speed_is_estimated_from_at_least_ten_seconds_of_rounds() -> None:
-    step = {"seconds": 4.0, "plain_seconds": 8.0, "plain_rounds": 1.0}
-    assert against_plain([step, {}, step]) == {}
-    assert against_plain([step, {}, step, step]) == {"times": 2.0}

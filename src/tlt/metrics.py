@@ -24,8 +24,6 @@ from tlt.files import parse_json, writing
 from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
-LEAST_SECONDS = 10.0  # least time of measured rounds; with less, the estimate of plain decoding varies too much
-
 
 class MetricsError(ValueError):
     """Error for a file of metrics that cannot be read or written. The message names the file and the remedy."""
@@ -122,7 +120,6 @@ def summarize(
     tokens = sum(line["tokens"] for line in lines)
     passes = sum(line["rollout"]["row_passes"] for line in lines)
     compared = _compared(lines)
-    by_rounds = against_plain(line["rollout"].get("against_plain", {}) for line in lines)
     summary = {
         "steps": len(lines),
         "reward_tenth_steps": tenth,
@@ -143,23 +140,13 @@ def summarize(
         "compared": compared,
         "energy": total_energy(lines),
         "accept_length": tokens / passes if passes else 1.0,
-        "against_plain": by_rounds,
-        "times_plain": compared["plain_seconds"] / compared["rollout_seconds"] if compared else by_rounds.get("times"),
+        "times_plain": compared["plain_seconds"] / compared["rollout_seconds"] if compared else None,
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
     }
     write_json(folder / "summary.json", summary)
     return summary
-
-
-def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return {"times": t}, where t is the estimated time of plain decoding for all measured rounds, divided by the
-    measured time of these rounds. Return {} if these rounds took less than 10 s, because the estimate varies too much
-    then."""
-    found = [step for step in steps if step.get("seconds")]
-    seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
-    return {"times": plain / seconds} if seconds >= LEAST_SECONDS else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:

@@ -258,9 +258,6 @@ class RolloutStats(PassCounts):
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by kind of work: `prefill`, `draft`, `verify` and `commit`; look-ahead (`ahead`) and the early update
     (`early`), which use idle time; and drafter training that delayed the rollout (`spot`)."""
-    against_plain: dict[str, float] = field(default_factory=dict)
-    """`seconds` of timed rounds (without prefill, preemption or capture of a CUDA graph), and `plain_seconds`, the
-    estimated seconds with plain decoding"""
     spot: dict[str, float] = field(default_factory=dict)
     """drafter training: drafter version, accept length of the current drafter and of the candidate, whether training is
     paused"""
@@ -280,7 +277,6 @@ class RolloutStats(PassCounts):
             verified_to=_sum_by_key(self.verified_to, other.verified_to),
             accepted_to=_sum_by_key(self.accepted_to, other.accepted_to),
             seconds=_sum_by_key(self.seconds, other.seconds),
-            against_plain=_sum_by_key(self.against_plain, other.against_plain),
             acceptance_rate=other.acceptance_rate,
             alarms=other.alarms,
             spot=self.spot | other.spot,

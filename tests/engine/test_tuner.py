@@ -131,9 +131,9 @@ def test_the_time_of_a_plain_round_depends_on_its_rows() -> None:
     world = World(right={"eagle": 0.3, "suffix": 0.7}, per_token=0.2, noise=0.0)
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.3})
     play(bandit, world, lambda turn: 3 + turn % 2, 600)
-    assert bandit.plain_seconds(4, 100.0) == pytest.approx(world.seconds(PLAIN, 4), rel=0.01)
-    assert bandit.plain_seconds(3, 100.0) == pytest.approx(world.seconds(PLAIN, 3), rel=0.1)
-    assert Fixed(PLAIN).plain_seconds(4, 100.0) is None
+    seconds = bandit.times.seconds(PLAIN, bucket_of(4, 100.0))
+    assert seconds == pytest.approx(world.seconds(PLAIN, 4), rel=0.01)
+    assert seconds * bandit.times.share(PLAIN, 3) == pytest.approx(world.seconds(PLAIN, 3), rel=0.1)
 
 
 @pytest.mark.parametrize(("rows", "seed"), [(1, 0), (1, 1), (4, 0), (16, 1), (64, 2)])

@@ -26,7 +26,6 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
             "acceptance_rate": {"eagle": 0.8},
             "by_depth": {"eagle": {"1": 0.8, "2": 0.75}},
             "spot": {"version": step // 2},
-            "against_plain": {"seconds": 4.0, "plain_seconds": 8.0, "plain_rounds": 1.0},
             **{f"{name}_seconds": 1.0 for name in ("prefill", "draft", "verify", "commit")},
         },
         "batch": {"without_spread_share": 0.0},

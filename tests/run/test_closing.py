@@ -15,8 +15,7 @@ SUMMARY: dict[str, Any] = {
     "tokens_per_second": 100.0,
     "accept_length": 2.0,
     "useful_share": 0.85,
-    "against_plain": {"times": 1.75},
-    "times_plain": 1.75,
+    "times_plain": None,
     "compared": {},
     "responses": 3840,
     "without_reward": {},
@@ -29,7 +28,6 @@ SUMMARY: dict[str, Any] = {
 
 def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     lines = closing(SUMMARY, "runs/x")
-    assert "by estimate 1.75 times as fast as plain decoding" in lines[0].plain
     assert lines[0].plain.endswith(", 85% of the workers' time useful")
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
@@ -38,7 +36,6 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
-    assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
     measured = "rollouts took 9.0 s: 3.00 times as fast as plain decoding, measured on 1 step (2.0 s against 6.0 s), "
     assert both[1].plain == measured + "same tokens"
     differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")
@@ -54,11 +51,10 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     peaks = [closing(SUMMARY | {"peak_memory": peak}, "")[1].plain for peak in (alone, three)]
     assert peaks[0] == "peak memory: 2,048 MiB and 100 MiB on CUDA"
     assert peaks[1] == "peak memory: main process 9 MiB, largest worker process 8 MiB"
-    failures = {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}, "times_plain": None}
+    failures = {"without_reward": {"timeout": 10, "error": 2}}
     failed = closing(SUMMARY | failures, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see the errors above"
     assert "red" in str(failed[1].style)
-    assert "plain decoding" not in failed[0].plain
 
 
 def test_a_run_that_gained_little_gets_advice() -> None:

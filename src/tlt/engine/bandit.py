@@ -174,11 +174,6 @@ class Bandit:
         extra = max(0.0, self.catch_up.get(arm.drafter, 0.0)) if arm.drafter != self._last.drafter else 0.0
         return self.times.seconds(arm, bucket) + extra / rounds
 
-    def plain_seconds(self, rows: int, context: float) -> float:
-        """Return the expected seconds of a round with plain decoding, for this number of rows and this mean context in
-        tokens."""
-        return self.times.seconds(PLAIN, bucket_of(rows, context)) * self.times.share(PLAIN, rows)
-
     def free_rows(self, rows: int) -> int:
         """Return the largest number of rows whose plain round takes at most 3 % longer than a round of `rows` rows, by
         the start-up profile. There is one exception: return `rows` if the larger batch would slow the fastest strategy

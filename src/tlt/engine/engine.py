@@ -35,7 +35,7 @@ from tlt.engine.runner import Runner, Sampled
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, draft_counts
+from tlt.engine.state import Clock, RolloutState, Round, draft_counts
 from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
@@ -227,8 +227,6 @@ class Engine(Generates):
         counts = [draft_counts(row, draft, taken) for row, draft, taken in zip(now.rows, drafts, tokens, strict=True)]
         committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
-        if scored:
-            compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context, drafts)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._in_round = False

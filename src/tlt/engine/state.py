@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft
 from tlt.draft.features import FeatureView, FeatureWindow
-from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.strategy import Strategy
 from tlt.engine.harvest import Harvester
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.rows import RowTable
@@ -106,33 +106,3 @@ def draft_counts(row: Row, draft: Draft, taken: int) -> tuple[int, int]:
     if 0 < taken <= proposed and draft.tokens[taken - 1] == row.tokens[-1]:
         return taken + 1, taken
     return taken, proposed
-
-
-def compare_with_plain(
-    stats: RolloutStats,
-    plain_seconds: Callable[[int, float], float | None],
-    now: Round,
-    seconds: float,
-    tokens: Sequence[int],
-    context: float,
-    drafts: Sequence[Draft],
-) -> None:
-    """Add to `stats` the seconds of a round, and the estimated seconds of plain decoding for the same tokens. Tokens of
-    look-ahead rows do not count.
-
-    For a plain round, the estimate is the round's own time, so that other work on the machine does not count as a gain.
-    For any other round without draft tokens, the estimate is at most the round's own time. In both cases, the share of
-    look-ahead rows is subtracted from that time.
-    """
-    own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
-    if not own:
-        return
-    plain, of_all_rows = (plain_seconds(rows, context) for rows in (len(own), len(now.rows)))
-    if plain is None or of_all_rows is None:
-        return
-    if not any(draft.tokens for draft in drafts):
-        same = seconds * (plain / of_all_rows)
-        plain = same if now.strategy == PLAIN else min(plain, same)
-    known = stats.against_plain
-    known["seconds"] = known.get("seconds", 0.0) + seconds
-    known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * (sum(own) / len(own))

@@ -56,10 +56,6 @@ class Tuner(Protocol):
         drafter's first draft token; None if not known."""
         ...
 
-    def plain_seconds(self, rows: int, context: float) -> float | None:
-        """Return the seconds of a plain-decoding round with `context` tokens per row on average; None if not known."""
-        ...
-
     def state(self) -> dict[str, Any]:
         """Return the state of the tuner as plain data for a checkpoint."""
         ...
@@ -90,9 +86,6 @@ class Fixed:
         return sys.maxsize
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
-
-    def plain_seconds(self, rows: int, context: float) -> float | None:
-        return None
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -171,21 +171,16 @@ function search() {
 
 const UNMEASURED = ["Not measured: set ", el("code", {}, "run.compare_every"), " to decode some steps by plain decoding too."];
 
-function againstPlain({ ratios, columns }) {
+function againstPlain({ gain, columns }) {
+  if (!gain) return [el("p", {}, UNMEASURED)];
   const seconds = (value) => value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) + " s";
-  const named = (measured) => [badge(measured), !measured && " worker seconds"];
-  const rows = ratios.map(({ measured, plain, ours, times, interval, steps, lost }) => [
-    named(measured), seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
-    interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost]);
-  const head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "slower steps"];
+  const { plain, ours, times, interval, steps, lost } = gain;
+  const row = [seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
+    interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost];
+  const head = ["plain decoding", "tlt", "times as fast", "95 % interval", "steps", "slower steps"];
   const line = (name, path, dots) => ({ name, points: columns[path] || [], dots });
-  if (!rows.length) return [el("p", {}, UNMEASURED)];
-  return [table(head, rows), ratios[0].measured ? chart("Seconds of each rollout", "s", [
-    line("tlt, measured", "seconds/rollout", false), line("plain decoding, measured", "seconds/compare", true),
-  ]) : chart("Decoding, summed over the workers", "worker seconds", [
-    line("tlt, measured", "rollout/against_plain/seconds", false),
-    line("plain decoding, estimated", "rollout/against_plain/plain_seconds", false),
-  ])];
+  return [table(head, [row]), chart("Seconds of each rollout", "s", [
+    line("tlt", "seconds/rollout", false), line("plain decoding", "seconds/compare", true)])];
 }
 
 const COUNTERS = {
@@ -224,8 +219,7 @@ const SECTIONS = {
     advice.length && el("details", {}, el("summary", {}, "More advice"), el("ul", {}, advice.map((line) => el("li", {}, line)))),
     faults.length && el("ul", { class: "faults" }, faults.map((fault) => el("li", {}, fault)))])],
   plain: ["Against plain decoding, on the same tokens", [...columns(againstPlain), note(
-    badge(true), ": whole steps were decoded a second time by plain decoding, with the same tokens (run.compare_every). ",
-    badge(false), ": from the times of some rounds of plain decoding. All steps with a number count, slower ones too.")]],
+    "Whole steps were decoded a second time by plain decoding (run.compare_every). Slower steps count too.")]],
   proof: ["Proof", columns(({ policy_sha256, proof }) => [
     table([], [["policy sha256", el("code", {}, policy_sha256 || "known when the run ends")], ...Object.entries(proof)])])],
   time: ["Where the time went", columns((run) => [

@@ -78,7 +78,7 @@ def page_of(runs: Sequence[RunData]) -> str:
 
 def content_of(run: RunData) -> dict[str, Any]:
     """Return the numbers and texts of a run that the script page.js shows, as a dictionary for JSON."""
-    ratios = story.ratios(run)
+    gain = story.ratio(run)
     return {
         "name": run.name,
         "num_steps": len(run.steps),
@@ -86,7 +86,7 @@ def content_of(run: RunData) -> dict[str, Any]:
         "advice": story.advice(run)[1:],
         "faults": run.faults,
         "results": _results(run),
-        "ratios": [found._asdict() | {"times": found.times} for found in ratios],
+        "gain": gain._asdict() | {"times": gain.times} if gain else None,
         "policy_sha256": run.summary.get("policy_sha256"),
         "proof": _proof(run),
         "useful_share": story.useful_share(run),
@@ -101,7 +101,7 @@ def content_of(run: RunData) -> dict[str, Any]:
 def _results(run: RunData) -> dict[str, float | None]:
     """Return the results of a run for the table that compares several runs: label -> number."""
     rewards = story.rewards(run)
-    times = {found.measured: found.times for found in story.ratios(run)}
+    gain = story.ratio(run)
     seconds = run.total("seconds/total") - run.total("seconds/compare")
     cpu_seconds = run.total("energy/cpu_seconds") - run.total("energy/phases/compare/cpu_seconds")
     per_step = "per step, without run.compare_every"
@@ -109,8 +109,7 @@ def _results(run: RunData) -> dict[str, float | None]:
         "steps": len(run.steps),
         f"seconds {per_step}": seconds / (len(run.steps) or 1),
         "mean reward, last tenth": rewards[1] if rewards else None,
-        "times plain decoding, measured": times.get(True),
-        "times plain decoding, estimated": times.get(False),
+        "times plain decoding": gain.times if gain else None,
         "tokens per second of rollout": run.total("tokens") / (run.total("seconds/rollout") or 1),
         "accept length": run.total("tokens") / (run.total("rollout/row_passes") or 1),
         "useful share of worker time": story.useful_share(run),

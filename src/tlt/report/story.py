@@ -9,20 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt.metrics import LEAST_SECONDS, leaves
+from tlt.metrics import leaves
 from tlt.report.read import RunData
 from tlt.wording import counted
 
 
 class Ratio(NamedTuple):
-    """Speed-up over plain decoding: seconds of plain decoding divided by seconds of the run's decoding."""
+    """Speed-up over plain decoding, in the steps that run.compare_every also decoded with plain decoding."""
 
     plain: float
-    """total seconds of plain decoding: measured on repeated whole rollouts if `measured`, else estimated for the
-    workers' decoding rounds"""
+    """seconds of plain decoding"""
     ours: float
-    """seconds of the run's own decoding of the same rollouts or rounds"""
-    measured: bool
+    """seconds of the run's own decoding of the same rollouts"""
     steps: int
     """number of steps with both times"""
     lost: int
@@ -35,17 +33,12 @@ class Ratio(NamedTuple):
         return self.plain / self.ours
 
 
-def ratio(run: RunData, measured: bool) -> Ratio | None:
-    """Return the speed-up over plain decoding. If `measured`, it is from the rollouts that run.compare_every repeated
-    with plain decoding; else from estimates for decoding rounds. Return None if no step has both times, or if an
-    estimate would be from less than 10 s of decoding rounds."""
-    names = ("seconds/compare", "seconds/rollout")
-    if not measured:
-        names = ("rollout/against_plain/plain_seconds", "rollout/against_plain/seconds")
-    plain, ours = (run.column(name) for name in names)
+def ratio(run: RunData) -> Ratio | None:
+    """Return the measured speed-up over plain decoding; None if no step was also decoded with plain decoding."""
+    plain, ours = run.column("seconds/compare"), run.column("seconds/rollout")
     pairs = np.array([(plain[step], ours[step]) for step in plain if plain[step] and ours.get(step)])
     num_steps, interval = len(pairs), None
-    if not num_steps or (not measured and pairs[:, 1].sum() < LEAST_SECONDS):
+    if not num_steps:
         return None
     if num_steps >= 4:
         times_drawn = np.random.default_rng(0).multinomial(num_steps, np.full(num_steps, 1 / num_steps), size=400)
@@ -53,13 +46,7 @@ def ratio(run: RunData, measured: bool) -> Ratio | None:
         interval = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975)).tolist()
     plain_sum, our_sum = pairs.sum(axis=0).tolist()
     lost = int((pairs[:, 0] < pairs[:, 1]).sum())
-    return Ratio(plain_sum, our_sum, measured, num_steps, lost, interval)
-
-
-def ratios(run: RunData) -> list[Ratio]:
-    """Return the measured and then the estimated speed-up over plain decoding. Leave out a speed-up for which `ratio`
-    returns None."""
-    return [found for measured in (True, False) if (found := ratio(run, measured))]
+    return Ratio(plain_sum, our_sum, num_steps, lost, interval)
 
 
 def worker_seconds(run: RunData) -> dict[str, float]:
@@ -117,9 +104,8 @@ def _gain(run: RunData) -> str:
         first, last, tenth = found
         steps = "step" if tenth == 1 else f"{tenth:,} steps"
         reward = f"The mean reward went from {first:.3f} to {last:.3f} (first and last {steps}), and "
-    for gained in ratios(run):
-        kind = "measured" if gained.measured else "estimated"
-        return f"{reward}rollouts were {gained.times:.2f} times as fast as plain decoding ({kind})."
+    if gained := ratio(run):
+        return f"{reward}rollouts were {gained.times:.2f} times as fast as plain decoding."
     return f"{reward}the speed against plain decoding was not measured."
 
 
@@ -146,14 +132,14 @@ _RULES = {
 
 def advice(run: RunData) -> list[str]:
     """Return advice on what to change in the recipe, the most important first, or a sentence that there is none."""
-    total, seconds, found = run.total, worker_seconds(run), ratios(run)
+    total, seconds, found = run.total, worker_seconds(run), ratio(run)
     without_compare = total("seconds/total") - total("seconds/compare")
     numbers = {
         "not measured": float(bool(run.steps) and not found),
         "unrewarded": total("batch/unrewarded") / (total("responses") or 1),
         "truncated": fmean(run.column("lengths/truncated").values() or [0.0]),
         "equal": fmean(run.column("batch/without_spread_share").values() or [0.0]),
-        "slower": 1 / found[0].times if found else 0.0,
+        "slower": 1 / found.times if found else 0.0,
         "idle": seconds.get("idle", 0.0) / (sum(seconds.values()) or 1),
         "update": total("seconds/update") / (without_compare or 1),
         "preempted": total("rollout/preemptions") / (total("responses") or 1),

@@ -20,15 +20,12 @@ NO_GAIN = (
 
 def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     """Return the lines that are printed at the end of a run. `summary` is the content of summary.json."""
-    found, missing = summary["against_plain"], summary["without_reward"]
-    faster = ""
-    if found and not summary["compared"]:  # the comparison of whole steps is more reliable than this estimate
-        faster = f", by estimate {summary['times_plain']:.2f} times as fast as plain decoding"
+    missing = summary["without_reward"]
     lines = [
         Text(
             f"{counted(summary['steps'], 'step')}: mean reward {_first_and_last(summary)}; "
             f"{summary['seconds']['total']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s, "
-            f"accept length {summary['accept_length']:.2f}{faster}, "
+            f"accept length {summary['accept_length']:.2f}, "
             f"{summary['useful_share']:.0%} of the workers' time useful"
         )
     ]

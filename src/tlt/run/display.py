@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tlt.config import Config
 from tlt.loop import StepResult
-from tlt.metrics import against_plain, useful_share
+from tlt.metrics import useful_share
 from tlt.progress import Work, working
 from tlt.run.closing import closing
 from tlt.run.panels import BARS, COLOURS, WorkersView, stacked
@@ -209,8 +209,7 @@ class Display:
         return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
 
     def _drafters(self) -> Text:
-        """Return a line with the acceptance rate of each drafter's first draft token in the last rollout, and a line
-        with the estimated speed-up over plain decoding so far."""
+        """Return a line with the acceptance rate of each drafter's first draft token in the last rollout."""
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
         rates = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
@@ -219,9 +218,7 @@ class Display:
             training = "at rest" if spot["rests"] else "in training"
             learned = f"learned drafter: version {spot['version']:.0f}, {training}; "
         accepted = f"first token accepted: {rates}" * bool(rates)
-        found = against_plain(m.rollout["against_plain"] for m in self.history)
-        faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
-        return Text(f"draft   {learned}{accepted}{faster}")
+        return Text(f"draft   {learned}{accepted}")
 
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
