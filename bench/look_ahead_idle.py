@@ -90,9 +90,8 @@ class World:
         line = looking.deal([Row(request) for request in requests], self.workers)
         shares: list[list[Live]] = [[] for _ in range(self.workers)]
         fair = -(-len(requests) // self.workers)
-        for share in shares:
-            while line and len(share) < fair:
-                share += [self._live(row.request) for row in line.popleft()]
+        for index, share in enumerate(shares):
+            share += [self._live(row.request) for row in line[index * fair : (index + 1) * fair]]
         seconds = idle = seen = 0.0
         while any(shares):
             dry = [index for index, share in enumerate(shares) if not share]

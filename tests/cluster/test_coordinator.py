@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from pools import Choose, Loses, TestPool, ThreadWorker
 from rich.console import Console
 from tiny import tiny_config
 
-from tlt.cluster.allocation import Allocation
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
@@ -265,10 +263,9 @@ LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False
 @pytest.mark.parametrize(
     ("possible", "tried"),
     [
-        ({"ask_for_rows"}, ["ask_for_rows", "decode_ahead"]),  # it looks ahead while it waits
-        ({"update_early"}, ["ask_for_rows", "update_early"]),
-        ({"train"}, ["ask_for_rows", "update_early", "train"]),
-        (set[str](), ["ask_for_rows", "update_early", "train", "decode_ahead"]),
+        ({"update_early"}, ["update_early"]),
+        ({"train"}, ["update_early", "train"]),
+        (set[str](), ["update_early", "train", "decode_ahead"]),
     ],
 )
 def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tried: list[str]) -> None:
@@ -279,8 +276,8 @@ def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tr
         idle.extend(arguments[1:2])
         return name in possible
 
-    for name in ("ask_for_rows", "update_early", "train", "decode_ahead"):
-        setattr(work.allocation if name == "ask_for_rows" else work, name, partial(do, name))
+    for name in ("update_early", "train", "decode_ahead"):
+        setattr(work, name, partial(do, name))
     work.start(1)
     assert asked == tried
     assert idle == [work.allocation.idle()] * ("train" in tried)
@@ -366,41 +363,12 @@ def plain_of(home: Path, workers: int) -> tuple[str, Any]:
     return train(config_of(home, workers, rollout=LONGER, speculation=plain))[:2]
 
 
-def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
-    """It receives them after one more round of the other worker, and does not train while it waits."""
-    drafter = {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}
-    turn, taken = count(), list[int]()
-    decode, asks = ThreadWorker.decode, Allocation.ask_for_rows
-
-    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        taken.extend(len(row.tokens) for row in work.resumed)
-        live = [row for row in self.engine.rows if not row.ahead]
-        rows = [*live, *self.engine.waiting, *work.requests, *work.resumed]
-        assert seconds == (0.0 if work.release else AT_ONCE if len(rows) > 1 else 5 * AT_ONCE)
-        return decode(self, work, seconds)
-
-    def asking(self: Any, index: int) -> bool:
-        helps = asks(self, index)
-        self.crew.pool.log.extend([(index, "asks")] * helps)
-        return helps
-
-    always = patch("tlt.cluster.allocation.Forecast.helping", lambda *arguments: math.inf)
-    with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Allocation, "ask_for_rows", asking):
-        *found, pool = train(config_of(home, 2, rollout=LONGER, speculation=drafter), choose=lambda n: next(turn))
-    assert found == [*train(config_of(home, 2, rollout=LONGER))[:2]]
-    assert max(taken) > 0
-    assert "train_drafter" in {method for _, method in pool.log}
-    for worker in range(2):
-        calls = [method for index, method in pool.log if index == worker]
-        assert ("asks", "train_drafter") not in pairwise(calls)
-
-
 def test_acceptance_rates_and_alarms_cover_all_workers(home: Path) -> None:
     coordinator = coordinator_of(home)
     first = RolloutStats(acceptance_rate={"suffix": 0.2}, alarms={"suffix": 0.2})
     second = RolloutStats(acceptance_rate={"suffix": 0.8, "eagle": 0.5})
     for share, stats in zip(coordinator.allocation.shares, (first, second), strict=True):
-        share.last = Slice([], [], stats, {}, [], 1.0, {})
+        share.last = Slice([], stats, {}, {})
     found = coordinator._stats([])
     assert (found.acceptance_rate, found.alarms) == ({"suffix": 0.5, "eagle": 0.5}, {"suffix": 0.2})
 

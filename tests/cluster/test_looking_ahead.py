@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -120,10 +119,8 @@ def test_drafts_include_those_of_siblings_each_once() -> None:
     assert [a.seed for a in ahead.drafts(requests(1, 1, 11))] == [1, 0, 10]
 
 
-def dealt(ahead: LookingAhead, given: Sequence[int], workers: int) -> list[list[int]]:
-    line = ahead.deal([Row(request) for request in requests(*given)], workers)
-    assert isinstance(line, deque)
-    return [[row.request.seed for row in group] for group in line]
+def dealt(ahead: LookingAhead, given: Sequence[int], workers: int) -> list[int]:
+    return [row.request.seed for row in ahead.deal([Row(request) for request in requests(*given)], workers)]
 
 
 def test_rows_are_dealt_by_their_expected_rounds() -> None:
@@ -135,8 +132,10 @@ def test_rows_are_dealt_by_their_expected_rounds() -> None:
     ahead = looking(known(0, 50), known(1, 20, ended=False), known(10, 100), known(20, 80), known(30, 30, ended=False))
     ahead.accept_length, ahead.accept_length_ahead = 2.0, 5.0
     given = [40, 0, 20, 2, 10, 30, 1]
-    assert dealt(ahead, given, len(given)) == [[1], [30], [10], [2], [20], [0], [40]]
-    assert dealt(looking(), [10, 11, 0, 12, 1], 2) == [[10, 11, 12], [0, 1]], "without estimates the order is kept"
+    assert dealt(ahead, given, len(given)) == [1, 30, 10, 2, 20, 0, 40]
+    assert dealt(looking(), [10, 11, 0, 12, 1], 2) == [10, 11, 0, 12, 1], "without estimates the order is kept"
+    some = looking(known(0, 50), known(10, 20), known(1, 10))
+    assert dealt(some, [0, 10, 1, 11], 2) == [0, 1, 10, 11], "rows of a worker's prompt follow each other"
 
 
 @given(
@@ -144,11 +143,9 @@ def test_rows_are_dealt_by_their_expected_rounds() -> None:
     found=st.dictionaries(st.integers(0, 39), st.tuples(st.integers(0, 99), st.booleans())),
     workers=st.integers(1, 5),
 )
-def test_rows_are_assigned_once_by_groups(rows: list[int], found: dict[int, tuple[int, bool]], workers: int) -> None:
+def test_each_row_is_dealt_once(rows: list[int], found: dict[int, tuple[int, bool]], workers: int) -> None:
     ahead = looking(*(known(seed, length, ended) for seed, (length, ended) in found.items()))
-    groups = dealt(ahead, rows, workers)
-    assert sorted(seed for group in groups for seed in group) == sorted(rows)
-    assert all(len({seed // 10 for seed in group}) == 1 for group in groups)
+    assert sorted(dealt(ahead, rows, workers)) == sorted(rows)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,7 @@ class Puppet:
         self.trace.append((self.index, "decode", work))
         responses = [Response(request, [1, 2], [0.0] * 2, [0.0] * 2, "stop") for request in work.requests]
         stats = RolloutStats(tokens=2 * len(responses), seconds={"prefill": 0.0})
-        return Slice(responses, [], stats, {}, [], 0.01, {})
+        return Slice(responses, stats, {}, {})
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float) -> list[Ahead]:
         self.trace.append((self.index, "look_ahead", work))

@@ -213,11 +213,11 @@ def test_earlier_turns_of_a_lost_worker_are_no_drafts(tmp_path: Path) -> None:
     request = Request(Prompt(0, "", (1, 2)), 0, 0, 0, SamplingParams(continues=True))
     coordinator.allocation.shares = [Share(rows={0: Row(request)})]
     stats = RolloutStats(seconds={"prefill": 0.0})
-    coordinator.allocation.handle_slice(0, Slice([], [], stats, {0: 2}, [], 1.0, {0: [5, 6]}))
+    coordinator.allocation.handle_slice(0, Slice([], stats, {0: 2}, {0: [5, 6]}))
     ended = Response(request, [5, 6, 7], [-1.0] * 3, [-1.0] * 3, "stop")
-    coordinator.allocation.handle_slice(0, Slice([ended], [], stats, {}, [], 1.0, {}))
+    coordinator.allocation.handle_slice(0, Slice([ended], stats, {}, {}))
     coordinator.allocation.shares[0].rows[0] = Row(request, [5, 6, 7, 8], replies=[Reply(3, 4, "")])
-    coordinator.allocation.handle_slice(0, Slice([], [], stats, {0: 5}, [], 1.0, {0: [9]}))
+    coordinator.allocation.handle_slice(0, Slice([], stats, {0: 5}, {0: [9]}))
     coordinator._reclaim(0)
     known = coordinator.idle.ahead.store.get(request)
     assert known

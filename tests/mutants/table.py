@@ -405,7 +405,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Schedule.evaluated", "operand", 4, "Training rests when its candidates gain little."),
     ],
     ("cluster.idle", "cluster/test_coordinator.py"): [
-        ("IdleWork.start", "operand", 4, "The only idle worker also looks ahead."),
+        ("IdleWork.start", "operand", 3, "The only idle worker also looks ahead."),
     ],
     ("spot.rounds", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),
@@ -415,7 +415,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
     ("cluster.allocation", "cluster/test_allocation.py"): [
-        ("half_of", "element", 0, "The longest row stays with its worker."),
+        ("Allocation.take_rows", "never", 0, "A full worker takes no single rows."),
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
         ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),

@@ -117,22 +117,22 @@ class LookingAhead:
         """Return the look-ahead drafts of these requests and of their siblings (requests with the same prompt)."""
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
-    def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """Return a queue of groups of rows. The rows of a group have the same prompt. Workers take groups from the
-        front.
+    def deal(self, rows: Sequence[Row], workers: int) -> list[Row]:
+        """Return the rows in the order in which workers take equal parts of them from the front.
 
-        If no row has a look-ahead draft, groups keep the order of `rows`. Otherwise a group may be split, so that all
-        `workers` need about the same number of rounds (longest processing time first: Graham, 1969).
+        If no row has a look-ahead draft, this is the order of `rows`. Otherwise all `workers` get rows that need about
+        the same number of rounds (longest processing time first: Graham, 1969). A worker gets rows of the same prompt
+        one after the other.
         """
         if not any(self.store.get(row.request) for row in rows):
-            return deque(by_prompt(rows))
+            return list(rows)
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}
         most, bins, loads = math.ceil(len(rows) / workers), [list[Row]() for _ in range(workers)], [0.0] * workers
         for row in sorted(rows, key=lambda row: -rounds[row.request.seed]):
             index = min((i for i in range(workers) if len(bins[i]) < most), key=lambda i: loads[i])
             bins[index].append(row)
             loads[index] += rounds[row.request.seed]
-        return deque(group for one in bins for group in by_prompt(one))
+        return [row for one in bins for group in by_prompt(one) for row in group]
 
     def _rounds(self, request: Request) -> float:
         """Return the expected number of decoding rounds of the request, given the look-ahead drafts of its group (same

@@ -2,19 +2,17 @@
 `tlt.trace`.
 
 It runs in the driver, as one loop that handles worker calls as they return. No token depends on its decisions, because
-any worker may decode any request, from the start or from the point where another worker stopped.
+any worker may decode any request, from the start or from the point where a lost worker stopped.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from tlt.cluster.ahead import by_prompt
-from tlt.cluster.allocation import Allocation, Forecast, Share
+from tlt.cluster.allocation import Allocation
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.idle import IdleWork
@@ -26,14 +24,13 @@ from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch, WorkerNow
 
-_LAST = 5  # duration of a decode call in slices if the worker has one row, because a call costs some milliseconds
 _REPLY = 0.02  # seconds between two checks for replies of environments
 
 
 class Coordinator:
     def __init__(self, crew: Crew, config: Config, turns: Turns | None = None) -> None:
         self.crew, self.turns = crew, turns or SingleTurn()
-        self.allocation = Allocation(crew, config.engine.max_rows, Forecast(config.rollout.max_new_tokens))
+        self.allocation = Allocation(crew, config.engine.max_rows)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. Any thread may read this tuple."""
@@ -43,7 +40,6 @@ class Coordinator:
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from it to the update
         self._version = 0  # target version
         self._plain = False  # whether this rollout is a comparison with plain decoding
-        self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
     def _enter(self, state: str) -> None:
         for index, tracer in enumerate(self.tracers):
@@ -72,7 +68,7 @@ class Coordinator:
         idle.early.begin(early)
         rows = self.turns.begin(requests)
         idle.ahead.begin(requests, coming if idle.looks_ahead and not self.turns.opens else ())
-        self.allocation.queue = idle.ahead.deal(rows, len(self.crew.present))
+        self.allocation.queue.extend(idle.ahead.deal(rows, len(self.crew.present)))
         responses = self._decode(on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
@@ -88,17 +84,16 @@ class Coordinator:
         return responses, stats
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        """Decode with plain decoding, for comparison. Idle workers only take rows of other workers."""
+        """Decode with plain decoding, for comparison. Idle workers only wait."""
         self.idle.end_all()
-        kept = self.allocation.forecast
-        self.allocation.forecast, self.idle.is_on, self._plain = self._plain_forecast, False, True
+        self.idle.is_on, self._plain = False, True
         try:
             self._enter(COMPARE)
             self._begin(len(requests))
-            self.allocation.queue = deque(by_prompt(self.turns.begin(requests)))
+            self.allocation.queue.extend(self.turns.begin(requests))
             return self._decode(on_response)
         finally:
-            self.allocation.forecast, self.idle.is_on, self._plain = kept, True, False
+            self.idle.is_on, self._plain = True, False
             self._enter(IDLE)
 
     def _begin(self, missing: int) -> None:
@@ -138,8 +133,8 @@ class Coordinator:
 
     def _next(self, index: int) -> None:
         """Start the next call of a free worker: decode its share and waiting rows, or do idle work."""
-        new, share = self.allocation.take_rows(index), self.allocation.shares[index]
-        if not share.rows:
+        new = self.allocation.take_rows(index)
+        if not self.allocation.shares[index].rows:
             self.tracers[index].enter(COMPARE if self._plain else IDLE)
             self.idle.start(index)
             return
@@ -147,17 +142,8 @@ class Coordinator:
         fresh = [row.request for row in new if not row.tokens]
         drafts = [] if self._plain else self.idle.ahead.drafts(row.request for row in new)
         resumed = [row for row in new if row.tokens]
-        work = DecodeWork(self.allocation.number, fresh, resumed, share.asked, drafts, self._plain)
-        self.crew.call(index, "decode", work, self._seconds(share))
-        share.asked = []
-
-    def _seconds(self, share: Share) -> float:
-        """Return the duration of the worker's next decode call in seconds. The duration is 0 (one round) if the worker
-        must release rows for an idle worker. It is longer than usual if the worker has only one row, because a single
-        row is never moved to an idle worker."""
-        if share.asked:
-            return 0.0
-        return self.idle.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
+        work = DecodeWork(self.allocation.number, fresh, resumed, drafts, self._plain)
+        self.crew.call(index, "decode", work, self.idle.slice_seconds)
 
     def _reclaim(self, index: int) -> None:
         """Queue the rows of a lost worker again. Tokens that the worker had reported become drafts of these rows."""

@@ -1,10 +1,10 @@
 """Driver's part of drafter training in idle time, for one worker and for many.
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
-with enough training data of earlier rollouts (spot/spot.py). With many workers, an idle worker may train if it neither
-takes rows of another worker nor computes an early update. The only worker of a run trains after a rollout, if
-`speculation.training.extra` is above 0. The baton (spot/baton.py) passes the trainer state from worker to worker. If
-the worker that trained last is decoding and another one is idle, the driver fetches the state first.
+with enough training data of earlier rollouts (spot/spot.py). With many workers, an idle worker may train if it has no
+early update to compute. The only worker of a run trains after a rollout, if `speculation.training.extra` is above 0.
+The baton (spot/baton.py) passes the trainer state from worker to worker. If the worker that trained last is decoding
+and another one is idle, the driver fetches the state first.
 
 The candidate is the drafter in training. If it is better than the drafter in use, it is published: all workers draft
 with it from their next round on. In either case training continues from the candidate. If a worker is lost, the

@@ -35,21 +35,20 @@ class IdleWork:
         self.looks_ahead = steps_ahead(speculation) > 0
         self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
         self.is_on = True
-        """whether idle workers do more than take rows of another worker"""
+        """whether idle workers do anything"""
         self._trained_last: int | None = None  # worker whose training was the last idle work that was started
 
     def start(self, index: int) -> None:
-        """Start the first possible kind of idle work on a worker without rows: take rows of another worker, early
-        update, drafter training, look-ahead. While the worker waits for rows, it looks ahead, because look-ahead stops
-        within a round. If it is the only idle worker, it trains and looks ahead in turns."""
-        waits, idle = self.allocation.ask_for_rows(index), self.allocation.idle()
-        if not waits and self.update_early(index):
+        """Start the first possible kind of idle work on a worker without rows: early update, drafter training,
+        look-ahead. If it is the only idle worker, it trains and looks ahead in turns."""
+        if self.update_early(index):
             return
-        looks_first = waits or (index == self._trained_last and len(idle) == 1)
+        idle = self.allocation.idle()
+        looks_first = index == self._trained_last and len(idle) == 1
         self._trained_last = None
         if looks_first and self.decode_ahead(index):
             return
-        if not waits and self.train(index, idle, _SLICES * self.slice_seconds):
+        if self.train(index, idle, _SLICES * self.slice_seconds):
             self._trained_last = index
         elif not looks_first:
             self.decode_ahead(index)

@@ -45,8 +45,6 @@ class DecodeWork(NamedTuple):
     """Number of the rollout. If it is new, the worker drops its rows of the previous rollout."""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
-    release: Sequence[int] = ()
-    """seeds of requests that the worker gives up, so that other workers decode them"""
     drafts: Sequence[Ahead] = ()
     """look-ahead drafts for the new requests"""
     plain: bool = False
@@ -66,14 +64,10 @@ class Slice(NamedTuple):
     """Result of `Worker.decode`, which decodes for a fraction of a second."""
 
     responses: list[Response]
-    released: list[Row]
     stats: RolloutStats
     """counters of this worker for the whole rollout so far"""
     live: dict[int, int]
     """number of tokens so far of each active row, by seed"""
-    waiting: list[int]
-    """seeds of the rows that the worker has not started or has preempted"""
-    seconds: float
     news: dict[int, list[int]]
     """tokens that active and waiting rows gained since the previous slice, by seed"""
 
@@ -141,16 +135,13 @@ class Worker:
         engine.look_ahead(())
         self._reported |= {row.request.seed: len(row.tokens) for row in work.resumed}
         engine.submit(work.requests, work.resumed)
-        released = engine.release_requests(work.release)
         responses: list[Response] = []
         while engine.busy:
             responses += engine.round()
             if time.perf_counter() - began >= seconds:
                 break
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
-        waiting = [row.request.seed for row in engine.waiting]
-        seconds = time.perf_counter() - began
-        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine))
+        return Slice(responses, engine.stats, live, self._news(engine))
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}

@@ -23,7 +23,7 @@ import torch
 from tlt.cluster.actor import Actor, Placement, last_log_line
 from tlt.cluster.control import Control, accepts_no_token, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
-from tlt.cluster.signals import keep_signal_handlers, unwrap_given_up
+from tlt.cluster.signals import HelperThread, unwrap_given_up
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
 from tlt.files import first_line
@@ -43,13 +43,16 @@ class RayPool:
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
         """folder of the run's own Ray; empty if the run joined a cluster"""
-        self._ray = _import_ray(alone=config.cluster.address is None)
+        self._helper = HelperThread()
+        self._ray = self._helper.call(_import_ray, config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the driver computes little, and a second thread would take a core from the workers
         try:
-            with keep_signal_handlers():
-                self._join(config.cluster.address) if config.cluster.address else self._start()
+            if config.cluster.address:
+                self._helper.call(self._join, config.cluster.address)
+            else:
+                self._helper.call(self._start)
             self._is_updating = False
             self._control = Control(self._ray.get_runtime_context().gcs_address)
             self._gpus = _gpus_of_worker(config, self._ray.cluster_resources())
@@ -183,8 +186,8 @@ class RayPool:
     def close(self) -> None:
         """Disconnect from Ray, and end it if it is the run's own."""
         torch.set_num_threads(self._threads)
-        with keep_signal_handlers():
-            self._ray.shutdown()
+        self._helper.call(self._ray.shutdown)
+        self._helper.end()
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
             self._sweeper.wait()
@@ -232,8 +235,7 @@ def _import_ray(alone: bool) -> Any:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
-        with keep_signal_handlers():
-            import ray
+        import ray
     except ImportError:
         raise ConfigError(f"cluster.workers above 1 needs Ray: {install_hint('cluster')}") from None
     return ray
