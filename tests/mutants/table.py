@@ -331,7 +331,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("save_model", "operand", 2, "A saved model keeps the config that was published."),
     ],
     ("store.hub", "store/test_hub.py"): [
-        ("_outline", "never", 0, "The card of a data set defines its splits."),
+        ("_write_outline", "never", 0, "The card of a data set defines its splits."),
     ],
     ("data.tables", "data/test_data.py"): [
         ("_refuse_several_sources", "never", 0, "A folder with test files is not trained on."),
