@@ -164,6 +164,24 @@ def test_an_environment_may_use_event_loops_as_it_could_alone(made: type) -> Non
     assert environments.answer_all([(PROMPT, Turn(1, 2, ("a", "c")))]) == [Verdict(0.0, reply="C")], "replayed"
 
 
+class Board:
+    def reset(self, prompt: Prompt) -> None:
+        self.board = prompt.data["board"]
+
+    async def step(self, text: str) -> tuple[str, bool, float]:
+        self.board.append(text)
+        return "".join(self.board), False, 0.0
+
+
+def test_an_environment_that_changes_the_data_of_its_prompt_changes_no_other_episode() -> None:
+    environments, prompt = Environments(Board, 20.0), replace(PROMPT, data={"board": ["-"]})
+    for texts in (("a",), ("a", "b")):
+        found = environments.answer_all([(prompt, Turn(1, seed, texts)) for seed in range(3)])
+        assert [verdict.reply for verdict in found] == [f"-{''.join(texts)}"] * 3
+    (found,) = environments.answer_all([(prompt, Turn(1, 1, ("c", "d")))])
+    assert found.reply == "-cd", "replayed"
+
+
 class Sleeper:
     def reset(self, prompt: Prompt) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from tlt.config import Config
@@ -94,7 +95,7 @@ class Environments:
             instance = known[0]
         else:
             instance = self.make()
-            opening = await self._result(instance.reset(prompt))
+            opening = await self._result(instance.reset(deepcopy(prompt)))  # it may change prompt.data
             if not turn.texts:
                 return instance, Verdict(0.0, reply="" if opening is None else _reply(opening, "reset"))
             for text in turn.texts[:-1]:

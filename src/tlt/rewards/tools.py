@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -78,7 +79,9 @@ class Tools:
             return f"Error: {error}"
         try:
             result = function(**arguments)
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            if inspect.isawaitable(result):
+                result = _runner.run(_awaited(result))
+            text = result if isinstance(result, str) else _json(result)
             if not is_text(text):
                 raise ValueError("the result has a lone surrogate, which is not valid text")
             return text
@@ -92,6 +95,21 @@ class Tools:
                 return function
         known = ", ".join(function.__name__ for function in self.tools)
         raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {known}")
+
+
+_runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # one event loop, because clients belong to one
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _json(result: Any) -> str:
+    """Return a result as JSON, or as str() writes it if JSON has no form for it, such as for a number of numpy."""
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
 
 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
