@@ -156,6 +156,15 @@ def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: A
     assert read == rows
 
 
+def test_a_key_of_a_message_without_a_value_is_not_written(shown: Any) -> None:
+    """Tables give all messages the same keys (LlamaFactory #10455, transformers #45422)."""
+    messages = [turn("user", "u", name=None), turn("assistant", None, tool_calls=[CALL], name=None), FIVE]
+    named = QWEN3.replace("m.role", "m.role ~ (m.name if 'name' in m)")
+    assert shown(named, messages) == f"{CALLED}<tool>5<bot>"
+    texts = "{% for m in messages %}{{ '' + m.content }}{{ m.tool_calls }}{% endfor %}"
+    assert shown(texts, messages) == f"u{[CALL]}5"
+
+
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_prompts_without_a_system_message_get_one(shown: Any, role: str) -> None:
     assert shown(EVERY, [USER], system="s") == "<system>s<user>u<bot>"

@@ -151,7 +151,7 @@ def test_an_answer_is_not_a_call(text: str) -> None:
         ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', "a call is a JSON object"),
         ('<tool_call>{"name": "add", "arguments": {"word": "\\ud83d"}}</tool_call>', "has a lone surrogate"),
         # arguments under another key, or twice: the tool would run without them
-        ('<tool_call>{"name": "add", "args": {"first": 2}}</tool_call>', '"arguments", without \'args\''),
+        ('<tool_call>{"name": "add", "args": {"first": 2}}</tool_call>', "\"arguments\", without 'args'"),
         ('<tool_call>{"name": "add", "first": 2}</tool_call>', "without 'first'"),
         ('<tool_call>{"name": "add", "parameters": {"first": 2}, "arguments": {}}</tool_call>', "without 'parameters'"),
         (f'<tool_call>{{"function": {JSON}, "first": 2}}</tool_call>', "without 'first'"),

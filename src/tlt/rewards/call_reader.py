@@ -175,7 +175,13 @@ def _call(value: Any) -> Call:
     value = value if isinstance(value, dict) else {}
     found = value["function"] if isinstance(value.get("function"), dict) else value
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
-    others = {*value, *found} - {"name", "id", "type", "function", "arguments" if "arguments" in found else "parameters"}
+    others = {*value, *found} - {
+        "name",
+        "id",
+        "type",
+        "function",
+        "arguments" if "arguments" in found else "parameters",
+    }
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return malformed('a call is a JSON object with "name" and "arguments"')
     if others:  # they may be arguments
