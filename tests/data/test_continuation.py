@@ -178,7 +178,7 @@ def test_a_message_that_the_template_drops_is_an_error_of_the_reply() -> None:
             assert "5" in tokenizer.decode(encode(reply, tokenizer.eos_token_id, GO))
             continue
         with pytest.raises(
-            DataError, match="leaves out the observation message of a reply: use a role .* such as user"
+            DataError, match=r"leaves out the observation message of a reply: use a role .* such as user"
         ):
             encode(reply, tokenizer.eos_token_id, GO)
     after_calls = "m.role == 'tool' and messages[loop.index0 - 1].tool_calls"

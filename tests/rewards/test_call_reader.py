@@ -123,7 +123,8 @@ def test_the_forms_of_families_are_read_without_a_template(text: str, arguments:
 
 ANSWERS = (
     "5", "", '{"answer": 5}', "[5]", "[1] The answer", "<think><tool_call>{}</tool_call></think>5", "add(2, 3) = 5",
-    'Here:\n{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', '[{"name": "Bob"}]', "\\boxed{5}", "x < 3 <b>", "The function add is fine.",
+    'Here:\n{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', '[{"name": "Bob"}]',
+    "\\boxed{5}", "x < 3 <b>", "The function add is fine.",
 )  # fmt: skip
 
 
