@@ -20,8 +20,8 @@ from tlt.commands.generate import Asked, _data_of_the_run, _prompts
 from tlt.config import Config, ConfigError, DataConfig, parse_config
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
-from tlt.rewards import make_turns
-from tlt.rewards.turns import SingleTurn
+from tlt.environments import make_turns
+from tlt.environments.episodes import SingleTurn
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"

@@ -15,7 +15,7 @@ from tlt.attention.key_counts import rounded_up
 from tlt.cluster.local import LocalRollout
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
-from tlt.rewards.turns import Turns
+from tlt.environments.episodes import Turns
 from tlt.rl.early import EarlyGroups
 from tlt.types import Request, Response, RolloutStats, Row
 from tlt.verify.look_ahead import MOST_TOKENS

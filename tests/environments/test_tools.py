@@ -13,10 +13,10 @@ import tiny_environments
 from transformers.utils.chat_template_utils import get_json_schema
 
 from tlt.config import Config, parse_config
+from tlt.environments.instances import Environments, Turn, TurnText
+from tlt.environments.tools import Tools, with_tools
 from tlt.rewards import RewardError
-from tlt.rewards.environments import Environments, Turn, TurnText
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.tools import Tools, with_tools
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
 

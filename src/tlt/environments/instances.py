@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from tlt.config import Config
 from tlt.data.chat import Messages
 from tlt.data.continuation import ReplyContent
+from tlt.environments.call_reader import CallReader
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
 from tlt.rewards.async_calls import AsyncCalls, outside
-from tlt.rewards.call_reader import CallReader
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt

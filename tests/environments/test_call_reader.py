@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 from tlt.config import DataConfig
 from tlt.data.continuation import Call, calling
 from tlt.data.prompts import reply_encoder
-from tlt.rewards.call_reader import FORMS, CallReader, call_reader
+from tlt.environments.call_reader import FORMS, CallReader, call_reader
 
 ARGUMENTS = {"first": 2, "word": 'é </tool_call> "x"\nz', "table": {"a": [1, None]}, "loud": True}
 JSON = '{"name": "add", "arguments": {"first": 2}}'

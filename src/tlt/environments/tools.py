@@ -12,10 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from tlt.config import Config
 from tlt.data.continuation import Call, calling, reply_text
+from tlt.environments.call_reader import CallReader, converted, numbered
+from tlt.environments.instances import ReplyText, written
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
-from tlt.rewards.call_reader import CallReader, converted, numbered
-from tlt.rewards.environments import ReplyText, written
 from tlt.rewards.isolated import Answering, IsolatedScore
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict
@@ -40,7 +40,7 @@ class Tools:
     """reader of the calls that the model writes; a run sets it to that of its model"""
 
     @classmethod
-    def schemas(cls, config: Config) -> list[dict[str, Any]]:
+    def schemas(cls) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, in the format that chat templates of transformers take."""
         from transformers.utils.chat_template_utils import get_json_schema  # its import takes seconds
 
@@ -154,5 +154,5 @@ def _open_schemas(config: Config, columns: Collection[str]) -> tuple[Answering, 
     name = config.reward.environment
     assert name, "the recipe has an environment"
     made: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
-    schemas = json.dumps(made.schemas(config) if hasattr(made, "schemas") else [])
+    schemas = json.dumps(made.schemas() if hasattr(made, "schemas") else [])
     return lambda asked: [Verdict(0.0, reply=schemas)], False
