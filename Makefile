@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl verifiers test-verifiers tf4 test-tf4 families mutants lint clean
+.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl tf4 test-tf4 families mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -72,18 +72,6 @@ verl: .venv-verl/.installed
 test-verl: verl
 	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
 
-# verifiers in an environment of its own, and tlt inside it.
-VERIFIERS := .venv-verifiers/bin
-verifiers: .venv-verifiers/.installed
-.venv-verifiers/.installed: pyproject.toml
-	test -x $(VERIFIERS)/python || $(PYTHON) -m venv .venv-verifiers
-	$(VERIFIERS)/pip install -q torch==2.13.0
-	$(VERIFIERS)/pip install -q -e '.[verifiers]' pytest==9.2.0 hypothesis==6.170.15
-	touch $@
-
-test-verifiers: verifiers
-	OMP_NUM_THREADS=1 $(VERIFIERS)/python -m pytest tests/rewards/test_verifiers.py
-
 # transformers 4 in an environment of its own, which reads what tlt exports.
 TF4 := .venv-tf4/bin
 tf4: .venv-tf4/.installed
@@ -109,4 +97,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-verifiers .venv-tf4 runs build src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-tf4 runs build src/*.egg-info

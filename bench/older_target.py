@@ -11,10 +11,10 @@ from tlt.config import ClusterConfig, Config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
+from tlt.environments.tools import with_tools
 from tlt.loop import NoWatcher, one_step
 from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
-from tlt.rewards.tools import with_tools
 from tlt.run.parts import make_parts
 from tlt.types import Request
 

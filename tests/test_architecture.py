@@ -23,6 +23,7 @@ LAYERS = (
     ("spot",),
     ("engine", "vllm"),
     ("data", "rewards"),
+    ("environments",),
     ("store",),
     ("build",),
     ("rl",),

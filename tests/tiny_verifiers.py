@@ -1,4 +1,4 @@
-"""An environment as in the documentation of verifiers: tasks with a reward and a metric, a tool, and a user."""
+"""An environment as in the documentation of verifiers: tasks with a reward and a metric, and a user."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ class CountData(vf.TaskData):
     number: int
 
 
-class AddConfig(vf.ToolsetConfig):
-    pass
-
-
-class Calculator(vf.Toolset[AddConfig, vf.State]):
-    @vf.tool
-    async def add(self, first: int, second: int) -> int:
-        """Add two numbers."""
-        return first + second
-
-
 class CountTask(vf.Task[CountData, vf.State, vf.TaskConfig]):
     @vf.reward(weight=2.0)
     async def right(self, trace: Any) -> float:
@@ -36,19 +25,11 @@ class CountTask(vf.Task[CountData, vf.State, vf.TaskConfig]):
     async def turns(self, trace: Any) -> float:
         return float(trace.num_turns)
 
-    @vf.metric
-    async def calls(self, trace: Any) -> float:
-        return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
-
 
 class CountTaskset(vf.Taskset[CountTask, CountConfig]):
     def load(self) -> Iterator[CountTask]:
         for i in range(self.config.most):
             yield CountTask(CountData(prompt=f"Say {i}.", system_prompt="Be brief.", number=i), self.config.task)
-
-    @classmethod
-    def toolsets(cls, config: CountConfig) -> list[vf.Toolset]:
-        return [Calculator(AddConfig())]
 
 
 class CountEnvConfig(vf.EnvConfig):

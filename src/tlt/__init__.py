@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tlt.commands.drafting import train_drafter
     from tlt.config import Config, load_config
     from tlt.engine.engine import Engine
-    from tlt.rewards.tools import Tools
+    from tlt.environments.tools import Tools
     from tlt.rl.choose import make_policy
     from tlt.rl.policy import Policy
     from tlt.run.train import train
@@ -45,7 +45,7 @@ _HOMES = {
     "tlt.config": ("Config", "load_config"),
     "tlt.commands.drafting": ("train_drafter",),
     "tlt.engine.engine": ("Engine",),
-    "tlt.rewards.tools": ("Tools",),
+    "tlt.environments.tools": ("Tools",),
     "tlt.rl.choose": ("make_policy",),
     "tlt.rl.policy": ("Policy",),
     "tlt.run.train": ("train",),

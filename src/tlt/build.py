@@ -17,11 +17,11 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import DrafterError, EagleLayer, eagle_options, load_drafter
 from tlt.engine.protocol import Backend, RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
+from tlt.environments.tools import with_tools
 from tlt.models.choose import load_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
-from tlt.rewards.tools import with_tools
 from tlt.spot.buffer import Harvest, Transcript
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_model

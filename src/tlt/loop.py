@@ -25,10 +25,10 @@ from tlt.data.prompts import Cursor
 from tlt.draft.ahead import Ahead
 from tlt.energy import MeteredTracer
 from tlt.engine.exactness import Exactness
+from tlt.environments.episodes import SingleTurn, Turns
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.checks import Unrewarded, warn_if_alike
-from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable

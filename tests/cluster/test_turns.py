@@ -20,9 +20,9 @@ from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
 from tlt.data.tokenizer import load_tokenizer
+from tlt.environments.episodes import Episodes
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
-from tlt.rewards.episodes import Episodes
 from tlt.run.display import Display
 from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams

@@ -20,8 +20,8 @@ from tlt.commands.generate import Asked, _data_of_the_run, _prompts
 from tlt.config import Config, ConfigError, DataConfig, parse_config
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
-from tlt.rewards import make_turns
-from tlt.rewards.turns import SingleTurn
+from tlt.environments import make_turns
+from tlt.environments.episodes import SingleTurn
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
@@ -154,6 +154,15 @@ def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: A
     save(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / name)
     read = [row["question"] for _, row in read_rows(str(tmp_path / name))]
     assert read == rows
+
+
+def test_a_key_of_a_message_without_a_value_is_not_written(shown: Any) -> None:
+    """Tables give all messages the same keys (LlamaFactory #10455, transformers #45422)."""
+    messages = [turn("user", "u", name=None), turn("assistant", None, tool_calls=[CALL], name=None), FIVE]
+    named = QWEN3.replace("m.role", "m.role ~ (m.name if 'name' in m)")
+    assert shown(named, messages) == f"{CALLED}<tool>5<bot>"
+    texts = "{% for m in messages %}{{ '' + m.content }}{{ m.tool_calls }}{% endfor %}"
+    assert shown(texts, messages) == f"u{[CALL]}5"
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

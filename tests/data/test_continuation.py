@@ -167,6 +167,37 @@ def test_a_template_that_drops_replies_is_refused() -> None:
             reply_encoder(tokenizer, config)
 
 
+def test_a_message_that_the_template_drops_is_an_error_of_the_reply() -> None:
+    """The templates of Qwen 2.5 and 3, Phi 3, GLM 4.5 and DeepSeek write nothing for a role that they do not know."""
+    tokenizer = family("QWEN3")
+    tokenizer.chat_template = QWEN3.replace("{% else %}<|im_start|>", "{% elif m.role == 'user' %}<|im_start|>")
+    encode = reply_encoder(tokenizer, DataConfig(path="-", chat=True))
+    known, unknown = {"role": "user", "content": "5"}, {"role": "observation", "content": "5"}
+    for reply in ([known], [unknown], [known, unknown], [known]):
+        if unknown not in reply:
+            assert "5" in tokenizer.decode(encode(reply, tokenizer.eos_token_id, GO))
+            continue
+        with pytest.raises(
+            DataError, match=r"leaves out the observation message of a reply: use a role .* such as user"
+        ):
+            encode(reply, tokenizer.eos_token_id, GO)
+    after_calls = "m.role == 'tool' and messages[loop.index0 - 1].tool_calls"
+    tokenizer.chat_template = tokenizer.chat_template.replace("elif m.role == 'tool'", f"elif {after_calls}")
+    encode = reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))
+    assert "5" in tokenizer.decode(encode([calling(Call("add", {})), Call("add", {}).result("5")], 1, GO))
+    with pytest.raises(DataError, match="leaves out the tool message"):
+        encode([Call("add", {}).result("5")], 1, GO)
+
+
+def test_a_reply_ends_with_a_message_to_the_model() -> None:
+    """After another one, the template would not begin the model's turn."""
+    tokenizer, _, encode = opened("QWEN3", False)
+    said = {"role": "assistant", "content": "So"}
+    for reply in ([said], [said, {"role": "user", "content": "5"}, said]):
+        with pytest.raises(DataError, match="a reply must end with a message to the model"):
+            encode(reply, tokenizer.eos_token_id, GO)
+
+
 def test_a_reply_that_the_template_refuses_is_an_error_of_the_reply() -> None:
     tokenizer, _, encode = opened("LLAMA3", True)
     calls = [Call("add", {}), Call("add", {})]

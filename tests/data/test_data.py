@@ -11,7 +11,6 @@ import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.config import DataConfig, EvalConfig
-from tlt.data import verifiers
 from tlt.data.prompts import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
 from tlt.types import Prompt
 
@@ -195,13 +193,6 @@ def test_an_error_in_held_out_prompts_names_them(tmp_path: Path) -> None:
     held_out = EvalConfig(every=1, path=write(tmp_path, '{"question": "too long"}'))
     with pytest.raises(DataError, match=r"^held-out prompts: prompt 0 has 8 tokens"):
         load_held_out(DataConfig(path="-", max_prompt_tokens=4), held_out, encode, [])
-
-
-def test_a_task_of_verifiers_has_its_position_whatever_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [SimpleNamespace(data=SimpleNamespace(idx=7), key=key) for key in "ab"]
-    monkeypatch.setattr(verifiers, "loaded", lambda config: SimpleNamespace(tasks=lambda count: found[:count]))
-    monkeypatch.setattr(verifiers, "opening", lambda task: [])
-    assert [data["index"] for _, data in verifiers.rows(DataConfig(environment="own"))] == [0, 1]
 
 
 def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:

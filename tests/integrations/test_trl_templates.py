@@ -16,7 +16,7 @@ from tlt.config import DataConfig
 from tlt.data.chat import _fixed_time
 from tlt.data.continuation import Call, Continuation, calling
 from tlt.data.prompts import DataError, reply_encoder
-from tlt.rewards.call_reader import call_reader
+from tlt.environments.call_reader import call_reader
 
 FOLDER = Path(getattr(find_spec("trl"), "origin", None) or "-").parent / "chat_templates"
 TEMPLATES = {path.stem: path for path in sorted(FOLDER.glob("*.jinja")) if "training" not in path.stem}

@@ -262,12 +262,12 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
         ("ScorePool._places", "operand", 1, "A response under suspicion is scored alone."),
     ],
-    ("rewards.episodes", "rewards/test_episodes.py"): [
+    ("environments.episodes", "rewards/test_episodes.py"): [
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),
         ("Episodes._continued", "compare", 2, "An episode has at most reward.turns turns."),
         ("Episodes.begin", "drop", 3, "A late reply to an interrupted rollout is dropped."),
     ],
-    ("rewards.environments", "rewards/test_environments.py"): [
+    ("environments.instances", "rewards/test_environments.py"): [
         ("Environments.answer_all", "never", 0, "An environment's instance lasts as long as its rollout."),
         ("open_environments", "never", 3, "A run whose calls cannot be read is refused."),
         ("Environments.answer_all", "always", 1, "A plain environment may run an event loop."),
@@ -281,7 +281,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Continuation._follow", "element", 1, "A text that follows another one gets no space before it."),
         ("_marked", "never", 0, "The results of a turn are rendered after its calls."),
     ],
-    ("rewards.call_reader", "rewards/test_call_reader.py"): [
+    ("environments.call_reader", "rewards/test_call_reader.py"): [
         ("CallReader.__call__", "operand", 5, "A tag outside of calls is a malformed call."),
         ("CallReader.__call__", "operand", 9, "A call in the form of another family is malformed."),
         ("CallReader.__call__", "operand", 8, "A tag without a call is malformed."),
@@ -298,7 +298,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Response.is_truncated", "element", 1, "An episode is truncated if a reply leaves it no room."),
         ("Response.num_sampled", "operand", 1, "Tokens of a reply do not count in a length."),
     ],
-    ("rewards.tools", "rewards/test_tools.py"): [
+    ("environments.tools", "rewards/test_tools.py"): [
         ("Tools._result", "operator", 1, "A malformed call is counted."),
     ],
     ("engine.turns", "engine/test_turn_store.py"): [
@@ -331,7 +331,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("save_model", "operand", 2, "A saved model keeps the config that was published."),
     ],
     ("store.hub", "store/test_hub.py"): [
-        ("_outline", "never", 0, "The card of a data set defines its splits."),
+        ("_write_outline", "never", 0, "The card of a data set defines its splits."),
     ],
     ("data.tables", "data/test_data.py"): [
         ("_refuse_several_sources", "never", 0, "A folder with test files is not trained on."),

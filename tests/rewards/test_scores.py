@@ -13,7 +13,7 @@ from reasoning_gym.factory import DATASETS
 from tlt.config import Config, parse_config
 from tlt.data.prompts import load_prompts
 from tlt.rewards.answers import Answer, RewardError, extract_answer
-from tlt.rewards.isolated import score
+from tlt.rewards.isolated import score, score_all
 from tlt.rewards.scores import RAISES_ON_MALFORMED, Score, make_terms
 from tlt.types import Prompt
 
@@ -181,3 +181,30 @@ def test_a_users_function_is_also_found_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     score = make_score(config(name="in_working_directory:length"))
     assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5
+
+
+def takes_options(prompt: Prompt, answer: str, options: list[str]) -> float:
+    assert prompt.data["options"] is options
+    return float(options.pop() == answer)
+
+
+async def waits_for_options(prompt: Prompt, answer: str, options: list[str]) -> float:
+    return takes_options(prompt, answer, options)
+
+
+def takes_all_options(prompts: list[Prompt], answers: list[str], options: list[list[str]]) -> list[float]:
+    if answers == ["a", "a"]:
+        options[0].clear()
+        raise ValueError("it is called again for each response")
+    return list(map(takes_options, prompts, answers, options))
+
+
+@pytest.mark.parametrize("name", ["takes_options", "waits_for_options", "takes_all_options"])
+def test_a_function_that_changes_the_data_of_a_prompt_changes_no_other_score(name: str) -> None:
+    """Responses of a group and reward terms have the same prompt."""
+    term = {"name": f"test_scores:{name}", "batched": name == "takes_all_options"}
+    terms = make_terms(config(terms=[term, term]), columns=["options"])
+    for texts, reward in (["a", "a"], 0.0), (["b", "b"], 2.0):
+        asked = [(prompt(options=["a", "b"]), answer(text)) for text in texts]
+        asked[1] = asked[0]
+        assert [verdict.reward for verdict in score_all(terms, asked)] == [reward, reward]

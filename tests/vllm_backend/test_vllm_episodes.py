@@ -15,7 +15,7 @@ from tlt.config import Config
 from tlt.data.prompts import reply_encoder
 from tlt.engine.engine import Engine
 from tlt.engine.spelling import Detokenizer
-from tlt.rewards.episodes import Episodes
+from tlt.environments.episodes import Episodes
 from tlt.sampling import make_requests
 from tlt.spot.buffer import Transcript
 from tlt.types import Response

@@ -19,7 +19,7 @@ from tlt.cluster.idle import IdleWork
 from tlt.cluster.worker import DecodeWork
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
-from tlt.rewards.turns import SingleTurn, Turns
+from tlt.environments.episodes import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch, WorkerNow

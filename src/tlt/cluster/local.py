@@ -15,9 +15,9 @@ from tlt.draft.ahead import Ahead
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
+from tlt.environments.episodes import SingleTurn, Turns
 from tlt.loop import Trainable
 from tlt.models.families import DecoderOptions
-from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy

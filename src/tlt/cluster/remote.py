@@ -15,7 +15,7 @@ from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.exactness import Exactness
-from tlt.rewards.turns import Turns
+from tlt.environments.episodes import Turns
 from tlt.rl.early import EarlyGroups
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow

@@ -12,7 +12,7 @@ from tlt.progress import loading, shown
 from tlt.run.folder import has_checkpoints
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
-_OTHER_DATA = ("--data.tasks=[]", "--data.environment=", "--data.environment_arguments={}")
+_OTHER_DATA = ("--data.tasks=[]",)
 _OTHER_REWARDS = ("--reward.terms=[]", "--reward.environment=", "--reward.turns=", '--reward.pattern=""')
 
 

@@ -18,8 +18,6 @@ def _data(config: Config) -> None:
     for term in config.reward.all_terms:
         if term.unread:
             raise ValueError(f"reward.name = {term.name!r} does not use reward.{term.unread[0]}: remove one of the two")
-    if config.eval.every and config.data.environment:
-        raise ValueError("eval.every cannot be used with data.environment: set eval.every = 0")
     if config.eval.every and config.data.path and not config.eval.path:
         raise ValueError("eval.every needs eval.path, a file of held-out prompts, if data.path is given")
 

@@ -23,22 +23,17 @@ class TaskConfig(Section):
 
 class DataConfig(Section):
     tasks: list[TaskConfig] = []
-    """Mixture of reasoning-gym tasks that generate the prompts. Give one of `tasks`, `path` and `environment`."""
+    """Mixture of reasoning-gym tasks that generate the prompts. Give either `tasks` or `path`."""
     path: str | None = None
     """Source of the prompts: a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of
     numbered files, a pattern such as `data/*.jsonl`, or a data set on the Hugging Face hub. A data set on the hub is
     named `NAME:SUBSET/SPLIT@REVISION`, such as `openai/gsm8k:main/train`. SUBSET and SPLIT are those of `load_dataset`.
     SUBSET is needed only if there are several. SPLIT is `train` by default. REVISION is a branch, a tag or a commit.
     Data sets of the hub need the extra tlt-rl[data]. A relative path is looked up in the recipe's folder
-    first, then in the working directory. Give one of `tasks`, `path` and `environment`."""
+    first, then in the working directory. Give either `tasks` or `path`."""
     hub: str | None = None
     """Name and commit of the data set, if `path` is a name on the Hugging Face hub. The run sets this, so that --resume
     loads the same commit."""
-    environment: str | None = Field(default=None, min_length=1)
-    """Name of an installed environment of the package `verifiers`. It provides the prompts, the replies to the
-    model and the rewards (docs/environments.md). Give one of `tasks`, `path` and `environment`."""
-    environment_arguments: dict[str, JsonValue] = {}
-    """Settings of the environment's taskset, named as in `verifiers`, such as { game = "Hangman-v0" }."""
     prompt_column: str = "question"
     """Column of the data in `path` that contains the prompt: text, or a list of messages with role and content. A
     dotted name such as `extra.prompt` reads a nested field."""
@@ -60,8 +55,7 @@ class DataConfig(Section):
     prefill: str = ""
     """Text at the beginning of each response. The model continues it. Rewards receive it as a part of the response."""
     size: int = Field(default=2000, gt=0, le=1_000_000)
-    """Number of prompts generated from `tasks`. They are one epoch. If `environment` is given, at most this number of
-    its tasks are used."""
+    """Number of prompts generated from `tasks`. They are one epoch."""
     seed: int = Field(default=0, ge=0)
     """Random seed of the prompts that are generated from `tasks`."""
     shuffle: bool = True
@@ -74,13 +68,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if [bool(self.tasks), bool(self.path), bool(self.environment)].count(True) != 1:
+        if bool(self.tasks) == bool(self.path):
             raise ValueError(
-                "give either data.tasks (reasoning-gym tasks by name), data.path (a JSONL or Parquet file, or a "
-                "data set's name on the Hugging Face hub) or data.environment (an environment of verifiers)"
+                "give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL or Parquet file, or a data "
+                "set's name on the Hugging Face hub)"
             )
-        if self.environment_arguments and not self.environment:
-            raise ValueError("data.environment_arguments needs data.environment: set it, or remove the arguments")
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
         if (self.system or self.chat_arguments or self.now) and not self.chat:
@@ -101,6 +93,4 @@ class DataConfig(Section):
         """Configuration field that sets the source of prompts, such as `data.path`, and its value for display."""
         if self.path:
             return "data.path", self.hub or self.path
-        if self.environment:
-            return "data.environment", self.environment
         return "data.tasks", ", ".join(dict.fromkeys(task.name for task in self.tasks))

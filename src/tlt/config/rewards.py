@@ -103,10 +103,7 @@ class RewardConfig(RewardTerm):
         if self.environment and (odd := self.changed):
             raise ValueError(f"reward.{odd[0]} has no effect with an environment, which gives the reward: remove it")
         if self.environment and (self.terms or self.name != "reasoning_gym"):
-            raise ValueError(
-                "the environment (reward.environment or data.environment) gives the reward: remove reward.name and "
-                "[[reward.terms]]"
-            )
+            raise ValueError("reward.environment gives the reward: remove reward.name and [[reward.terms]]")
         if self.turns and not self.environment:
             raise ValueError("reward.turns needs reward.environment: set it, or remove reward.turns")
         return self

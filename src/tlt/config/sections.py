@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -13,7 +13,6 @@ from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
-_VERIFIERS = "tlt.rewards.verifiers:Episode"  # runs environments of the package verifiers
 _MOST_RESPONSES = 1_000_000  # largest number of responses in a step
 
 
@@ -272,14 +271,6 @@ class Config(Section):
         """Whether speculation.drafter = 'adaptive' decodes look-ahead drafts with vLLM. This needs several workers,
         because a single worker is never idle."""
         return self.speculation.drafter == "adaptive" and self.speculation.look_ahead > 0 and self.cluster.workers > 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _adapted(cls, tree: Any) -> Any:
-        """Set reward.environment to the class that runs `verifiers` environments, if data.environment names one."""
-        if not (isinstance(tree, dict) and isinstance(tree.get("data"), dict) and tree["data"].get("environment")):
-            return tree
-        return tree | {"reward": {"environment": _VERIFIERS} | tree.get("reward", {})}
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

@@ -60,14 +60,16 @@ def text_of(messages: Messages) -> str:
 
 
 def _of_texts(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message whose content is a text, or a list of texts if the message has several parts. Raises DataError
-    for other content. `where` names the message in the error."""
+    """Return a message whose content is a text, or a list of texts if the message has several parts. Keys without a
+    value are left out, because templates may write `None`. Raises DataError for other content. `where` names the
+    message in the error."""
     content = message.get("content")
+    message = {key: value for key, value in message.items() if value is not None}
     if isinstance(content, list) and content:
         texts = [_text_of(part, where) for part in content]
         return message | {"content": texts if len(texts) > 1 else texts[0]}
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return message
+        return message | {"content": content or ""}
     raise DataError(f"{where} ({message['role']}) has no text: its content is {content!r:.60}")
 
 

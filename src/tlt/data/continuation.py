@@ -62,6 +62,7 @@ class Continuation:
         shown: Any = template.arguments.get("tools") if template else None
         self.tools: list[dict[str, Any]] = [tool.get("function", tool) for tool in shown or ()]
         self._role = "tool" if self.tools else "user"
+        self._kept = set[tuple[Any, ...]]()  # roles of replies that the template writes, and whether calls precede them
         if template:
             self._refuse_dropped_replies()
 
@@ -77,12 +78,13 @@ class Continuation:
         `last` is the token before the reply. If it is None, the reply opens the response and is encoded without the
         chat template. `before` has the messages of the prompt. `turns` has the earlier turns of the episode: the
         model's text, and the reply to it. Names of special tokens in the reply are encoded as ordinary text. Raises
-        DataError if the template refuses the reply."""
+        DataError if the template refuses the reply or leaves a message of it out."""
         if self.template is None or last is None:
             return self._follow(reply_text(reply), split_special_tokens=True)
         earlier = [message for text, its in turns for message in self._turn(text, its)]
         mark, gap = _unused(2, json.dumps(reply, ensure_ascii=False))
         turn, *replies = self._apart(self._turn("", reply), gap)
+        self._refuse_dropped([*before, *earlier], turn, replies, mark)
         text = self._after([*before, *earlier], turn, replies, mark)
         end = self._special.get(last, "")
         closing = self.end if text.startswith(self.end) else ""
@@ -164,6 +166,23 @@ class Continuation:
             if b"".join(map(self._spell, tokens)).startswith(first.encode()):
                 return tokens
         return self._encode(text, **options)
+
+    def _refuse_dropped(self, before: Messages, turn: dict[str, Any], replies: Messages, mark: str) -> None:
+        """Raise DataError if the template leaves out messages of these roles, which many do with roles that they do not
+        know, or if the last message is not to the model."""
+        roles = tuple(message["role"] for message in replies)
+        if (shape := (*roles, bool(turn.get("tool_calls")))) in self._kept:
+            return
+        if not roles or roles[-1] == "assistant":
+            raise DataError("a reply must end with a message to the model, such as one of the role user")
+        marked = [message | {"content": f"{_MARK}{i}"} for i, message in enumerate(replies)]
+        text = self._after(before, turn, marked, mark)
+        if lost := [role for i, role in enumerate(roles) if f"{_MARK}{i}" not in text]:
+            raise DataError(
+                f"the tokenizer's chat template leaves out the {lost[0]} message of a reply: use a role that it writes "
+                f"there, such as {self._role}"
+            )
+        self._kept.add(shape)
 
     def _refuse_dropped_replies(self) -> None:
         """Raise DataError if the template leaves out a reply. Some templates write the result of a tool only after a

@@ -1,4 +1,4 @@
-"""Prompts from reasoning-gym tasks, environments or files, and the cursor that visits each prompt once per epoch."""
+"""Prompts from reasoning-gym tasks or files, and the cursor that visits each prompt once per epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
-from tlt.data import verifiers
 from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
 from tlt.data.continuation import Continuation
 from tlt.data.tables import DataError, files_of, read_rows
@@ -70,8 +69,6 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
 
 
 def _rows(config: DataConfig) -> Iterable[Row]:
-    if config.environment:
-        return verifiers.rows(config)
     return _task_rows(config) if config.tasks else _file_rows(config)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,18 +12,12 @@ from typing import Any, Protocol
 
 from tlt.config import Config
 from tlt.config.registry import REWARDS
-from tlt.data.prompts import reply_encoder
-from tlt.engine.spelling import Detokenizer
 from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, right_answers
-from tlt.rewards.call_reader import call_reader
 from tlt.rewards.checks import FaultLog
-from tlt.rewards.environments import TurnText, open_environments
-from tlt.rewards.episodes import Episodes
 from tlt.rewards.isolated import IsolatedScore, score
 from tlt.rewards.mathematics import is_mathematics
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import Term, make_terms, sources_sha256
-from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Response
 
@@ -66,29 +59,7 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     if all(name in REWARDS and REWARDS[name].quick for name in names):  # safe to run in this process
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     start = partial(IsolatedScore, config, log, columns_of(prompts))
-    return Scored(_pool(config, start), reward.answer_marker, reward.answer_end)
-
-
-def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:
-    """Return the object that continues responses after each turn: `Episodes` if the recipe has an environment, else
-    `SingleTurn`. Output that environments print goes to the file `log`. Raises RewardError, or DataError if the
-    tokenizer's chat template cannot show a reply."""
-    if not config.reward.environment:
-        return SingleTurn()
-    encode = reply_encoder(tokenizer, config.data)
-    opens = partial(open_environments, call_reader=call_reader(encode))
-    start = partial(IsolatedScore, config, log, (), opens)
-    return Episodes(_pool(config, start), encode, partial(turn_text, tokenizer), config.reward.turns)
-
-
-def turn_text(tokenizer: Any, token_ids: Sequence[int]) -> TurnText:
-    """Return the text of a turn of the model, without and with special tokens."""
-    both = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return TurnText(Detokenizer(tokenizer)(token_ids), both)
-
-
-def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:
-    return ScorePool(start, config.reward.workers or max(1, (os.cpu_count() or 1) // 2))
+    return Scored(ScorePool(start, reward.workers), reward.answer_marker, reward.answer_end)
 
 
 def columns_of(prompts: Sequence[Prompt]) -> list[str]:

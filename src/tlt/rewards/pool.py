@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -41,9 +42,10 @@ class ScorePool:
     concurrently, and take about one timeout altogether.
     """
 
-    def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:
-        """Start the first process. `start` starts a process and returns it. Raises RewardError."""
-        self._start, self._computing = start, computing
+    def __init__(self, start: Callable[[], IsolatedScore], computing: int | None) -> None:
+        """Start the first process. `start` starts a process and returns it. `computing` is by default half the number
+        of CPU cores. Raises RewardError."""
+        self._start, self._computing = start, computing or max(1, (os.cpu_count() or 1) // 2)
         self._queue: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._servers: list[_Server] = []

@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from copy import deepcopy
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -172,7 +173,8 @@ def _users(
 
     def scores(asked: Asked) -> list[Any]:
         try:
-            given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
+            rows = [_arguments(filled, *one) for one in asked]
+            given = function(**{name: [row[name] for row in rows] for name in filled})
             given = calls.runner.run(given) if inspect.iscoroutine(given) else given
             if isinstance(given, str | bytes | Mapping | Set):  # these types are iterable too
                 raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
@@ -188,7 +190,8 @@ def _users(
 
 
 def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[str, Any]:
-    return {name: fill(prompt, answer) for name, fill in filled.items()}
+    """Return the arguments of a call. They are copies, because responses and terms share the data of a prompt."""
+    return deepcopy({name: fill(prompt, answer) for name, fill in filled.items()})
 
 
 def sources_sha256(config: RewardConfig) -> str:

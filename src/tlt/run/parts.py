@@ -15,10 +15,10 @@ from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor
 from tlt.data.sampling_params import sampling_params
 from tlt.energy import Meter, MeteredTracer
 from tlt.engine.exactness import Exactness, check_exactness
+from tlt.environments import Turns, make_turns
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
-from tlt.rewards import make_reward, make_turns, refuse_special_tokens, refuse_unanswered
-from tlt.rewards.turns import Turns
+from tlt.rewards import make_reward, refuse_special_tokens, refuse_unanswered
 from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parity import take_weights

@@ -38,7 +38,6 @@ _ROUNDS = (
     ),
     *("cluster.workers", "model.device", "model.cuda_graphs", "engine", "speculation"),
 )
-_OF_ENVIRONMENTS = ("reward", "data.environment", "data.environment_arguments")
 _OF_PASSES = ("engine", "speculation")  # fields that change only what is decoded together, apart from the backend
 
 
@@ -89,7 +88,7 @@ def has_effect(change: Mapping[str, Any], exactness: Exactness) -> bool:
 
 def changes_environment(changes: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether these changes of the recipe may change the replies of an environment."""
-    return any(_is_of(change["key"], _OF_ENVIRONMENTS) for change in changes)
+    return any(_is_of(change["key"], ("reward",)) for change in changes)
 
 
 def as_at_its_start(config: Config, state: Mapping[str, Any] | None) -> Config:

@@ -16,11 +16,11 @@ from tlt.config import Config
 from tlt.data.prompts import Cursor, DataError, fingerprints, refuse_missing_files
 from tlt.data.sampling_params import eval_sampling
 from tlt.data.tokenizer import load_tokenizer
+from tlt.environments.tools import with_tools
 from tlt.loop import Parts, Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256, num_weights
 from tlt.rewards import sources_sha256
-from tlt.rewards.tools import with_tools
 from tlt.rl.groups import from_plain, to_plain
 from tlt.run.about import about_folder
 from tlt.run.display import Display

@@ -145,48 +145,37 @@ def _with_commit(path: str, commit: str) -> str:
 def _chosen(name: _Name, folder: Path) -> list[str]:
     """Return the files of the subset and split that a name on the hub selects, by the rules of `datasets`. `folder` is
     the snapshot. Raises HubError."""
+    what = f"{name.repository} on the Hugging Face hub"
     with tempfile.TemporaryDirectory() as place:
-        outline = _outline(name, folder, Path(place))
+        outline = Path(place, name.repository.rpartition("/")[2])
         try:
-            found = _files_of_split(name, outline, Path(place, ".cache"))
+            _write_outline(name, folder, outline)
+            files = [os.path.relpath(file, outline) for file in _files_of_split(name, outline)]
         except HubError:
             raise
         except Exception as error:
             why = first_line(error).replace(str(outline), "the data set")
-            raise HubError(f"{name.repository} on the Hugging Face hub cannot be read by datasets: {why}") from error
-        files = [os.path.relpath(file, outline) for file in found]
-    if outside := [file for file, path in zip(found, files, strict=True) if path.startswith("..")]:
+            raise HubError(f"{what} cannot be read by datasets: {why}") from error
+    if odd := [file for file in files if file.startswith("..") or not file.endswith(KINDS)]:
         raise HubError(
-            f"the card of {name.repository} names {outside[0]}, which is not one of its files: give that file"
-        )
-    if odd := [file for file in files if not file.endswith(KINDS)]:
-        raise HubError(
-            f"{name.repository} on the Hugging Face hub has {odd[0]}, but tlt reads only {', '.join(KINDS)} files: "
-            "convert it, or give another data set"
+            f"{what} has {odd[0]} in this split, but tlt reads only {', '.join(KINDS)} files of the data set itself: "
+            "convert it, or give another split"
         )
     return files
 
 
-def _outline(name: _Name, folder: Path, place: Path) -> Path:
+def _write_outline(name: _Name, folder: Path, outline: Path) -> None:
     """Make a folder with the names of all files of a data set. Only those that describe subsets have their content."""
-    from huggingface_hub import errors, get_cached_repo_tree
+    from huggingface_hub import get_cached_repo_tree
 
-    try:
-        tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=folder.name)
-    except errors.CachedRepoTreeNotFoundError as error:  # offline, with a cache of an older huggingface_hub
-        raise HubError(
-            f"the list of the files of {name.repository} is not in the hub's cache: start once with a network, or give "
-            f"files of {folder}"
-        ) from error
-    outline = place / name.repository.rpartition("/")[2]
     outline.mkdir()
-    for file in (file.path for file in tree):
-        (outline / file).parent.mkdir(parents=True, exist_ok=True)
-        (outline / file).write_bytes((folder / file).read_bytes() if file in _CARDS else b"")
-    return outline
+    for file in get_cached_repo_tree(name.repository, repo_type=name.kind, revision=folder.name):
+        path = outline / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((folder / file.path).read_bytes() if file.path in _CARDS else b"")
 
 
-def _files_of_split(name: _Name, folder: Path, cache: Path) -> Sequence[str]:
+def _files_of_split(name: _Name, folder: Path) -> Sequence[str]:
     """Return the paths of the files of the chosen subset and split of the data set in a local folder. By default, they
     are the default subset, and the split `train` or the only one. Raises HubError."""
     try:
@@ -200,7 +189,7 @@ def _files_of_split(name: _Name, folder: Path, cache: Path) -> Sequence[str]:
         subset, split = datasets.get_dataset_default_config_name(str(folder)), subset
     if subset not in subsets:
         raise _unknown(name, "subsets", subsets)
-    builder: Any = datasets.load_dataset_builder(str(folder), subset, cache_dir=str(cache))
+    builder: Any = datasets.load_dataset_builder(str(folder), subset, cache_dir=f"{folder}.cache")
     splits = {str(split): files for split, files in builder.config.data_files.items()}
     split = split or ("train" if len(splits) > 1 else next(iter(splits)))
     if split not in splits:

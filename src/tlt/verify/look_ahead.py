@@ -14,9 +14,9 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.engine.spelling import Detokenizer
+from tlt.environments.episodes import Turns
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
-from tlt.rewards.turns import Turns
 from tlt.rl.early import EarlyGroups
 from tlt.types import Request, Response, RolloutStats
 

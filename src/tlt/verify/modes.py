@@ -21,10 +21,10 @@ from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
+from tlt.environments.turns import Turns
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.int8 import can_quantize
-from tlt.rewards.turns import Turns
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget

@@ -28,12 +28,12 @@ from tlt.config import ClusterConfig, Config
 from tlt.data.prompts import Cursor
 from tlt.data.tokenizer import load_tokenizer
 from tlt.engine.exactness import Exactness
+from tlt.environments.tools import with_tools
 from tlt.loop import NoWatcher, Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.progress import Work, working
-from tlt.rewards.tools import with_tools
 from tlt.rl.policy import Policy
 from tlt.run.parts import make_parts
 from tlt.store.hub import from_hub

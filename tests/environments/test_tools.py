@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_environments
 from transformers.utils.chat_template_utils import get_json_schema
 
 from tlt.config import Config, parse_config
+from tlt.environments.instances import Environments, Turn, TurnText
+from tlt.environments.tools import Tools, with_tools
 from tlt.rewards import RewardError
-from tlt.rewards.environments import Environments, Turn, TurnText
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.tools import Tools, with_tools
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
 
@@ -100,6 +103,35 @@ def test_a_tool_that_raises_is_counted_separately() -> None:
     made.reset(PROMPT)
     assert made.step('{"name": "look_up", "parameters": {"word": "x"}}') == ("Error: KeyError: 'x'", False, 0.0)
     assert made.scores == {"tool_calls": 1, "malformed_calls": 0, "failed_calls": 1}
+
+
+async def next_number(first: int) -> int:
+    numbers.append(await asyncio.wait_for(asyncio.sleep(0, first), 1))
+    return numbers[-1] + 1
+
+
+def decorated(first: int) -> Any:
+    return next_number(first)
+
+
+def of_numpy(first: int) -> Any:
+    return np.int64(first + 1)
+
+
+numbers: list[int] = []
+
+
+@pytest.mark.parametrize("function", [next_number, decorated, of_numpy])
+def test_the_model_gets_the_result_of_an_async_tool_and_of_one_without_json(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get an error, of which its author hears nothing."""
+    monkeypatch.setattr(tiny_environments.Desk, "tools", (function,))
+    call = json.dumps({"name": function.__name__, "arguments": {"first": 2}})
+    for _ in range(2):
+        assert desk(call) == ("3", False, 0.0)
+    assert numbers == ([] if function is of_numpy else [2, 2])
+    numbers.clear()
 
 
 def echo(text: str) -> str:

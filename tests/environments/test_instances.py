@@ -9,16 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import tiny_environments
 
 from tlt.config import Config, ConfigError, parse_config
-from tlt.data.prompts import DataError, load_prompts
+from tlt.environments.call_reader import FORMS, CallReader
+from tlt.environments.instances import Environments, Turn, TurnText, open_environments
 from tlt.rewards import RewardError
-from tlt.rewards.call_reader import FORMS, CallReader
-from tlt.rewards.environments import Environments, Turn, TurnText, open_environments
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt
@@ -164,6 +162,24 @@ def test_an_environment_may_use_event_loops_as_it_could_alone(made: type) -> Non
     assert environments.answer_all([(PROMPT, Turn(1, 2, ("a", "c")))]) == [Verdict(0.0, reply="C")], "replayed"
 
 
+class Board:
+    def reset(self, prompt: Prompt) -> None:
+        self.board = prompt.data["board"]
+
+    async def step(self, text: str) -> tuple[str, bool, float]:
+        self.board.append(text)
+        return "".join(self.board), False, 0.0
+
+
+def test_an_environment_that_changes_the_data_of_its_prompt_changes_no_other_episode() -> None:
+    environments, prompt = Environments(Board, 20.0), replace(PROMPT, data={"board": ["-"]})
+    for texts in (("a",), ("a", "b")):
+        found = environments.answer_all([(prompt, Turn(1, seed, texts)) for seed in range(3)])
+        assert [verdict.reply for verdict in found] == [f"-{''.join(texts)}"] * 3
+    (found,) = environments.answer_all([(prompt, Turn(1, 1, ("c", "d")))])
+    assert found.reply == "-cd", "replayed"
+
+
 class Sleeper:
     def reset(self, prompt: Prompt) -> None: ...
 
@@ -192,7 +208,7 @@ def test_threads_of_steps_that_hang_keep_no_place() -> None:
 
 
 def test_each_step_of_a_call_has_a_thread() -> None:
-    answer_all, _ = open_environments(config("test_environments:Sleeper", timeout_seconds=1.0, batch_size=50), ())
+    answer_all, _ = open_environments(config("test_instances:Sleeper", timeout_seconds=1.0, batch_size=50), ())
     found = answer_all([(PROMPT, Turn(1, seed, (said,))) for seed, said in enumerate(["3"] * 49 + ["0"])])
     assert [verdict.outcome for verdict in found] == ["timeout"] * 49 + [""]
 
@@ -229,19 +245,8 @@ def test_a_class_that_is_not_an_environment_is_refused_at_the_start() -> None:
         ({"reward": {"environment": "a:B", "name": "exact"}}, "remove reward.name"),
         ({"reward": {"turns": 3, "name": "exact"}}, "reward.turns needs reward.environment"),
         ({"reward": {"environment": "verifiers"}}, "environment"),
-        ({"data": {"environment": "a", "path": "-"}}, "give either data.tasks"),
-        ({"data": {"path": "-", "environment_arguments": {"game": "b"}}}, "environment_arguments needs"),
-        ({"data": {"environment": "a"}, "eval": {"every": 1}}, "eval.every cannot be used with data.environment"),
-        ({"data": {"environment": "a"}, "reward": {"name": "exact"}}, "remove reward.name"),
     ],
 )
 def test_contradicting_fields_are_refused(sections: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config({"model": {"path": "-"}, "data": {"path": "-"}} | sections)
-
-
-def test_an_environment_of_verifiers_needs_its_extra() -> None:
-    hidden = patch.dict(sys.modules, {"verifiers": None, "verifiers.v1.configs.agent": None})
-    data = parse_config({"model": {"path": "-"}, "data": {"environment": "textarena"}}).data
-    with hidden, pytest.raises(DataError, match=r"tlt-rl\[verifiers\]"):
-        load_prompts(data, lambda text: (1,))

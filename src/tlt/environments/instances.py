@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from tlt.config import Config
 from tlt.data.chat import Messages
 from tlt.data.continuation import ReplyContent
+from tlt.environments.call_reader import CallReader
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
 from tlt.rewards.async_calls import AsyncCalls, outside
-from tlt.rewards.call_reader import CallReader
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt
@@ -94,7 +95,7 @@ class Environments:
             instance = known[0]
         else:
             instance = self.make()
-            opening = await self._result(instance.reset(prompt))
+            opening = await self._result(instance.reset(deepcopy(prompt)))  # it may change prompt.data
             if not turn.texts:
                 return instance, Verdict(0.0, reply="" if opening is None else _reply(opening, "reset"))
             for text in turn.texts[:-1]:

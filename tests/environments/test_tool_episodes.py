@@ -16,8 +16,9 @@ from transformers.utils.chat_template_utils import get_json_schema
 from tlt.config import Config, parse_config
 from tlt.data.continuation import Call, calling
 from tlt.data.prompts import encoder
-from tlt.rewards import RewardError, make_turns
-from tlt.rewards.call_reader import CallReader
+from tlt.environments import make_turns
+from tlt.environments.call_reader import CallReader
+from tlt.rewards import RewardError
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=2000, continues=True)
@@ -27,15 +28,16 @@ CALLS = [Call("add", {"first": 2, "second": 3}), Call("look_up", {"word": "é"},
 class InThisProcess(AtOnce):
     """Stand-in for a pool of processes."""
 
-    def __init__(self, config: Config, start: Any) -> None:
+    def __init__(self, start: Any, computing: int | None) -> None:
         super().__init__(dict)
-        answer_all, _ = start.args[-1](config, ())
+        config, *_, opens = start.args
+        answer_all, _ = opens(config, ())
         self.environments = SimpleNamespace(answer_all=answer_all)  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.rewards._pool", InThisProcess)
+    monkeypatch.setattr("tlt.environments.ScorePool", InThisProcess)
     monkeypatch.setattr(Desk, "call_reader", CallReader())  # make_turns sets another one
 
 

@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 from tlt.config import DataConfig
 from tlt.data.continuation import Call, calling
 from tlt.data.prompts import reply_encoder
-from tlt.rewards.call_reader import FORMS, CallReader, call_reader
+from tlt.environments.call_reader import FORMS, CallReader, call_reader
 
 ARGUMENTS = {"first": 2, "word": 'é </tool_call> "x"\nz', "table": {"a": [1, None]}, "loud": True}
 JSON = '{"name": "add", "arguments": {"first": 2}}'
@@ -104,6 +104,14 @@ def test_calls_that_a_template_writes_are_read_back(name: str) -> None:
         ("\n<function=add>\n<parameter=first>\n2\n</parameter>\n</function>\n", {"first": "2"}),
         # GLM 4.5
         ("<tool_call>add\n<arg_key>first</arg_key>\n<arg_value>2</arg_value>\n</tool_call>", {"first": "2"}),
+        # text before a call without a tag
+        (f"I add: {JSON}", {"first": 2}),
+        # the end of a reasoning inside an argument
+        ('{"name": "add", "parameters": {"word": "</think> 5"}}', {"word": "</think> 5"}),
+        (
+            '<think>Hm</think><tool_call>{"name": "add", "arguments": {"word": "a</think>"}}</tool_call>',
+            {"word": "a</think>"},
+        ),
         # a call in the reasoning is none
         (f'<think>{{"name": "x"}} or <tool_call>no</tool_call>?</think>\n<tool_call>{JSON}</tool_call>', {"first": 2}),
     ],
@@ -115,7 +123,8 @@ def test_the_forms_of_families_are_read_without_a_template(text: str, arguments:
 
 ANSWERS = (
     "5", "", '{"answer": 5}', "[5]", "[1] The answer", "<think><tool_call>{}</tool_call></think>5", "add(2, 3) = 5",
-    'Here:\n{"name": "Bob", "age": 3}', "\\boxed{5}", "x < 3 <b>", "The function add is fine.",
+    'Here:\n{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', '[{"name": "Bob"}]',
+    "\\boxed{5}", "x < 3 <b>", "The function add is fine.",
 )  # fmt: skip
 
 
@@ -142,6 +151,19 @@ def test_an_answer_is_not_a_call(text: str) -> None:
         ('<tool_call>{"name": "add", "arguments": [2, 3]}</tool_call>', "a call is a JSON object"),
         ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', "a call is a JSON object"),
         ('<tool_call>{"name": "add", "arguments": {"word": "\\ud83d"}}</tool_call>', "has a lone surrogate"),
+        # arguments under another key, or twice: the tool would run without them
+        ('<tool_call>{"name": "add", "args": {"first": 2}}</tool_call>', "\"arguments\", without 'args'"),
+        ('<tool_call>{"name": "add", "first": 2}</tool_call>', "without 'first'"),
+        ('<tool_call>{"name": "add", "parameters": {"first": 2}, "arguments": {}}</tool_call>', "without 'parameters'"),
+        (f'<tool_call>{{"function": {JSON}, "first": 2}}</tool_call>', "without 'first'"),
+        ('<tool_call>{"name": "add", "arguments": {"first": 2, "first": 3}}</tool_call>', "an object has a key twice"),
+        (
+            "<tool_call><function=add><parameter=first>2</parameter><parameter=first>3</parameter></function></tool_call>",
+            "the call has an argument twice",
+        ),
+        # text around a call without a tag
+        (f"I add `{JSON}`", "the call is not JSON: Extra data"),
+        (f"I add {JSON} now", "the call is not JSON: Extra data"),
         # an argument without its end tag, or with another one (claude-code #84362, vllm #49248)
         (
             "<tool_call><function=add><parameter=first>2</function></tool_call>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -11,10 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from tlt.config import Config
 from tlt.data.continuation import Call, calling, reply_text
+from tlt.environments.call_reader import CallReader, converted, numbered
+from tlt.environments.instances import ReplyText, written
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
-from tlt.rewards.call_reader import CallReader, converted, numbered
-from tlt.rewards.environments import ReplyText, written
 from tlt.rewards.isolated import Answering, IsolatedScore
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict
@@ -39,7 +40,7 @@ class Tools:
     """reader of the calls that the model writes; a run sets it to that of its model"""
 
     @classmethod
-    def schemas(cls, config: Config) -> list[dict[str, Any]]:
+    def schemas(cls) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, in the format that chat templates of transformers take."""
         from transformers.utils.chat_template_utils import get_json_schema  # its import takes seconds
 
@@ -78,7 +79,9 @@ class Tools:
             return f"Error: {error}"
         try:
             result = function(**arguments)
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            if inspect.isawaitable(result):
+                result = _runner.run(_awaited(result))
+            text = result if isinstance(result, str) else _json(result)
             if not is_text(text):
                 raise ValueError("the result has a lone surrogate, which is not valid text")
             return text
@@ -92,6 +95,21 @@ class Tools:
                 return function
         known = ", ".join(function.__name__ for function in self.tools)
         raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {known}")
+
+
+_runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # one event loop, because clients belong to one
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _json(result: Any) -> str:
+    """Return a result as JSON, or as str() writes it if JSON has no form for it, such as for a number of numpy."""
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
 
 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -136,5 +154,5 @@ def _open_schemas(config: Config, columns: Collection[str]) -> tuple[Answering, 
     name = config.reward.environment
     assert name, "the recipe has an environment"
     made: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
-    schemas = json.dumps(made.schemas(config) if hasattr(made, "schemas") else [])
+    schemas = json.dumps(made.schemas() if hasattr(made, "schemas") else [])
     return lambda asked: [Verdict(0.0, reply=schemas)], False

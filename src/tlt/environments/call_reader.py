@@ -34,6 +34,7 @@ _OBJECT = (  # the beginning of a call, or of a list of calls
     r"\[?\s*\{\s*(?:[\"'](?:type|id)[\"']\s*:\s*[\"'][^\"']*[\"']\s*,\s*)*"
     r"[\"'](?:name|function|parameters|arguments)[\"']\s*:"
 )
+_ARGUMENTS = r"[\"'](?:parameters|arguments)[\"']\s*:"  # JSON without them is an answer
 _PYTHON = r"\[\s*[A-Za-z_][\w.]*\(\s*\w+\s*="  # calls in the syntax of Python are not read, but are no answers
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 FORMS = (
@@ -70,8 +71,9 @@ FORMS = (
         transform=_NAMED,
     ),
     _form(  # Llama 3, and Mistral before version 11
-        open_pattern=rf"(?:\[TOOL_CALLS\]\s*+|<\|python_tag\|>\s*+|^)(?={_OBJECT}|{_PYTHON})"
-        rf"|\n[^\S\n]*(?=[\[{{])(?={_OBJECT})(?=.{{0,1000}}[\"'](?:parameters|arguments)[\"']\s*:)",
+        open_pattern=rf"(?:\[TOOL_CALLS\]|<\|python_tag\|>)\s*+(?={_OBJECT}|{_PYTHON})"
+        rf"|^(?:(?={_PYTHON})|(?={_OBJECT})(?=.*{_ARGUMENTS}))"
+        rf"|[\s`](?=[\[{{])(?={_OBJECT})(?=.{{0,1000}}{_ARGUMENTS})",
         close_pattern=r"(?:<[^<>\s]*>\s*)*$",
         content="json",
     ),
@@ -98,8 +100,10 @@ class CallReader:
     def __call__(self, text: str) -> list[Call]:
         """Return the calls in the text of a turn, special tokens included. Calls inside the reasoning are left out. A
         turn that looks like a call, but is not one in the form of the model, is a call with an error."""
-        turn = _REASONING_END.split(text)[-1].strip()
-        for form in (self.form,) if self.form else FORMS:
+        turn, forms = text.strip(), (self.form,) if self.form else FORMS
+        if not any(_field(form).open_re.match(turn) for form in forms):  # an argument may contain the tag too
+            turn = _REASONING_END.split(turn, 1)[-1].strip()
+        for form in forms:
             calls, rest = found_in(turn, form)
             if len(calls) > 1 and not self.several:
                 return [malformed("the chat template has one call in a turn")]
@@ -118,9 +122,8 @@ class CallReader:
 def found_in(turn: str, form: Form) -> tuple[list[Call], str]:
     """Return the calls of a form in a turn, and the rest of the text."""
     from transformers.utils.chat_parsing import ResponseParser  # its import takes seconds
-    from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    field = load_response_template(dict(form)).fields["tool_calls"]
+    field = _field(form)
     captures = {name: f"{{{name}}}" for name in field.open_re.groupindex}
     # the parser finds calls as text, because a malformed one would raise and hide the others
     tags = {key: value for key, value in form["fields"]["tool_calls"].items() if key.startswith(("open", "close"))}
@@ -133,21 +136,38 @@ def found_in(turn: str, form: Form) -> tuple[list[Call], str]:
     return calls, "\n".join(region["value"] for region in regions if region["field"] == "content")
 
 
+def _field(form: Form) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(dict(form)).fields["tool_calls"]
+
+
 def _parsed(body: str, captured: dict[str, str], field: Any) -> list[Call]:
     """Parse the text between two tags, which has one call or several. `field` is that of a response template."""
     import regex
     from transformers.utils.chat_parsing.content_parsers import process_field
 
     try:
+        if field.content == "json" and not field.content_args:
+            json.loads(body, object_pairs_hook=_without_repeats)
         value = process_field(body, field, captured)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"the call is not JSON: {error.__cause__ or error}"
         return [malformed(f"{reason:.300}", captured.get("name", "unknown"))]
     if field.content == "xml-inline":
-        left = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL)
+        pattern = regex.compile(field.content_args["tag_pattern"], regex.DOTALL)
+        left, names = pattern.sub("", body), [found["key"] for found in pattern.finditer(body)]
         if not _CLOSING.fullmatch(left):
             return [malformed(f"the call has text outside its arguments: {left.strip()!r:.100}", captured["name"])]
+        if len(set(names)) < len(names) and not field.content_args.get("merge_duplicates"):
+            return [malformed("the call has an argument twice", captured["name"])]
     return [_call(each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
 
 
 def _call(value: Any) -> Call:
@@ -155,8 +175,17 @@ def _call(value: Any) -> Call:
     value = value if isinstance(value, dict) else {}
     found = value["function"] if isinstance(value.get("function"), dict) else value
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+    others = {*value, *found} - {
+        "name",
+        "id",
+        "type",
+        "function",
+        "arguments" if "arguments" in found else "parameters",
+    }
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return malformed('a call is a JSON object with "name" and "arguments"')
+    if others:  # they may be arguments
+        return malformed(f'a call is a JSON object with "name" and "arguments", without {min(others)!r:.100}', name)
     if not is_text(json.dumps([name, arguments], ensure_ascii=False)):  # a tool may return its argument
         return malformed("the call has a lone surrogate, which is not valid text")
     given = value.get("id") or found.get("id")

@@ -11,7 +11,7 @@ import logging
 from itertools import count
 from pathlib import Path
 
-from tlt.rewards.environments import written
+from tlt.environments.instances import written
 from tlt.rewards.verdicts import Verdict
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed
-from tlt.rewards.environments import Environments, Turn, TurnText
-from tlt.rewards.episodes import Episodes
-from tlt.rewards.replies import ReplyRecord
+from tlt.environments.episodes import Episodes
+from tlt.environments.instances import Environments, Turn, TurnText
+from tlt.environments.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
 from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Reply, Request, Response, Row, SamplingParams

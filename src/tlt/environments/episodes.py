@@ -7,7 +7,8 @@ The reward of an episode is the sum of the rewards of its turns. Its finish reas
 - `turns`: the model had reward.turns turns;
 - `reply`: a reply of the environment left no room for another token.
 
-If an environment fails, the episode has no reward, and the outcome of the response names the reason.
+If an environment fails, the episode has no reward, and the outcome of the response names the reason. Without an
+environment, one turn is the response.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from tlt.data.continuation import ReplyContent, reply_text
 from tlt.data.tables import DataError
+from tlt.environments.instances import Turn, TurnText, written
+from tlt.environments.replies import NAME, ReplyRecord
 from tlt.rewards.checks import FaultLog
-from tlt.rewards.environments import Turn, TurnText, written
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.replies import NAME, ReplyRecord
 from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
 
@@ -32,6 +34,61 @@ REPLY = "_"
 """letter that marks tokens of an environment's reply in `Response.proposed`"""
 _AT_ONCE = 0.01  # seconds; a recorded reply that took less time is returned without a delay
 _CHARACTERS = 200  # assumed maximum of characters per token, to refuse too long replies before they are encoded
+
+
+class Turns(Protocol):
+    """Interface of objects that continue responses after a turn of the model. The driver of the rollout calls them."""
+
+    step: int
+    """index of the current step, which is the number of updates of the policy so far"""
+    opens: bool
+    """whether an environment wrote the first tokens of a response; look-ahead is then not possible"""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether any response waits for a reply of its environment."""
+        ...
+
+    def begin(self, requests: Sequence[Request]) -> list[Row]:
+        """Return a row for each request of a new rollout. A row contains the environment's first text, if there is
+        one."""
+        ...
+
+    def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
+        """Pass responses whose turn has ended to their environments. Return the finished responses, and the rows of
+        responses that continue because a reply has arrived. If none has arrived, wait up to `seconds` for one."""
+        ...
+
+    def keep(self, folder: Path, resume: bool) -> None:
+        """Record the replies of environments in the folder of the run. If the run is resumed, load the replies since
+        its last checkpoint. Otherwise delete recorded replies."""
+        ...
+
+    def saved(self, done: int) -> None:
+        """Drop recorded replies of the first `done` steps, because a checkpoint of these steps was saved."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        ...
+
+
+class SingleTurn:
+    """Turns without an environment: each response is finished after a single turn of the model."""
+
+    step, opens, awaits = 0, False, False
+
+    def begin(self, requests: Sequence[Request]) -> list[Row]:
+        return [Row(request) for request in requests]
+
+    def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
+        return list(ended), []
+
+    def keep(self, folder: Path, resume: bool) -> None: ...
+
+    def saved(self, done: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
