@@ -98,9 +98,9 @@ def _points_of(way: str) -> dict[str, dict[str, Any]]:
     early = f"{_WORKER}early_update"
     points = {
         "before": (early,),
-        "within": (early, "tlt.rl.shard_sum:take_gradients"),
+        "within": (early, "tlt.rl.shards:take_gradients"),
         "result in flight": (early, "end"),
-        "after": (f"{_WORKER}update", "tlt.rl.shard_sum:ShardSum.count_as_early"),
+        "after": (f"{_WORKER}update", "tlt.rl.shards:ShardSum.count_as_early"),
     }
     return {f"{way}, {when}": {"at": at, "way": way} for when, at in points.items()}
 

@@ -116,10 +116,10 @@ def alone(policy: Policy, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def gradient_of(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
-    passes, members = policy.passes, range(len(batch.response_ids))
-    passes.gradients.over(policy.planner.of_gradients(batch, members, Alone(), ()), passes.begin_gradient)
+    gradients, members = policy.gradients, range(len(batch.response_ids))
+    gradients.compute(gradients.plan(batch, members, Alone(), ()), None, Alone())
     found = {n: p.grad for n, p in policy.model.named_parameters() if p.grad is not None}
-    passes.gradients.forget()
+    gradients.forget()
     return found
 
 

@@ -47,7 +47,7 @@ POINTS = {
     "tlt.spot.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
     "tlt.rl.trained_model": ("save_file",),
-    "tlt.rl.shard_sum": ("ShardSum.count_as_early", "take_gradients"),
+    "tlt.rl.shards": ("ShardSum.count_as_early", "take_gradients"),
     "tlt.cluster.coordinator": ("Coordinator.sync",),
     "tlt.cluster.allocation": ("Allocation.handle_slice",),
     "tlt.cluster.group_update": ("GroupUpdate.read_progress",),

@@ -148,7 +148,7 @@ def share_done(worker: Worker, seconds: float, number: float) -> float:
 
 def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[], int]:
     """Call an action in this micro-batch. Return a function that returns the number of micro-batches so far."""
-    sums, done = worker.policy.passes.early, list[None]()
+    sums, done = worker.policy.early, list[None]()
     add = sums.add
 
     def add_(*arguments: Any) -> None:
@@ -197,4 +197,4 @@ def test_a_worker_that_loads_a_state_drops_its_early_shards(home: Path, seconds:
 
 
 def has_nothing_early(worker: Worker) -> bool:
-    return not worker.policy.passes.early.early and all(p.grad is None for p in worker.policy.model.parameters())
+    return not worker.policy.early.early and all(p.grad is None for p in worker.policy.model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ def values(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
-@pytest.mark.parametrize(("rows", "size"), [(1, 96), (700, 96), (701, 96), (2041, 96), (91, 1536), (7, 40_000)])
-@pytest.mark.parametrize("function", [F.silu, torch.sigmoid, F.gelu])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 96), (171, 96), (343, 96), (700, 96), (701, 96), (2041, 96), (91, 1536), (7, 40_000)]
+)
+@pytest.mark.parametrize("function", [F.silu, torch.sigmoid, partial(F.gelu, approximate="tanh")])
 def test_a_row_has_the_same_bits_alone_on_one_thread(
     function: Callable[[Tensor], Tensor], rows: int, size: int, threads: int
 ) -> None:

@@ -171,7 +171,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("pack", "operand", 1, "The last token of a prompt predicts the first token of each response."),
         ("pack", "operand", 6, "A response continues the positions of its prompt."),
     ],
-    ("rl.planner", "rl/test_shared_prefix.py"): [
+    ("rl.batching", "rl/test_shared_prefix.py"): [
         ("Packer.plan", "always", 0, "A model that cannot share rows computes one sequence at a time."),
     ],
     ("rl.shared_prefix", "rl/test_shared_prefix.py"): [
@@ -214,21 +214,21 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),
         ("needs_logprobs", "never", 1, "Whether log-probs are early depends on one group alone."),
     ],
-    ("rl.planner", "rl/test_early.py"): [
-        ("Planner.early_shard", "never", 1, "Early log-probs do not depend on advantages over the whole batch."),
+    ("rl.shards", "rl/test_early.py"): [
+        ("LogprobShards.early_shard", "drop", 1, "Early log-probs do not depend on advantages over the whole batch."),
     ],
-    ("rl.logprobs", "rl/test_shard_sum.py"): [
+    ("rl.logprobs", "rl/test_shards.py"): [
         ("exchange", "drop", 2, "All members have all log-probs."),
     ],
-    ("rl.shard_sum", "rl/test_shard_sum.py"): [
-        ("ShardSums._known", "operand", 1, "An early gradient is used for exactly its own responses."),
-        ("ShardSums.over", "drop", 10, "An early gradient is used once, with the weights that it is of."),
-        ("ShardSums.over", "drop", 9, "An early gradient that is not used is not counted."),
-        ("ShardSums.over", "always", 3, "An unfinished early gradient is not lost."),
-        ("ShardSums.over", "always", 2, "An early gradient is not counted twice."),
-        ("ShardSums.continue_shard", "drop", 2, "An early gradient begins without that of another shard."),
+    ("rl.shards", "rl/test_shards.py"): [
+        ("Shards._known", "operand", 1, "An early gradient is used for exactly its own responses."),
+        ("Shards.compute", "drop", 10, "An early gradient is used once, with the weights that it is of."),
+        ("Shards.compute", "drop", 9, "An early gradient that is not used is not counted."),
+        ("Shards.compute", "always", 3, "An unfinished early gradient is not lost."),
+        ("Shards.compute", "always", 2, "An early gradient is not counted twice."),
+        ("Shards.continue_early", "drop", 2, "An early gradient begins without that of another shard."),
     ],
-    ("rl.parallel", "rl/test_shard_sum.py"): [
+    ("rl.parallel", "rl/test_shards.py"): [
         ("in_order", "unwrap", 0, "Shards are summed in their own order, not in that of their owners."),
     ],
     ("cluster.early", "cluster/test_early_update.py"): [
@@ -307,7 +307,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.turns", "rewards/test_episodes.py"): [
         ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
     ],
-    ("rl.planner", "rl/test_policy.py"): [
+    ("rl.batching", "rl/test_policy.py"): [
         ("Packer.pack", "always", 0, "Tokens that an environment wrote are not trained on."),
     ],
     ("store.checkpoint", "store/test_checkpoint.py"): [

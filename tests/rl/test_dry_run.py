@@ -111,18 +111,18 @@ def test_the_largest_micro_batch_leaves_nothing_behind(
 ) -> None:
     config = config_of(home, micro=micro, new=new)
     policy, found = policy_of(config), list[tuple[int, ...]]()
-    real, before, random = policy.passes._add_gradient, policy.sha256(), torch.get_rng_state()
+    real, before, random = policy.gradients.add, policy.sha256(), torch.get_rng_state()
 
     def add(to: Any, batch: MicroBatch) -> None:
         real(to, batch)
         found.append(tuple(batch.input_ids.shape))
 
-    monkeypatch.setattr(policy.passes.gradients, "add", add)
+    monkeypatch.setattr(policy.gradients, "add", add)
     assert module._has_room(policy, config, PROMPT)
     assert found == [shape]
     assert (policy.sha256(), policy.updated) == (before, 0.0)
     assert torch.equal(torch.get_rng_state(), random)
-    assert not policy.passes.gradients.early
+    assert not policy.gradients.early
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
@@ -133,9 +133,9 @@ def test_a_device_that_runs_out_of_memory_keeps_no_gradient(home: Path, monkeypa
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(policy.passes.gradients, "add", fail)
+    monkeypatch.setattr(policy.gradients, "add", fail)
     assert not module._has_room(policy, config, PROMPT)
-    assert not policy.passes.gradients.early
+    assert not policy.gradients.early
 
 
 @pytest.mark.parametrize("has_room", [True, False])

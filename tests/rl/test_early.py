@@ -13,18 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.config import Config, TrainConfig, parse_config
+from tlt.rl.batching import Packer
 from tlt.rl.early import (
     EarlyGroups,
     counts_early,
     cut,
+    has_early_gradients,
     in_shards,
     most_responses,
     needs_logprobs,
     owners_of,
 )
 from tlt.rl.groups import make_batch, usable
-from tlt.rl.planner import Packer, Planner
-from tlt.rl.shard_sum import Shard
+from tlt.rl.shards import GradientShards, LogprobShards, Shard, Shards
 from tlt.rl.update import split
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
 
@@ -112,8 +113,14 @@ def test_certain_shards_are_those_of_the_update(
 
 
 def computed(shard: TrainBatch, config: Config) -> Shard:
-    packer = Packer(99, 8, torch.device("cpu"), shares=True)
-    return Planner(config.train, config.rollout.prompts_per_step, packer).early_shard(0, shard)
+    return shards_of(config).early_shard(0, shard)
+
+
+def shards_of(config: Config) -> Shards:
+    packer = Packer(99, torch.device("cpu"), shares=True)
+    passes: Any = SimpleNamespace(config=config.train, packer=packer)
+    kind = GradientShards if has_early_gradients(config.train) else LogprobShards
+    return kind(passes, config.rollout.prompts_per_step)
 
 
 def cut_of(batch: TrainBatch, config: Config) -> Any:
@@ -138,10 +145,9 @@ def test_no_shard_exceeds_most_responses(drawn: list[Any], more: int, workers: i
     prompts = len(drawn) + more
     config = config_of(prompts, workers, updates_per_step=min(updates, prompts))
     batch = make_batch(usable([group_of(number, *one) for number, one in enumerate(drawn)], config), config)
-    planner = Planner(config.train, prompts, Packer(99, 8, torch.device("cpu"), shares=True))
     everyone: Any = SimpleNamespace(rank=0, size=1, shards=workers)
     for members in split(len(batch.response_ids), config.train.updates_per_step):
-        for shard in planner.of_gradients(batch, members, everyone, ()).own:
+        for shard in GradientShards(shards_of(config).passes, prompts).plan(batch, members, everyone, ()).own:
             assert len(shard.members) <= most_responses(config)
 
 
@@ -186,5 +192,5 @@ def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
 
 def test_the_work_of_a_shard_is_its_number_of_tokens() -> None:
     batch = make_batch([group_of(0, (1, 1), (0, 1)), group_of(1, (9, 8), (0, 1))], config_of(2, 2))
-    packer = Packer(99, 8, torch.device("cpu"), shares=True)
+    packer = Packer(99, torch.device("cpu"), shares=True)
     assert packer.work(batch, of(1)) - packer.work(batch, of(0)) == 15

@@ -28,8 +28,8 @@ from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
 from tlt.rl.parity import take_weights
-from tlt.rl.planner import Held
 from tlt.rl.sharded import ShardedPolicy
+from tlt.rl.shards import Held
 from tlt.rl.teacher import spot_trainer
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, SpotReport

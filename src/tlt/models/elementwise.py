@@ -12,20 +12,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_GRAIN = 32768  # elements from which on PyTorch uses several threads, at most one for each such number
+_FEW = 16384  # elements up to which every function uses one thread; most use one up to 32768, but not GELU
+_MANY = 32768  # elements per thread from which on every function uses all threads
 
 
 def by_rows(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), for inputs whose first dimension has the same rows. The first input has the shape of
     the result."""
     rows, size, threads = len(inputs[0]), inputs[0][:1].numel(), torch.get_num_threads()
-    if threads == 1 or rows * size < _GRAIN or not inputs[0].is_cpu:
+    if threads == 1 or rows * size <= _FEW or not inputs[0].is_cpu:
         return function(*inputs)
     whole = rows - rows % threads  # each thread gets the same number of whole rows
-    if whole * size < threads * _GRAIN:
+    if whole * size < threads * _MANY:
         whole = 0
     if whole == rows:
         return function(*inputs)
-    few = max(1, (_GRAIN - 1) // size)  # rows for one thread
-    counts = [whole, *(min(few, rows - low) for low in range(whole, rows, few))]
-    return torch.cat([function(*part) for part in zip(*(x.split(counts) for x in inputs), strict=True)])
+    first = [function(*(x[:whole] for x in inputs))] if whole else []
+    parts = zip(*(x[whole:].split(max(1, _FEW // size)) for x in inputs), strict=True)
+    return torch.cat([*first, *(_on_one_thread(function, *part) for part in parts)])
+
+
+def _on_one_thread(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return function(*inputs), for a few rows or one long row."""
+    if inputs[0].numel() <= _FEW:
+        return function(*inputs)
+    return torch.cat([function(*part) for part in zip(*(x.split(_FEW, dim=-1) for x in inputs), strict=True)], dim=-1)

@@ -8,12 +8,15 @@ sequences and their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tlt.rl.parallel import all_shards
 from tlt.rl.shared_prefix import SharedRow
+from tlt.types import TrainBatch
 
 Layout = Sequence[Sequence[int]]
 """Plan of one micro-batch: groups of sequence indices. Each group has responses to one prompt, in the order of the
@@ -93,3 +96,43 @@ def pack(
     input_ids, position_ids = (torch.tensor([of], device=device) for of in (tokens, positions))
     wanted, places = (torch.tensor(of, dtype=torch.long, device=device) for of in (targets, predicts))
     return MicroBatch(sequences, input_ids, position_ids, wanted, places, row)
+
+
+@dataclass
+class Packer:
+    """Divider of batches into shards and micro-batches. `members` are response indices. The result never depends on
+    timing or on which workers are alive."""
+
+    max_tokens: int
+    """largest number of tokens in a micro-batch; a longer sequence gets a micro-batch of its own"""
+    device: torch.device
+    shares: bool
+    """whether sequences may share a row, and responses their prompt; if not, each sequence is a micro-batch"""
+
+    def all_shards(self, batch: TrainBatch, members: Sequence[int], count: int) -> list[list[int]]:
+        """Return `count` shards of the responses `members`, for all processes of the group. Responses to one prompt
+        stay together if that reduces the work of the largest shard."""
+        return all_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), count)
+
+    def work(self, batch: TrainBatch, members: Sequence[int]) -> int:
+        """Return the number of tokens to compute for the responses `members`, with shared prompts counted once."""
+        return sum(self._tokens(batch, part) for part in self._groups(batch, members))
+
+    def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
+        """Return micro-batches of the responses `members`."""
+        most = self.max_tokens if self.shares else 0
+        return plan(self._groups(batch, members), batch.prompt_ids, batch.response_ids, most)
+
+    def pack(self, batch: TrainBatch, layout: Layout) -> MicroBatch:
+        micro = pack(layout, batch.prompt_ids, batch.response_ids, self.device)
+        if batch.masks.keys().isdisjoint(micro.sequences):
+            return micro
+        sampled = torch.tensor([own for i in micro.sequences for own in batch.mask(i)], device=self.device)
+        return micro._replace(targets=micro.targets[sampled], predicts=micro.predicts[sampled])
+
+    def _groups(self, batch: TrainBatch, members: Sequence[int]) -> list[list[int]]:
+        return by_prompt(members, batch.prompt_ids) if self.shares else [[i] for i in members]
+
+    def _tokens(self, batch: TrainBatch, group: Sequence[int]) -> int:
+        """Return the number of tokens to compute for responses that have the same prompt."""
+        return len(batch.prompt_ids[group[0]]) + sum(len(batch.response_ids[i]) for i in group)

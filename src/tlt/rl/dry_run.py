@@ -17,7 +17,7 @@ from tlt.models.hugging_face import checkpointable_layers
 from tlt.rl.early import most_early_gradients, most_responses
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
-from tlt.rl.shard_sum import Shard
+from tlt.rl.shards import Shard
 from tlt.types import TrainBatch
 
 _SHORT = 32  # tokens of the shorter of the two passes whose memory is measured
@@ -129,7 +129,7 @@ def _has_room(policy: Policy, config: Config, longest_prompt: int) -> bool:
     new = min(config.rollout.max_new_tokens, length - 1)
     batch = TrainBatch([(0,) * (length - new)] * count, [[0] * new] * count, [1.0] * count, [[0.0] * new] * count)
     micro = packer.pack(batch, [[i] for i in range(count)])
-    gradients = policy.passes.gradients
+    gradients = policy.gradients
     try:
         moments = torch.empty(2 * _trained_bytes(policy), dtype=torch.uint8, device=policy.device)
         gradients.add(gradients.begin(Shard(0, batch, list(range(count)))), micro)

@@ -1,8 +1,7 @@
-"""Forward and backward passes over shards: gradients of the policy, and log-probs of policy and reference model."""
+"""Passes of policy and reference model over micro-batches, and their progress."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +11,12 @@ from torch import Tensor
 
 from tlt.config import ConfigError, RolloutConfig, TrainConfig
 from tlt.files import first_line
-from tlt.rl.batching import MicroBatch
-from tlt.rl.early import fixed_logprobs, has_early_gradients
+from tlt.rl.batching import MicroBatch, Packer
 from tlt.rl.engine_forward import EngineForward, can_follow
-from tlt.rl.logprobs import FixedLogprobs, Forward, TransformersForward, rollout_logprobs, token_logprobs
+from tlt.rl.logprobs import Forward, TransformersForward, token_logprobs
 from tlt.rl.losses import Objective
-from tlt.rl.measure import TokenMetrics
-from tlt.rl.parallel import Alone, ProcessGroup
-from tlt.rl.planner import Packer
-from tlt.rl.shard_sum import Plan, Shard, ShardSum, ShardSums
+from tlt.rl.parallel import ProcessGroup
 from tlt.rl.shared_prefix import share_prefixes
-from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
 BACKWARD_PASSES = 3  # forward and backward pass together take as long as this number of forward passes
@@ -55,7 +49,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 class Passes:
-    """Computation of the gradients and log-probs of shards, one micro-batch at a time."""
+    """Forward passes of the policy and the reference model."""
 
     def __init__(
         self,
@@ -72,9 +66,6 @@ class Passes:
         self.objective = Objective(config, rollout)
         shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
         self.packer = Packer(config.micro_batch_tokens, device, shares)
-        self.gradients = ShardSums(lambda: trained_parameters(model), self.begin_gradient, self._add_gradient)
-        self.logprob_sums = ShardSums(lambda: [], self.begin_logprobs, self._add_logprobs)
-        self.early = self.gradients if has_early_gradients(config) else self.logprob_sums
         self.progress = UpdateProgress()
 
     def logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -89,7 +80,7 @@ class Passes:
         return TransformersForward(model, autocast)
 
     def micro_batches(
-        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup | None = None
     ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the responses `members`, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
@@ -97,65 +88,6 @@ class Passes:
             yield micro
             tokens = sum(batch.lengths(micro.sequences))
             self.progress.add(tokens * (BACKWARD_PASSES if torch.is_grad_enabled() else len(models)))
-
-    def expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
-        """Scale the progress so that it reaches `end` (0 to 1) when this member has computed its shards of these plans.
-        Shards that were begun early do not count. `passes`: cost of each token, in forward passes."""
-        left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
-        self.progress.expect(passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left), end)
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
-
-    def begin_gradient(
-        self, shard: Shard, fixed: FixedLogprobs | None = None, group: ProcessGroup | None = None
-    ) -> ShardSum:
-        return self._empty_sum([self.model], shard, fixed or FixedLogprobs(self.carried(shard.batch), {}), group)
-
-    def _add_gradient(self, to: ShardSum, micro: MicroBatch) -> None:
-        """Compute the gradient of one micro-batch, and add it to the parameters' gradients. Add its metrics to `to`."""
-        batch = to.shard.batch
-        logprobs, entropy = self.logprobs(self.model, micro)
-        inputs = self.objective.inputs(batch, micro, logprobs, to.fixed.old)
-        reference = self._reference_logprobs(to.fixed, micro) if self.objective.kl_in_loss else None
-        loss, found = self.objective.on(inputs, reference)
-        with deterministic(self.config.deterministic and self.device.type == "cuda"):  # CPUs have a fixed order
-            loss.backward()
-        for name, value in found.items():
-            to.totals[name] += value
-        to.tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)
-        if not to.wrong and not math.isfinite(to.totals["loss"]):
-            to.wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
-
-    @torch.no_grad()
-    def _reference_logprobs(self, fixed: FixedLogprobs, micro: MicroBatch) -> Tensor:
-        if fixed.reference:
-            return torch.cat([fixed.reference[i] for i in micro.sequences])
-        return self.logprobs(self.reference, micro)[0]
-
-    # -- log-probs that stay fixed during an update --------------------------------------------------------------------
-
-    @property
-    def fixed_models(self) -> dict[str, Any]:
-        """Models whose log-probs stay fixed during an update, by field of `FixedLogprobs`."""
-        models = {"old": self.model, "reference": self.reference}
-        return {name: models[name] for name in fixed_logprobs(self.config)}
-
-    def begin_logprobs(self, shard: Shard, group: ProcessGroup | None = None) -> ShardSum:
-        return self._empty_sum([*self.fixed_models.values()], shard, FixedLogprobs({}, {}), group)
-
-    def _add_logprobs(self, to: ShardSum, micro: MicroBatch) -> None:
-        """Compute the fixed log-probs of one micro-batch, and add them to `to`."""
-        lengths = [to.shard.batch.num_sampled(i) for i in micro.sequences]
-        to.totals["tokens"] += sum(lengths)
-        for name, model in self.fixed_models.items():
-            logprobs, _ = self.logprobs(model, micro)
-            getattr(to.fixed, name).update(zip(micro.sequences, logprobs.split(lengths), strict=True))
-
-    def _empty_sum(
-        self, models: Sequence[Any], shard: Shard, fixed: FixedLogprobs, group: ProcessGroup | None
-    ) -> ShardSum:
-        micro_batches = self.micro_batches(models, shard.batch, shard.members, group or Alone())
-        return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
 
     def carried(self, batch: TrainBatch) -> dict[int, Tensor]:
         """Return the old log-probs of responses kept from an earlier step, as response index -> log-probs."""

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.hugging_face import load_model
+from tlt.rl.early import has_early_gradients
 from tlt.rl.finite import NotFinite, refuse_weights
 from tlt.rl.logprobs import sequence_logits
 from tlt.rl.parallel import Alone, ProcessGroup
 from tlt.rl.passes import Passes
-from tlt.rl.planner import Held, Planner
+from tlt.rl.shards import GradientShards, Held, LogprobShards
 from tlt.rl.trained_model import TrainedModel
 from tlt.rl.update import Update, learning_rate
 from tlt.types import TrainBatch
@@ -43,7 +44,9 @@ class Policy(TrainedModel):
         home = self.home or device
         self.reference: Any = load_model(self.base, self.model.dtype, home) if config.kl_weight else None
         self.passes = self.passes_type(self.model, self.reference, config, rollout, device, self.autocast)
-        self.planner = Planner(config, rollout.prompts_per_step, self.passes.packer)
+        self.gradients = GradientShards(self.passes, rollout.prompts_per_step)
+        self.logprob_shards = LogprobShards(self.passes, rollout.prompts_per_step)
+        self.early = self.gradients if has_early_gradients(config) else self.logprob_shards
         self._skipped_step: int | None = None  # last step in which no gradient was finite
 
     def update(
@@ -58,7 +61,7 @@ class Policy(TrainedModel):
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
         self.passes.progress.reset()
-        metrics = Update(self, self.passes, self.planner, batch, step, group, held).run()
+        metrics = Update(self, self.gradients, self.logprob_shards, batch, step, group, held).run()
         refuse_weights(self.own_weights(), group, f"after step {step + 1}")
         self._refuse_second_skip(metrics["skipped"] == 1.0, step)
         self.version: int | None = step + 1
@@ -80,13 +83,11 @@ class Policy(TrainedModel):
     def early_update(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
         """Compute, or continue to compute, the gradient or the log-probs of an early shard until `stop` returns True
         after a micro-batch. Return the share that is done. The next update uses the result."""
-        early = self.passes.early
-        with torch.set_grad_enabled(early is self.passes.gradients):
-            return early.continue_shard(self.planner.early_shard(number, batch), stop)
+        return self.early.continue_early(number, batch, stop)
 
     def forget_early(self) -> None:
         """Drop all gradients and log-probs of early shards."""
-        self.passes.early.forget()
+        self.early.forget()
 
     @property
     def updated(self) -> float:
@@ -97,7 +98,7 @@ class Policy(TrainedModel):
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
         """Return the log-probs of each response's sampled tokens under the current policy."""
         members, found = range(len(batch.response_ids)), dict[int, list[float]]()
-        for micro in self.passes.micro_batches([self.model], batch, members, group or Alone()):
+        for micro in self.passes.micro_batches([self.model], batch, members, group):
             logprobs, _ = self.passes.logprobs(self.model, micro)
             lengths = [batch.num_sampled(i) for i in micro.sequences]
             found |= zip(micro.sequences, (of_one.tolist() for of_one in logprobs.split(lengths)), strict=True)

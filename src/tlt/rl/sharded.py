@@ -22,8 +22,8 @@ from tlt.rl.batching import MicroBatch
 from tlt.rl.logprobs import Forward, TransformersForward
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
-from tlt.rl.planner import Held
 from tlt.rl.policy import Policy
+from tlt.rl.shards import Held
 from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
@@ -36,12 +36,12 @@ class ShardedPasses(Passes):
         return TransformersForward(model, autocast)
 
     def micro_batches(
-        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup | None = None
     ) -> Iterator[MicroBatch]:
         """Yield this member's micro-batches, then do empty passes until all members have done the same number of
         passes."""
         own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
-        missing = int(group.gather(own).max() - own)
+        missing = int((group or Alone()).gather(own).max() - own)
         yield from super().micro_batches(models, batch, members, group)
         for _ in range(missing):
             for model in models:

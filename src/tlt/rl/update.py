@@ -15,9 +15,8 @@ from tlt.rl.finite import refuse_loss
 from tlt.rl.logprobs import FixedLogprobs, exchange, old_logprobs, penalized, rollout_logprobs
 from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import ProcessGroup, numbers_of
-from tlt.rl.passes import BACKWARD_PASSES, Passes
-from tlt.rl.planner import Held, Planner
-from tlt.rl.shard_sum import TOTALS, Plan, ShardSum
+from tlt.rl.passes import BACKWARD_PASSES
+from tlt.rl.shards import TOTALS, GradientShards, Held, LogprobShards, Plan, ShardSum
 from tlt.rl.trained_model import TrainedModel
 from tlt.types import TrainBatch
 
@@ -45,13 +44,16 @@ class Update:
     """Optimizer steps on the responses of one rollout. Each member of `group` computes its shards of every step."""
 
     trained: TrainedModel
-    passes: Passes
-    planner: Planner
+    gradients: GradientShards
+    logprobs: LogprobShards
     batch: TrainBatch
     step: int
     group: ProcessGroup
     held: Held
     """early shards that each member has begun, with the fraction that is done"""
+
+    def __post_init__(self) -> None:
+        self.passes = self.gradients.passes
 
     def run(self) -> dict[str, float]:
         """Take all optimizer steps. Return the mean of each metric over them."""
@@ -61,8 +63,8 @@ class Update:
             if self.passes.reference and config.kl_in == "reward":
                 self.batch, metrics["kl"] = penalized(self.batch, fixed, self.passes.objective.kl, config)
         mini_batches = split(len(self.batch.response_ids), config.updates_per_step)
-        plans = [self.planner.of_gradients(self.batch, some, self.group, self.held) for some in mini_batches]
-        self.passes.expect(plans, BACKWARD_PASSES * config.epochs, 1.0)
+        plans = [self.gradients.plan(self.batch, some, self.group, self.held) for some in mini_batches]
+        self.gradients.expect(plans, BACKWARD_PASSES * config.epochs, 1.0)
         # token metrics are those of the first epoch only, because each epoch changes the policy
         tokens = [TokenMetrics(self.passes.device) for _ in range(config.epochs)]
         self._sample_untaught(tokens[0])
@@ -75,15 +77,15 @@ class Update:
         means = {name: sum(report[name] for report in reports) / max(1, len(reports)) for name in names}
         return means | metrics | tokens[0].over(self.group)
 
-    @torch.no_grad()
     def compute_fixed(self) -> tuple[FixedLogprobs, float]:
         """Compute the log-probs that stay fixed during the update. Each member computes those of its shards. Return the
         log-probs of all members, and the share of tokens whose log-probs were computed early."""
         passes, batch, group = self.passes, self.batch, self.group
-        models, plan = passes.fixed_models, self.planner.of_logprobs(batch, group, self.held)
-        passes.expect([plan], len(models), len(models) / (len(models) + BACKWARD_PASSES * passes.config.epochs))
-        found = passes.logprob_sums.over(plan, lambda shard: passes.begin_logprobs(shard, group))
-        counted = [i for i in range(len(batch.response_ids)) if needs_logprobs(batch, i, passes.config)]
+        models, everyone = self.logprobs.models, range(len(batch.response_ids))
+        plan = self.logprobs.plan(batch, everyone, group, self.held)
+        self.logprobs.expect([plan], len(models), len(models) / (len(models) + BACKWARD_PASSES * passes.config.epochs))
+        found = self.logprobs.compute(plan, None, group)
+        counted = [i for i in everyone if needs_logprobs(batch, i, passes.config)]
         lengths, like = {i: batch.num_sampled(i) for i in counted}, passes.widened([])
         fixed = FixedLogprobs({}, {})
         for name in models:
@@ -99,7 +101,7 @@ class Update:
         """Take one optimizer step on a mini-batch, and return its metrics. `members`: its response indices. The metrics
         of its tokens are added to `tokens`."""
         passes = self.passes
-        found = passes.gradients.over(plan, lambda shard: passes.begin_gradient(shard, fixed, self.group))
+        found = self.gradients.compute(plan, fixed, self.group)
         for one in found:
             tokens.add_all(one.tokens)
         sums = self._totals(found, plan)

@@ -21,7 +21,7 @@ from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.environments.turns import Turns
+from tlt.environments.episodes import Turns
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.int8 import can_quantize
