@@ -251,9 +251,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rewards.scores", "rewards/test_scores.py"): [
         ("exactly", "opposite", 0, "One right answer is enough."),
         ("length_penalty", "opposite", 0, "The length penalty is at most 1."),
+        ("_arguments", "unwrap", 0, "A function that changes its arguments changes no other score."),
     ],
     ("rewards.scores", "rewards/test_pool.py"): [
-        ("_users.scores", "drop", 7, "A batched reward returns one number for each response."),
+        ("_users.scores", "drop", 8, "A batched reward returns one number for each response."),
     ],
     ("rewards.pool", "rewards/test_pool.py"): [
         ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
@@ -262,31 +263,35 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
         ("ScorePool._places", "operand", 1, "A response under suspicion is scored alone."),
     ],
-    ("environments.episodes", "rewards/test_episodes.py"): [
+    ("environments.episodes", "environments/test_episodes.py"): [
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),
         ("Episodes._continued", "compare", 2, "An episode has at most reward.turns turns."),
         ("Episodes.begin", "drop", 3, "A late reply to an interrupted rollout is dropped."),
     ],
-    ("environments.instances", "rewards/test_environments.py"): [
+    ("environments.instances", "environments/test_instances.py"): [
         ("Environments.answer_all", "never", 0, "An environment's instance lasts as long as its rollout."),
         ("open_environments", "never", 3, "A run whose calls cannot be read is refused."),
         ("Environments.answer_all", "always", 1, "A plain environment may run an event loop."),
     ],
     ("data.continuation", "data/test_continuation.py"): [
-        ("Continuation.__call__", "element", 1, "A reply is rendered after the turns before it."),
-        ("Continuation.__call__", "element", 0, "A reply is rendered after the messages of the prompt."),
+        ("Continuation.__call__", "element", 3, "A reply is rendered after the turns before it."),
+        ("Continuation.__call__", "element", 2, "A reply is rendered after the messages of the prompt."),
         ("Continuation.__call__", "unwrap", 9, "The name of a special token in a reply is text."),
         ("Continuation.__call__", "never", 1, "The end that the model has generated is not written again."),
+        ("Continuation._refuse_dropped", "never", 2, "A reply that the template leaves out is an error."),
         ("Continuation._after", "element", 9, "The rest of a call is not written again."),
         ("Continuation._follow", "element", 1, "A text that follows another one gets no space before it."),
         ("_marked", "never", 0, "The results of a turn are rendered after its calls."),
     ],
-    ("environments.call_reader", "rewards/test_call_reader.py"): [
-        ("CallReader.__call__", "operand", 5, "A tag outside of calls is a malformed call."),
-        ("CallReader.__call__", "operand", 9, "A call in the form of another family is malformed."),
-        ("CallReader.__call__", "operand", 8, "A tag without a call is malformed."),
-        ("CallReader.__call__", "unwrap", 2, "A call in the reasoning is none."),
-        ("_parsed", "never", 1, "An argument without its end tag is not dropped."),
+    ("environments.call_reader", "environments/test_call_reader.py"): [
+        ("CallReader.__call__", "operand", 6, "A tag outside of calls is a malformed call."),
+        ("CallReader.__call__", "operand", 10, "A call in the form of another family is malformed."),
+        ("CallReader.__call__", "operand", 9, "A tag without a call is malformed."),
+        ("CallReader.__call__", "never", 1, "A call in the reasoning is none."),
+        ("CallReader.__call__", "always", 1, "An argument may contain the end of a reasoning."),
+        ("_parsed", "never", 2, "An argument without its end tag is not dropped."),
+        ("_parsed", "never", 3, "An argument that is given twice is not dropped."),
+        ("_call", "never", 4, "Arguments under another key are not dropped."),
         ("_is_read", "constant", 1, "A call that does not come back is a fault."),
     ],
     ("rewards.inherited", "rewards/test_inherited.py"): [
@@ -298,13 +303,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Response.is_truncated", "element", 1, "An episode is truncated if a reply leaves it no room."),
         ("Response.num_sampled", "operand", 1, "Tokens of a reply do not count in a length."),
     ],
-    ("environments.tools", "rewards/test_tools.py"): [
+    ("environments.tools", "environments/test_tools.py"): [
         ("Tools._result", "operator", 1, "A malformed call is counted."),
     ],
     ("engine.turns", "engine/test_turn_store.py"): [
         ("TurnStore.known", "operand", 1, "Keys and values of a turn are used for the same tokens alone."),
     ],
-    ("engine.turns", "rewards/test_episodes.py"): [
+    ("engine.turns", "environments/test_episodes.py"): [
         ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
     ],
     ("rl.batching", "rl/test_policy.py"): [
