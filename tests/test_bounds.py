@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from tiny import tiny_tree, train
 
 from tlt.config import Config, ConfigError, parse_config
+from tlt.config.section import is_state
 
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {
@@ -43,6 +44,8 @@ class Value(NamedTuple):
 def values(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Value]:
     """Return the smallest and the largest value of every number in a section, and in sections and lists in it."""
     for name, field in section.model_fields.items():
+        if is_state(field):
+            continue
         kinds = (field.annotation, *get_args(field.annotation))
         for inner in kinds:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -82,8 +85,8 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 TASKS = {"path": None, "size": 4, "tasks": [{"name": "chain_sum", "params": {"max_terms": 2, "max_digits": 1}}]}
 OTHERS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
-    ("data.tasks.", "data.size", "data.seed"): {"data": TASKS, "eval": {"path": None}},
-    ("reward.timeout_seconds", "reward.workers", "reward.batch_size", "reward.memory_mb"): {
+    ("data.tasks.", "data.size"): {"data": TASKS, "eval": {"path": None}},
+    ("reward.timeout_seconds", "reward.workers", "reward.memory_mb"): {
         "reward": {"name": "tiny_rewards:share_of_low_bytes", "terms": None},
         "eval": {"every": 0},
         "run": {"compare_every": 0},

@@ -186,7 +186,7 @@ def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recip
         (["train.steps", "3"], "unknown option train.steps: did you mean --train.steps?"),
         (["--epsilon", "3"], "unknown option --epsilon: did you mean --train.clip_low?"),
         (["--learning_rate", "3"], "did you mean --train.learning_rate or --speculation.training.learning_rate?"),
-        (["--seed", "3"], "unknown option --seed: did you mean --data.seed or --run.seed?"),
+        (["--seed", "3"], "unknown option --seed: did you mean --run.seed?"),
         (["--num-generations", "3"], "unknown option --num-generations: did you mean --rollout.group_size?"),
         (["--no-such-option", "3"], "unknown option --no-such-option: write overrides as --section.key value"),
         (["--train.top_p", "1"], "unknown key train.top_p: the field is rollout.top_p"),
@@ -198,7 +198,7 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
     assert says in refusal(recipe, *overrides)
 
 
-@pytest.mark.parametrize("key", ["model.hub", "data.hub", "data.now", "eval.hub"])
+@pytest.mark.parametrize("key", ["model.hub", "data.hub", "data.now", "data.seed", "eval.hub"])
 def test_a_recipe_cannot_set_what_the_run_sets(recipe: Path, key: str) -> None:
     assert f"{key} is set by the run: remove it" in refusal(recipe, f"--{key}", "x")
 

@@ -83,8 +83,6 @@ class RewardConfig(Section):
     workers: int | None = Field(default=None, gt=0)
     """Largest number of processes that compute rewards at the same time (default: half the number of CPU cores).
     Processes that only wait, for example for a network, are not counted."""
-    batch_size: int = Field(default=16, gt=0)
-    """Largest number of responses in one call of an async or batched reward function."""
     memory_mb: int = Field(default=8192, ge=0, le=2**40)
     """Memory limit in MiB of a reward process together with the processes that it starts. 0 sets no limit."""
     folder: str = "."
