@@ -180,6 +180,12 @@ def test_data_and_reward_of_the_command_line_replace_those_of_the_recipe(
     assert "the environment" in said
 
 
+def test_resume_starts_a_run_if_there_is_no_checkpoint(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    for steps, said in (("1", "there is no checkpoint in"), ("2", "resuming from step 1")):
+        assert exit_code("train", recipe, "--resume", "--train.steps", steps) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_train_for_scripts_prints_nothing_else(recipe: str) -> None:
     """Progress would be shown from the first moment on."""
     shutil.copy(Path(__file__).with_name("tiny_rewards.py"), Path(recipe).parent)
