@@ -88,16 +88,21 @@ OPTIONS = {
     **{f"--model.device={x}": rf'model\.device: .*\(got "{x}"\)' for x in ("mps", "cuda:-1")},
     "--data.size=1000000000000000": r"data\.size: .*less than or equal to",
     "--reward.name=exakt": r"unknown reward\.name 'exakt': did you mean 'exact', or your own",
-    "--reward.name=format": r"'format' needs reward\.pattern",
-    "--reward.name=format --reward.pattern=(a": r"'\(a' is not a regular expression",
-    "--reward.name=format --reward.pattern=a{99999999999}": r"'a\{99999999999\}' is not a regular expression",
-    "--reward.name=format --reward.pattern=DEEP": r"is not a regular expression: .*recursion",
+    "--reward.name=format": r"'format' needs a pattern: write \[\[reward\.terms",
+    **{
+        f"--reward.terms=[{{name='format',pattern='{pattern}'}}]": said
+        for pattern, said in (
+            ("(a", r"'\(a' is not a regular expression"),
+            ("a{99999999999}", r"'a\{99999999999\}' is not a regular expression"),
+            ("DEEP", r"is not a regular expression: .*recursion"),
+        )
+    },
     "--reward.name=exact --reward.answer_marker=<eos>": r"answer_marker contains the special token <eos>",
-    "--reward.name=exact --reward.pattern=a": r"'exact' does not use reward\.pattern: remove one of the two",
-    "--reward.name=exact --reward.batched=true": r"'exact' does not use reward\.batched",
-    "--reward.length_to=9": r"'tiny_rewards:share_of_low_bytes' does not use reward\.length_to",
+    "--reward.terms=[{name='exact',pattern='a'}]": r"'exact' does not use pattern: remove one of the two",
+    "--reward.terms=[{name='exact',batched=true}]": r"'exact' does not use batched",
+    "--reward.terms=[{name='a:f',length_to=9}]": r"'a:f' does not use length_to",
     "--train.lora.rank=2 --train.lora.targets=v_porj": r"has v_porj, but the model has no linear layer of this name",
-    "--reward.name=length": r"reward\.length_to above reward\.length_from",
+    "--reward.name=length": r"'length' needs length_to above length_from",
     "--eval.every=1": r"eval\.every needs eval\.path",
     "--rollout.max_new_tokens=511": r"max_position_embeddings = 512: lower rollout\.max_new_tokens to at most 499$",
     "--data.chat=true": r"no chat template: set data\.chat = false",
@@ -138,10 +143,6 @@ FILES: list[tuple[dict[str, Change], str]] = [
     (
         {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="math", wieght=1}]')},
         r"reward\.terms\.0\.wieght: did you mean reward\.terms\.0\.weight\?",
-    ),
-    (
-        {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="exact"}]'), "options": "--reward.batched=true"},
-        r"reward\.batched has no effect with \[\[reward\.terms\]\]: set batched in its term$",
     ),
     (
         {"recipe.toml": replace(b'name = "tiny.*"', b'environment = "a:B"\nweight = 0.5')},
@@ -201,9 +202,9 @@ FILES: list[tuple[dict[str, Change], str]] = [
     (
         {
             "held_out.jsonl": '{"question": "new"}',
-            "options": "--eval.every=1 --eval.path=HOME/held_out.jsonl --eval.max_new_tokens=512",
+            "options": "--eval.every=1 --eval.path=HOME/held_out.jsonl --rollout.max_new_tokens=512",
         },
-        r"a held-out prompt with its response may reach 515 tokens.*: lower eval\.max_new_tokens to at most 509",
+        r"a held-out prompt with its response may reach 515 tokens.*: lower rollout\.max_new_tokens to at most 509",
     ),
     (
         {"run/checkpoints": lambda path: (path / "step_00000001").mkdir(parents=True), "run/.lock": ""},

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from tiny import tiny_tree, train
 
 from tlt.config import Config, ConfigError, parse_config
+from tlt.config.section import is_state
 
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {
@@ -43,6 +44,8 @@ class Value(NamedTuple):
 def values(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Value]:
     """Return the smallest and the largest value of every number in a section, and in sections and lists in it."""
     for name, field in section.model_fields.items():
+        if is_state(field):
+            continue
         kinds = (field.annotation, *get_args(field.annotation))
         for inner in kinds:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -73,8 +76,8 @@ VALUES = [value for value in values() if (value.key, value.bound) not in NOT_TRI
 
 STOPS = [chr(code) for code in range(ord("a"), ord("s"))]  # so that lengths, which are rewarded, vary
 EVERYTHING: dict[str, dict[str, Any]] = {
-    "reward": {"name": "length", "length_from": 1, "length_to": 9},
-    "rollout": {"group_size": 2, "max_new_tokens": 6, "overlong_tokens": 2, "max_waves": 2, "stop_strings": STOPS},
+    "reward": {"name": "reasoning_gym", "terms": [{"name": "length", "length_from": 1, "length_to": 9}]},
+    "rollout": {"group_size": 2, "max_new_tokens": 6, "max_waves": 2, "stop_strings": STOPS},
     "speculation": {"drafter": "adaptive", "window": 8, "training": {"extra": 0.5, "micro_batch_tokens": 64}},
     "train": {"kl_weight": 0.01, "importance_cap": 2.0, "updates_per_step": 2, "epochs": 2, "weight_decay": 0.1},
     "eval": {"every": 1, "samples": 1, "size": 2},
@@ -82,17 +85,14 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 TASKS = {"path": None, "size": 4, "tasks": [{"name": "chain_sum", "params": {"max_terms": 2, "max_digits": 1}}]}
 OTHERS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
-    ("data.tasks.", "data.size", "data.seed"): {"data": TASKS, "eval": {"path": None}},
-    ("reward.terms.",): {
-        "reward": {"name": None, "length_from": None, "length_to": None, "terms": [EVERYTHING["reward"]]}
-    },
-    ("reward.timeout_seconds", "reward.workers", "reward.batch_size", "reward.memory_mb"): {
-        "reward": {"name": "tiny_rewards:share_of_low_bytes", "length_from": None, "length_to": None},
+    ("data.tasks.", "data.size"): {"data": TASKS, "eval": {"path": None}},
+    ("reward.timeout_seconds", "reward.workers", "reward.memory_mb"): {
+        "reward": {"name": "tiny_rewards:share_of_low_bytes", "terms": None},
         "eval": {"every": 0},
         "run": {"compare_every": 0},
     },
     ("train.lora.",): {"train": {"lora": {"rank": 2}}},
-    tuple(f"speculation.{name}" for name in ("depth", "history_tokens")): {"speculation": {"drafter": "suffix"}},
+    ("speculation.depth",): {"speculation": {"drafter": "suffix"}},
 }
 
 

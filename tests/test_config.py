@@ -111,7 +111,6 @@ def refusal_of(section: dict[str, Any]) -> str:
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
         ({"rollout": {"prompts_per_step": 2}, "train": {"updates_per_step": 3}}, "train.updates_per_step"),
         ({"model": {"path": "m", "dtype": "float64", "device": "cuda:0"}}, "model.device"),
-        ({"rollout": {"max_new_tokens": 8, "overlong_tokens": 9}}, "rollout.overlong_tokens"),
         ({"train": {"schedule": "cosine", "steps": 5, "warmup_steps": 5}}, "train.warmup_steps"),
         ({"train": {"shard": True}}, "train.shard needs several workers: set cluster.workers"),
         ({"train": {"importance_cap": 2.0}, "rollout": {"top_k": 20}}, "train.importance_cap"),
@@ -187,10 +186,10 @@ def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recip
         (["train.steps", "3"], "unknown option train.steps: did you mean --train.steps?"),
         (["--epsilon", "3"], "unknown option --epsilon: did you mean --train.clip_low?"),
         (["--learning_rate", "3"], "did you mean --train.learning_rate or --speculation.training.learning_rate?"),
-        (["--seed", "3"], "unknown option --seed: did you mean --data.seed or --run.seed?"),
+        (["--seed", "3"], "unknown option --seed: did you mean --run.seed?"),
         (["--num-generations", "3"], "unknown option --num-generations: did you mean --rollout.group_size?"),
         (["--no-such-option", "3"], "unknown option --no-such-option: write overrides as --section.key value"),
-        (["--train.top_p", "1"], "unknown key train.top_p: the field is rollout.top_p or eval.top_p"),
+        (["--train.top_p", "1"], "unknown key train.top_p: the field is rollout.top_p"),
         (["--model.path.deeper", "3"], "path is a value"),
         (["--data.tasks.name", "a"], "tasks is a value"),
     ],
@@ -199,10 +198,15 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
     assert says in refusal(recipe, *overrides)
 
 
+@pytest.mark.parametrize("key", ["model.hub", "data.hub", "data.now", "data.seed", "eval.hub"])
+def test_a_recipe_cannot_set_what_the_run_sets(recipe: Path, key: str) -> None:
+    assert f"{key} is set by the run: remove it" in refusal(recipe, f"--{key}", "x")
+
+
 def test_the_defaults_are_those_of_the_field() -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"path": "p"}, "reward": {"name": "exact"}})
     train = config.train
-    assert (train.learning_rate, train.adam_beta1, train.adam_beta2) == (1e-6, 0.9, 0.999)
+    assert (train.learning_rate, train.adam_beta2) == (1e-6, 0.999)
     assert (config.model.dtype, train.loss, config.run.save_every > 0) == ("auto", "ppo", True)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tlt.cli import _parser, main
 from tlt.commands.options import joined
-from tlt.config import load_config
+from tlt.config import load_config, load_generation
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,9 +26,8 @@ SMALL = {
     "train": f"{FEW} --workers 1 --train.steps 1",
     "estimate": f"{FEW} --steps 1",
     "verify": f"{FEW} --steps 1",
-    "generate": "--max-new-tokens 4",
+    "generate": "--rollout.max_new_tokens 4",
     "draft train": f"{FEW} --tokens 100 --seconds 1",
-    "draft eval": f"{FEW} --seconds 1",
 }
 """Options that make a command short. The last value of an option counts."""
 PLACEHOLDERS = {
@@ -40,7 +39,7 @@ PLACEHOLDERS = {
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of tlt, and of cp, in blocks and in sentences. `tlt draft eval` alone is only a name."""
+    """Return the commands of tlt, and of cp, in blocks and in sentences. `tlt draft train` alone is only a name."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"(?m)^    ((?:tlt|cp) [^#\n]+)|`(tlt [^`]+)`", text)
     return [words for block, inline in found if len((words := (block or inline).strip()).split()) > 2 and names(words)]
@@ -71,6 +70,8 @@ def test_every_command_is_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> 
         elif words[1] == "train":  # fields instead of a recipe
             given = [f"--{field}={value}" for field, value in GIVEN.items()]
             load_config(None, [*given, *overrides])
+        elif words[1] == "generate":
+            load_generation(arguments.model, overrides)
         elif not recipe:
             assert not overrides, words
 

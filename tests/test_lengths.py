@@ -36,7 +36,7 @@ def episodes(*rewards: float) -> list[Response]:
 
 
 def config(**sections: Any) -> Any:
-    rollout = {"max_new_tokens": 12, "overlong_tokens": 4}
+    rollout = {"max_new_tokens": 12}
     reward = {"environment": "game:Game", "turns": 2}
     tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward, "rollout": rollout}
     return parse_config(tree | sections)
@@ -60,12 +60,6 @@ def test_metrics_of_an_evaluation_and_of_a_comparison() -> None:
     found = summary_of([responses], samples=4, solved=1.0)
     assert (found["length_mean"], found["length_max"], found["truncated"]) == (7.5, 12, 0.5)
     assert _compared(responses, responses) == {"tokens": 30, "responses": 4, "differ": 0}
-
-
-def test_the_overlong_penalty() -> None:
-    """It begins behind 8 tokens of 12, so that only the third episode has one. With replies, all four would."""
-    (rewards,) = make_batch([Group(PROMPT, episodes(1.0, 1.0, 1.0, 1.0))], config()).rewards
-    assert rewards == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_an_episode_that_had_all_its_turns_is_trained_on() -> None:

@@ -229,14 +229,6 @@ def test_the_batch_is_the_first_groups_in_prompt_order_and_the_rest_open_the_nex
     assert [[g.prompt.prompt_id for g in result.groups] for result in (first, second)] == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_groups_left_over_may_be_dropped() -> None:
-    fake = Fake(score=spread_in({1, 2, 3, 5, 6}))
-    parts, _ = take_steps(fake, 2, leftover="drop")
-    assert [trained(batch) for batch in fake.batches] == [[1, 2], [5, 6]]
-    assert parts.carried == []
-    assert "logprobs" not in fake.events
-
-
 def test_waves_are_bounded_and_the_step_then_uses_the_groups_so_far() -> None:
     fake = Fake(score=spread_in({5}))
     parts = make_parts(fake, prompts=MANY)

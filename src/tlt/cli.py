@@ -13,18 +13,9 @@ from pathlib import Path
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
-from tlt.commands.options import OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
+from tlt.commands.options import GENERATES, OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
 from tlt.commands.train import add_train
-from tlt.config import (
-    ConfigError,
-    EngineConfig,
-    ModelConfig,
-    RolloutConfig,
-    SpeculationConfig,
-    load_config,
-    parse_section,
-)
-from tlt.config.registry import DRAFTERS, learned
+from tlt.config import ConfigError, load_config, load_generation
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.progress import loading, shown
 from tlt.report import add_report
@@ -34,11 +25,6 @@ LOST = 75
 """exit code of a run that lost its workers or its Ray cluster, or ran out of memory (EX_TEMPFAIL in sysexits.h)"""
 _SPINS = "50000"  # spins of an idle thread of torch before it sleeps; by default it keeps the core for longer
 _LONGEST = 1200  # maximum length of an error message in characters
-_DRAFTER = (
-    "drafter, which changes the speed only. eagle: a learned drafter (--drafter-path). suffix: copies earlier text. "
-    "quantized: the model itself with int8 weights, on CPUs. "
-    "adaptive: the fastest for each round. off: plain decoding"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_train(commands.add_parser("train", help="train a policy", epilog=OVERRIDES))
 
-    _add_generate(commands.add_parser("generate", help="sample responses to prompts"))
+    _add_generate(commands.add_parser("generate", help="sample responses to prompts", epilog=GENERATES))
     add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
     _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))
 
@@ -104,8 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("recipe", help=RECIPE)
     verify.add_argument("--steps", type=int, default=2, help="number of training steps")
     verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="number format")
-    verify.add_argument("--backend", choices=["tlt", "vllm"], help="engine to be checked (engine.backend)")
-    verify.add_argument("--full", action="store_true", help="use all prompts of a step instead of at most 8")
     verify.add_argument("--json", type=output_file, help="write the result to this file")
     verify.set_defaults(command=_verify)
 
@@ -129,29 +113,8 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         "--prompt", action="append", default=[], help="text of a prompt; repeat it for several prompts"
     )
     generate.add_argument("--data", help="file or data set of prompts, as data.path of a recipe")
-    generate.add_argument(
-        "--prompt-column", help="column of --data with the prompt (default: that of the run's recipe, else question)"
-    )
     generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
-    generate.add_argument(
-        "--chat",
-        default="auto",
-        choices=["auto", "on", "off"],
-        help="use the chat template; auto: as the run that trained the model, else if the tokenizer has one",
-    )
-    generate.add_argument("--system", default="", help="system message for prompts that have none")
     generate.add_argument("--samples", type=int, default=1, help="number of responses to each prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=512, help="longest response, in tokens")
-    generate.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy")
-    generate.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
-    generate.add_argument("--top-p", type=float, default=1.0, help="total probability of the likeliest tokens kept")
-    generate.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    dtypes = ["auto", "float64", "float32", "bfloat16"]
-    generate.add_argument("--dtype", default="auto", choices=dtypes, help="number format (model.dtype)")
-    generate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is one")
-    generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="engine; both give the same tokens")
-    generate.add_argument("--drafter", default="suffix", choices=["off", *DRAFTERS, "adaptive"], help=_DRAFTER)
-    generate.add_argument("--drafter-path", help="folder of a learned drafter")
     generate.set_defaults(command=_generate)
 
 
@@ -169,68 +132,45 @@ def _add_draft(draft: argparse.ArgumentParser) -> None:
     kinds = draft.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="train a drafter for the recipe's model", epilog=OVERRIDES)
     train.add_argument("recipe", help=RECIPE)
-    train.add_argument("--out", type=output_folder, required=True, help="folder for the drafter")
+    train.add_argument("--out", type=output_folder, help="folder for the drafter")
     train.add_argument("--tokens", type=int, default=100_000, help="tokens of training data")
-    train.add_argument("--seconds", type=float, default=300, help="training time in seconds, evaluations included")
+    train.add_argument(
+        "--seconds",
+        type=float,
+        default=300,
+        help="training time in seconds, evaluations included; 0 evaluates the drafter in speculation.path instead",
+    )
     train.set_defaults(command=_draft_train)
-    judge = kinds.add_parser("eval", help="measure a drafter on held-out prompts", epilog=OVERRIDES)
-    judge.add_argument("recipe", help=RECIPE)
-    judge.add_argument("--seconds", type=float, default=120, help="decoding time in seconds")
-    judge.add_argument("--json", type=output_file, help="write the result to this file")
-    judge.set_defaults(command=_draft_eval)
 
 
 def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--tokens", arguments.tokens)
-    _at_least_one("--seconds", arguments.seconds)
-    config = load_config(arguments.recipe, overrides)
+    if arguments.seconds:
+        _at_least_one("--seconds", arguments.seconds)
+        config = load_config(arguments.recipe, overrides)
+        if not arguments.out:
+            raise ConfigError("give --out FOLDER, the folder for the drafter")
+    else:  # for a learned drafter
+        config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])
     with loading():
-        from tlt.commands.drafting import train_drafter
+        from tlt.commands.drafting import eval_drafter, train_drafter
 
-    train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
-    return 0
-
-
-def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    _at_least_one("--seconds", arguments.seconds)
-    config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # for a learned drafter
-    with loading():
-        from tlt.commands.drafting import eval_drafter
-
-    eval_drafter(config, arguments.seconds, arguments.json)
+    if arguments.seconds:
+        train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
+    else:
+        eval_drafter(config)
     return 0
 
 
 def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        flag = overrides[0].partition("=")[0]
-        meant = "--" + flag.lstrip("-").rpartition(".")[2].replace("_", "-")  # --backend for --engine.backend
-        hint = (
-            f"did you mean {meant}?"
-            if meant != flag and meant[2:].replace("-", "_") in arguments
-            else "see tlt generate --help"
-        )
-        raise ConfigError(f"unknown option {flag}: {hint}")
     _at_least_one("--samples", arguments.samples)
-    model = {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device}
-    fields = ("max_new_tokens", "temperature", "top_k", "top_p")
-    rollout = {name: getattr(arguments, name) for name in fields}
-    speculation = {"drafter": arguments.drafter, "path": arguments.drafter_path}
-    if learned(arguments.drafter) and not arguments.drafter_path:
-        raise ConfigError(f"--drafter {arguments.drafter} needs --drafter-path, the folder of a learned drafter")
-    sections = (
-        parse_section(ModelConfig, model, "tlt generate"),
-        parse_section(RolloutConfig, rollout, "tlt generate"),
-        parse_section(SpeculationConfig, speculation, "tlt generate"),
-    )
+    config, data = load_generation(arguments.model, overrides)
     if not arguments.prompt and not arguments.data:
         raise ConfigError("no prompt given: use --prompt TEXT or --data FILE")
     with loading():
         from tlt.commands.generate import Asked, generate
 
-    backend = parse_section(EngineConfig, {"backend": arguments.backend}, "tlt generate")
-    asked = Asked(arguments.prompt, arguments.data, arguments.prompt_column, arguments.chat, arguments.system)
-    generate(*sections, asked, arguments.samples, arguments.seed, backend, arguments.out)
+    generate(config, Asked(arguments.prompt, arguments.data, data), arguments.samples, arguments.out)
     return 0
 
 
@@ -268,14 +208,13 @@ def _config(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--steps", arguments.steps)
-    backend = ["--engine.backend", arguments.backend] if arguments.backend else []
-    config = load_config(arguments.recipe, [*overrides, *backend])
+    config = load_config(arguments.recipe, overrides)
     if config.engine.backend == "vllm" and arguments.dtype == "float64":
         raise ConfigError("vLLM has no float64: give tlt verify --dtype float32")
     with loading():
         from tlt.verify.verify import verify
 
-    return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
+    return 0 if verify(config, arguments.steps, arguments.dtype, arguments.json) else 1
 
 
 def _at_least_one(option: str, value: float) -> None:

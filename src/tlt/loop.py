@@ -6,7 +6,7 @@
 4. Update the policy on the batch, in prompt order whatever the order of arrival.
 5. Give the new weights to the engine.
 
-Groups that dynamic sampling leaves over are used first in the next step, or dropped (`rollout.leftover`). The next step
+Groups that dynamic sampling leaves over are used first in the next step. The next step
 uses all of them, so they are never more than one update old. Their old log-probs are those of the policy that decoded
 them. Decoding their prompts again would be on-policy, but it would cost up to half the rollout.
 """
@@ -182,7 +182,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
             batch = make_batch(used, config)
             watcher.phase(step, "update", len(batch.response_ids))
             parts.rollout.release()
-            parts.carried = _carry(left_over, parts.policy, config) if config.rollout.leftover == "carry" else []
+            parts.carried = _carry(left_over, parts.policy, config)
             update = parts.policy.update(batch, step)
         with timed("sync", seconds, parts.tracer):
             parts.rollout.sync(parts.policy, version=step + 1)
@@ -241,8 +241,8 @@ def _early_groups(
     parts: Parts, config: Config, before: Sequence[Group], requests: Sequence[Request], is_last_wave: bool
 ) -> EarlyGroups | None:
     """Return the groups whose gradients or log-probs idle workers may compute before the rollout ends. Return None if
-    the early update is off or not possible."""
-    if not (config.train.early_update and has_early_shards(config.train, config.cluster.workers)):
+    there are no idle workers, or if a pass needs all workers."""
+    if not has_early_shards(config.train, config.cluster.workers):
         return None
     return EarlyGroups(config, before, requests, is_last_wave, parts.reward.settle)
 

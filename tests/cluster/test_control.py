@@ -33,7 +33,7 @@ def test_a_cluster_requires_a_token_if_it_refuses_a_client_without_one(
 @pytest.mark.parametrize("said", ["ImportError: cannot import name 'GcsClient'", "", "RpcError: Timed out"])
 def test_an_unclear_answer_is_not_a_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
-    with pytest.raises(ClusterError, match=r"requires a token \(.+\): set cluster\.allow_no_token = true"):
+    with pytest.raises(ClusterError, match=r"requires a token \(.+\): set TLT_ALLOW_NO_TOKEN=1"):
         accepts_no_token("10.0.0.1:6379")
 
 

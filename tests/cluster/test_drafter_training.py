@@ -36,6 +36,12 @@ SHORT, LONG = (3, 32, 5), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 
+@pytest.fixture(autouse=True)
+def _no_early_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the idle time to the drafter."""
+    monkeypatch.setattr("tlt.loop.has_early_shards", lambda train, workers: False)
+
+
 def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **training: Any) -> Config:
     prompts, tokens, steps = size
     training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2} | training
@@ -44,7 +50,7 @@ def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **tr
         2,
         rollout={"prompts_per_step": prompts, "max_new_tokens": tokens},
         speculation={"drafter": drafter, "window": 16, "training": training},
-        train={"steps": steps, "updates_per_step": 1, "early_update": False},  # idle time is for the drafter here
+        train={"steps": steps, "updates_per_step": 1},
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pools import Choose
@@ -38,8 +39,9 @@ def in_turn() -> Choose:
 
 
 def off(home: Path, **sections: dict[str, Any]) -> tuple[str, Any]:
-    config = config_of(home, **sections | {"train": sections.get("train", {}) | {"early_update": False}})
-    digest, learned, pool = train(config)
+    config = config_of(home, **sections)
+    with patch("tlt.loop.has_early_shards", return_value=False):
+        digest, learned, pool = train(config)
     assert early_shares(config) == [0.0] * STEPS
     assert METHOD not in {method for _, method in pool.log}
     return digest, learned

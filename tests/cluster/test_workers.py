@@ -363,12 +363,15 @@ def test_cores_are_shared_evenly() -> None:
 TESTS = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (TESTS / "cluster", TESTS, TESTS.parent / "src")))
 JOINS = """
+import os
 import sys
 from pathlib import Path
 from test_workers import config_of, quiet
 from tlt.run import train as run
 home, workers, address, folder, allow = sys.argv[1:]
-cluster = {"address": address, "allow_no_token": allow == "allow"}
+cluster = {"address": address}
+if allow == "allow":
+    os.environ["TLT_ALLOW_NO_TOKEN"] = "1"
 config = config_of(Path(home), int(workers), folder, cluster=cluster, train={"steps": 1})
 print(run.train(config, False, quiet())["policy_sha256"])
 """

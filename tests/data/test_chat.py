@@ -224,11 +224,8 @@ def test_allowed_changes_of_a_template_are_accepted(shown: Any, template: str, m
 def test_messages_and_fields_of_the_chat_template_need_it(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
         encoder(tokenizer, DataConfig(path="-"))([USER])
-    for field in ({"system": "be brief"}, {"now": "2001-02-03"}):
-        with pytest.raises(ValueError, match=r"need data\.chat = true"):
-            DataConfig(path="-", **field)
-    with pytest.raises(ValueError, match=r"data\.now: give a time such as"):
-        DataConfig(path="-", chat=True, now="yesterday")
+    with pytest.raises(ValueError, match=r"need data\.chat = true"):
+        DataConfig(path="-", system="be brief")
 
 
 def test_unused_tools_of_rows_are_logged(
@@ -325,7 +322,7 @@ def test_a_run_keeps_the_time_of_its_start(tmp_path: Path) -> None:
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert (found.state["step"], found.state["config"]["data"]["now"]) == (2, "2001-02-03T00:00:00")
     tokenizer = load_tokenizer(found.folder / "policy")
-    (prompt,) = _prompts(Asked(["u"], None, None, "auto", ""), tokenizer, _data_of_the_run(found.folder / "policy"))
+    (prompt,) = _prompts(Asked(["u"], None, {}), tokenizer, _data_of_the_run(found.folder / "policy"))
     assert tokenizer.decode(prompt.token_ids).startswith("Today Date: 03 Feb 2001")
     with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03"):
         train(dated(tmp_path, 3, now="2001-02-04"), resume=True)

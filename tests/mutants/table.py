@@ -154,7 +154,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_ratio", "negate", 0, "A deviation of 0 divides nothing."),
     ],
     ("rl.groups", "rl/test_groups.py"): [
-        ("_shaped", "operator", 1, "An overlong response is penalized."),
         ("rewards_of", "always", 0, "A response without a reward is left out."),
         ("has_spread", "compare", 0, "A group of equal rewards is resampled."),
         ("make_batch", "operand", 1, "A truncated response is masked."),

@@ -72,22 +72,12 @@ def test_every_control_works(tmp_path: Path, width: int) -> None:
     seen = seen_in(write_report([make_run(tmp_path / "run", steps=4)]), width, USE)
     assert seen["errors"] == []
     assert seen["wide"], "the page is wider than the window"
-    assert seen["first"].startswith("step 0: tlt, measured 4, plain decoding, measured 6")
+    assert seen["first"].startswith("step 0: tlt 4, plain decoding 6")
     assert seen["second"].startswith("step 1: ")
     assert seen["last"].startswith("step 3: ")
     assert seen["hits"] == "1 of 8 groups"
     assert seen["opened"]
     assert seen["tabs"]
-
-
-def test_an_estimate_is_drawn_in_worker_seconds(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=4)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    for line in lines:
-        line["seconds"] |= {"compare": 0.0, "rollout": 3.0}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    seen = seen_in(write_report([run]), use=USE)
-    assert seen["first"] == "step 0: tlt, measured 4, plain decoding, estimated 8 worker seconds"
 
 
 def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
@@ -96,7 +86,7 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
     assert seen["links"] == [f"#{name}" for name in seen["sections"]]
     words = {
         "words": ["small was trained for 8 of 8 steps in 86 s on 2 workers; the run ended."],
-        "plain": ["measured\t27.0 s\t20.0 s\t1.35", "estimated worker seconds\t64.0 s\t32.0 s\t2.00"],
+        "plain": ["27.0 s\t20.0 s\t1.35"],
         "proof": ["ab" * 32, "800 in 40 responses", "responses that differ\t0"],
         "time": ["Useful share of worker time: 65.0%.", "verify\t8 s\t5.0%", "ui.perfetto.dev"],
         "learning": ["Mean reward", "gcd", "Gradient norm", "mean@2", "99.9 % of tokens"],

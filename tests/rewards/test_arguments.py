@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt.config import RewardConfig
+from tlt.config import RewardConfig, RewardTerm
 from tlt.rewards import columns_of
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.arguments import fills
@@ -121,7 +121,7 @@ class Late:
     async def __call__(self, question, response): return one(question, response)
 late_callable = Late()
 """)
-    config = RewardConfig(name=f"of_names:{name}", batched="many" in name, folder=str(tmp_path))
-    scores, _ = _users(config, config, columns_of([PROMPT]))
+    term, config = RewardTerm(name=f"of_names:{name}", batched="many" in name), RewardConfig(folder=str(tmp_path))
+    scores, _ = _users(term, config, columns_of([PROMPT]))
     asked = [(Prompt(i, "", (1,), {"question": text}), SAID) for i, text in enumerate(("42", "41"))]
     assert scores(asked) == [2.0, 0.0]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import of_one_term
 
 from tlt.config import Config, parse_config
 from tlt.rewards import AtOnce, make_reward
@@ -25,7 +26,7 @@ PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
 
 def config(name: str = "tiny_rewards:trouble", **reward: Any) -> Config:
     section = {"name": name, "timeout_seconds": 20.0} | reward
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": of_one_term(section)})
 
 
 def responses(*texts: str) -> list[Response]:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import of_one_term
 
 from tlt.config import Config, parse_config
 from tlt.rewards import Reward, RewardError, Scored, make_reward
@@ -30,7 +31,7 @@ PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})
 
 def config(name: str, **reward: Any) -> Config:
     section = {"name": f"tiny_rewards:{name}", "timeout_seconds": 20.0} | reward
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": of_one_term(section)})
 
 
 def of_the_user(folder: Path, source: str) -> Config:

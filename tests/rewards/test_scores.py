@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
+from tiny import of_one_term
 
 from tlt.config import Config, parse_config
 from tlt.data.prompts import load_prompts
@@ -19,7 +20,7 @@ from tlt.types import Prompt
 
 
 def config(data: dict[str, Any] | None = None, **reward: Any) -> Config:
-    return parse_config({"model": {"path": "-"}, "data": data or {"path": "-"}, "reward": reward})
+    return parse_config({"model": {"path": "-"}, "data": data or {"path": "-"}, "reward": of_one_term(reward)})
 
 
 def prompt(**data: Any) -> Prompt:

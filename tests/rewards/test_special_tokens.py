@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import tiny_model
+from tiny import of_one_term, tiny_model
 from transformers import AutoTokenizer
 
 from tlt.config import parse_config
@@ -26,7 +26,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def checked(tokenizer: Any, prefill: str = "", **reward: Any) -> None:
     data = {"path": "-", "prefill": prefill}
-    refuse_special_tokens(parse_config({"model": {"path": "-"}, "data": data, "reward": reward}), tokenizer)
+    tree = {"model": {"path": "-"}, "data": data, "reward": of_one_term(reward)}
+    refuse_special_tokens(parse_config(tree), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["answer_marker", "answer_end"])

@@ -77,7 +77,7 @@ def test_logits_are_counted_with_their_gradient(home: Path) -> None:
     events: Any = profiler.profiler.kineto_results.events()
     changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
     peak = max(accumulate(changes))
-    need = memory_needed(policy, config_of(home, micro=tokens, logits_mb=1024), PROMPT)
+    need = memory_needed(policy, config_of(home, micro=tokens), PROMPT)
     assert need.logits == pytest.approx(peak, rel=0.2)
 
 

@@ -63,15 +63,6 @@ def test_truncated_responses_count_in_advantages_but_are_masked(masks: bool, mas
     assert batch.rewards == [[1.0, 0.0], [2.0, 4.0]]
 
 
-def test_the_penalty_changes_advantages_but_not_rewards_or_spread() -> None:
-    config = make_config(rollout={"overlong_tokens": 4, "max_waves": 1}, train={"advantage": "dr_grpo"})
-    given = group(0, 1.0, 1.0, 0.0, lengths=[8, 6, 10])
-    # 1 - 0.5, 1, 0 - 1: mean 1/6
-    assert make_batch([given], config).advantages == pytest.approx([1 / 3, 5 / 6, -7 / 6])
-    assert [response.reward for response in given.responses] == [1.0, 1.0, 0.0]
-    assert not has_spread(group(0, 1.0, 1.0, lengths=[6, 10]))
-
-
 def test_groups_are_restored_from_json_bit_for_bit() -> None:
     groups = [group(3, 0.1 + 0.2, None, 1 / 3, lengths=[1, 4, 9]), group(1, 1e-300, -2.0)]
     groups[0].responses[0].old_logprobs = [-0.1 / 3]

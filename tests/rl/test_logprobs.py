@@ -81,17 +81,19 @@ def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: to
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_chunks_under_autocast_are_recomputed_under_autocast(tmp_path: Path) -> None:
+def test_chunks_under_autocast_are_recomputed_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient of float32 logits would differ from the others by far more than the order of sums."""
     folder, batch = save_weights(tmp_path, 30_000, scale=0.1), random_batch(30_000, responses=20)
-    whole, chunked = (make_policy(folder, torch.bfloat16, logits_mb=mb) for mb in (512, 1))
+    whole, chunked = (make_policy(folder, torch.bfloat16) for _ in range(2))
     tokens, seen = sum(map(len, batch.response_ids)), []
     chunked.passes.forwards[id(chunked.model)] = TransformersForward(chunked.model, autocast=True)
     whole.passes.forwards[id(whole.model)] = TransformersForward(whole.model, autocast=True)
     chunked.model.lm_head.register_forward_hook(
         lambda module, given, logits: seen.append((logits.dtype, logits.shape[1]))
     )
-    ours, theirs = (policy.update(batch, 0) for policy in (chunked, whole))
+    theirs = whole.update(batch, 0)
+    monkeypatch.setattr("tlt.rl.logprobs.LOGITS_MB", 1)
+    ours = chunked.update(batch, 0)
     assert {dtype for dtype, _ in seen} == {torch.bfloat16}
     assert max(size for _, size in seen) == 8 < tokens, "1 MiB / (30,000 * 4); under autocast log-probs are float32"
     assert sum(size for _, size in seen) == 2 * tokens
@@ -106,7 +108,7 @@ def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path) -> None:
     policy, batch, seen = make_policy(save_weights(tmp_path, 31), torch.bfloat16), random_batch(31), []
     policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits[0].detach().double()))
     (micro,) = policy.passes.micro_batches([policy.model], batch, range(6), Alone())
-    logprobs, entropy = token_logprobs(TransformersForward(policy.model, autocast=True), micro, 0.6, 512)
+    logprobs, entropy = token_logprobs(TransformersForward(policy.model, autocast=True), micro, 0.6)
     distribution = torch.distributions.Categorical(logits=seen[0] / 0.6)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
     assert torch.allclose(logprobs.double(), distribution.log_prob(micro.targets), rtol=0, atol=1e-5)
@@ -125,13 +127,14 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(tmp_path: Path) -> None:
+def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab, tokens = 20_000, 96  # more than the 32 of the model's own width, whose weights are [V, 32]
     folder = save_weights(tmp_path, vocab, layers=1, scale=0.1)
     batch = TrainBatch([(1, 2)] * 3, [[7] * 32] * 3, [1.0, -1.0, 0.5], [[-1.0] * 32] * 3)
     largest = {}
     for logits_mb in (1, 1024):
-        policy = make_policy(folder, logits_mb=logits_mb)
+        monkeypatch.setattr("tlt.rl.logprobs.LOGITS_MB", logits_mb)
+        policy = make_policy(folder)
         with Largest() as seen:
             policy.update(batch, 0)
         largest[logits_mb] = seen.elements

@@ -17,7 +17,6 @@ from tlt.rl.losses import (
     LossOutputs,
     clipped_policy_loss,
     k1,
-    k2,
     k3,
     sequence_policy_loss,
     truncated_weights,
@@ -105,10 +104,9 @@ def test_k3_by_hand() -> None:
     assert k3(torch.tensor([-1000.0]), torch.tensor([0.0])).isfinite().all()
 
 
-def test_k1_and_k2_by_hand() -> None:
+def test_k1_by_hand() -> None:
     policy, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -1.0])
     assert k1(policy, reference).tolist() == [0.5, -2.0]
-    assert k2(policy, reference).tolist() == [0.125, 2.0]
 
 
 def test_truncated_weights_by_hand() -> None:

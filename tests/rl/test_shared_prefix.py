@@ -163,7 +163,7 @@ def test_log_probs_and_gradient_equal_those_of_each_sequence_alone(
         {"kl_weight": 0.1, "kl_in": "reward"},
         {"gradient_checkpointing": True},
         {"updates_per_step": 2, "loss": "gspo"},
-        {"logits_mb": 1, "importance_cap": 2.0},
+        {"importance_cap": 2.0},
         {"lora": True},
     ],
     ids=str,

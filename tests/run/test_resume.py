@@ -93,7 +93,7 @@ def test_of_these_sections_only_the_seed_affects_the_result(section: str) -> Non
 @pytest.mark.parametrize(
     ("section", "name", "value"),
     [
-        *[("train", "micro_batch_tokens", 7), ("train", "logits_mb", 7), ("train", "gradient_checkpointing", True)],
+        *[("train", "micro_batch_tokens", 7), ("train", "gradient_checkpointing", True)],
         *[("cluster", "workers", 3), ("model", "device", "cpu"), ("engine", "max_rows", 3)],
         ("engine", "backend", "vllm"),
         *[("speculation", "drafter", "off"), ("speculation", "window", 8)],
@@ -117,7 +117,7 @@ def test_fields_that_affect_the_rounding_may_change_and_are_logged(section: str,
         ({"reward": {"name": "exact", "answer_marker": "="}}, "reward.answer_marker"),
         ({"data": {"path": "p.jsonl", "shuffle": False}}, "data.shuffle"),
         ({"run": {"seed": 3}}, "run.seed"),
-        ({"train": {"lora": {"alpha": 4.0}}}, "train.lora.alpha"),
+        ({"train": {"lora": {"targets": ["q_proj"]}}}, "train.lora.targets"),
         ({"train": {"steps": 50}}, "train.steps"),
     ],
 )

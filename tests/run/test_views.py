@@ -14,7 +14,7 @@ from tlt.run.views import open_view
 
 
 def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    view, config = open_view(False, True), tiny_config(tmp_path)
+    view, config = open_view(True), tiny_config(tmp_path)
     view.end(train(config, display=view), config.run.folder)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     steps = [event for event in found if event["event"] == "step"]
@@ -28,7 +28,7 @@ def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pyte
 
 
 def test_an_evaluation_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
-    view = open_view(False, True)
+    view = open_view(True)
     view.evaluation(3, {"mean@2": 0.5, "length_mean": 9.0})
     view.end(SUMMARY, "runs/x")
     first, last = map(json.loads, capsys.readouterr().out.splitlines())

@@ -323,7 +323,7 @@ def test_held_out_prompts_have_a_name_too(hub: Hub, tmp_path: Path) -> None:
 def test_an_export_is_pushed(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tlt.commands.export.check_in_new_process", lambda out, facts: None)
+    monkeypatch.setattr("tlt.commands.export.check_export", lambda out, facts: None)
     command = ["export", "org/tiny", "out", "--dtype", "float32", "--push", "me/mine"]
     assert (exit_code([*command[:-1], "mine"]), (tmp_path / "out").exists()) == (2, False)  # before any work
     assert exit_code(command) == 2
@@ -362,5 +362,5 @@ def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.
 
 
 def test_generate_downloads_a_model_by_its_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["generate", "org/tiny", "--prompt", "a", "--max-new-tokens", "2"]) == 0
+    assert exit_code(["generate", "org/tiny", "--prompt", "a", "--rollout.max_new_tokens", "2"]) == 0
     assert "2 tokens in" in capsys.readouterr().out

@@ -10,6 +10,8 @@ import time
 
 from tlt.cluster.pool import ClusterError
 
+ALLOW_NO_TOKEN = "TLT_ALLOW_NO_TOKEN"
+"""environment variable that is set to join a Ray cluster without authentication, on a private network"""
 _EVERY = 5.0  # seconds between two checks
 _MISSES = 3  # failed checks in a row after which Ray counts as lost; a busy cluster may miss one or two
 _ANSWERS = 3.0  # timeout in seconds of one check
@@ -33,6 +35,10 @@ def refuse_unreachable(address: str) -> None:
         raise ClusterError(f"cannot join a Ray cluster at {address} ({error}): check cluster.address") from None
 
 
+def allows_no_token() -> bool:
+    return bool(os.environ.get(ALLOW_NO_TOKEN))
+
+
 def accepts_no_token(address: str) -> bool:
     """Return whether the cluster accepts a client without an authentication token. The client is a separate process,
     because Ray reads the token at import. Raises ClusterError if this cannot be determined."""
@@ -49,7 +55,7 @@ def accepts_no_token(address: str) -> bool:
         answer = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise ClusterError(
         f"cannot determine whether the Ray cluster at {address} requires a token ({answer}): set "
-        "cluster.allow_no_token = true if nobody else can reach it"
+        f"{ALLOW_NO_TOKEN}=1 if nobody else can reach it"
     )
 
 

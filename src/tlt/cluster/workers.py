@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tlt.cluster.actor import Actor, Placement, last_log_line
-from tlt.cluster.control import Control, accepts_no_token, refuse_unreachable
+from tlt.cluster.control import ALLOW_NO_TOKEN, Control, accepts_no_token, allows_no_token, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.signals import HelperThread, unwrap_given_up
 from tlt.cluster.sweeper import MARK
@@ -96,10 +96,10 @@ class RayPool:
             raise ClusterError(
                 f"cannot join a Ray cluster at {address} ({first_line(error)}): check cluster.address"
             ) from None
-        if not self._config.cluster.allow_no_token and accepts_no_token(self._ray.get_runtime_context().gcs_address):
+        if not allows_no_token() and accepts_no_token(self._ray.get_runtime_context().gcs_address):
             raise ConfigError(
                 f"the Ray cluster at {address} requires no token, so anybody who reaches it can run code on its nodes: "
-                "start it with RAY_AUTH_MODE=token, or set cluster.allow_no_token = true if nobody else can reach it"
+                f"start it with RAY_AUTH_MODE=token, or set {ALLOW_NO_TOKEN}=1 if nobody else can reach it"
             )
 
     def _actor(self, index: int, policy_folder: str) -> Any:

@@ -1,4 +1,4 @@
-"""`tlt draft train` and `tlt draft eval`: train a learned drafter from prompts alone, and evaluate it.
+"""`tlt draft train`: train a learned drafter from prompts alone, and evaluate it.
 
 The target answers the recipe's prompts, and its hidden states are saved. The drafter is trained on them."""
 
@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, chain, count
 from operator import mul
 from pathlib import Path
@@ -44,6 +44,7 @@ from tlt.wording import counted
 _HELD_OUT = 16  # number of prompts for the final evaluation; each is answered once
 _HELD_BACK = 5  # one in five of the other prompts is for validation, which selects the weights
 _EVALUATING, _JUDGING = 0.1, 0.2  # seconds of validation, and of the final evaluation, per second of training
+_ALONE = 120.0  # seconds of the evaluation of a drafter without training
 _EVALUATED = 2048  # number of tokens that a validation uses
 _OVERFITTED = 0.1  # gap between the acceptance rates of the first draft token in training and validation
 _LEAST_ROUNDS = 8  # minimum number of rounds of a final evaluation, even if they exceed its time
@@ -120,7 +121,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     }
     layer.acceptance_rate = curve.acceptance_rate
     _save(layer, folder, facts | {"held_out": []})  # saved now, because the final evaluation may be interrupted
-    kept = f"the drafter is in {folder}, without a final evaluation (tlt draft eval)"
+    kept = f"the drafter is in {folder}, without a final evaluation"
     if signals:
         raise Stopped(f"{signals.name} ended the training early: {kept}", signals.number)
     try:
@@ -295,15 +296,12 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
     }
 
 
-def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None:
+def eval_drafter(config: Config) -> None:
+    """Evaluate the drafter in speculation.path on held-out prompts."""
     if config.speculation.path is None:
-        raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
+        raise ConfigError("--seconds 0 evaluates a drafter: give --speculation.path FOLDER")
     bench = Workbench.of(from_hub(config))
-    layer = load_drafter(config.speculation.path, bench.target.options)
-    result = judge(bench, layer, seconds)
-    _print(result)
-    if json_file:
-        write_json(json_file, {"held_out": [result], "options": asdict(layer.options), **provenance()})
+    _print(judge(bench, load_drafter(config.speculation.path, bench.target.options), _ALONE))
 
 
 def _print(result: dict[str, Any]) -> None:

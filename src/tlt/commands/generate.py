@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tlt import progress
 from tlt.build import backend_of, load_engine
-from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.config import DataConfig, GenerationConfig, parse_section
 from tlt.data.limits import refuse_foreign_tokens
 from tlt.data.prompts import DataError, Encode, encoder, load_prompts, shown_to_model
 from tlt.data.sampling_params import sampling_params
@@ -34,13 +34,6 @@ OURS = ("row", "index", "response", "finish_reason")
 _SHOWN, _CHAT = ("prompt_column", "template", "prefill"), ("system", "chat_arguments", "now")
 """fields of the section [data] that determine how the model sees a prompt: those that always apply (`_SHOWN`), and
 those that apply only with the chat template (`_CHAT`)"""
-_OPTIONS = {
-    "data.prompt_column": "--prompt-column",
-    "data.chat = true": "--chat on",
-    "data.chat = false": "--chat off",
-    "rollout.max_new_tokens": "--max-new-tokens",
-}
-"""field of a recipe -> option of `tlt generate`, for error messages"""
 
 
 class Asked(NamedTuple):
@@ -49,56 +42,29 @@ class Asked(NamedTuple):
     prompts: Sequence[str]
     file: str | None
     """file with more prompts, like `data.path`"""
-    column: str | None
-    """column of `file` that has the prompt; None: the column in the recipe of the run that trained the model"""
-    chat: str
-    """`on`, `off` or `auto`. `auto` takes the value of the run that trained the model. If no run trained it, `auto`
-    turns the chat template on if the tokenizer has one."""
-    system: str
+    fields: Mapping[str, Any]
+    """given fields of [data]. Others are those of the run that trained the model, if a run trained it. Without `chat`
+    in both, the chat template is used if the tokenizer has one."""
 
 
-@contextmanager
-def _naming_options() -> Iterator[None]:
-    """Replace the names of recipe fields by options of this command in the message of an error."""
-    try:
-        yield
-    except ValueError as error:
-        text = str(error)
-        for field, option in _OPTIONS.items():
-            text = text.replace(field, option)
-        if text != str(error):
-            error.args = (text,)
-        raise
-
-
-@_naming_options()
-def generate(
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    speculation: SpeculationConfig,
-    asked: Asked,
-    samples: int,
-    seed: int,
-    backend: EngineConfig,
-    out: Path | None,
-) -> None:
+def generate(config: GenerationConfig, asked: Asked, samples: int, out: Path | None) -> None:
     """Generate `samples` responses to each prompt. Print each one as it ends, or write them to the JSONL file `out` in
     the order of the prompts. Print the speed at the end. Raises DataError, and ValueError if the file is not empty."""
     if out:
         refuse_to_overwrite(out)
     console = progress.console()
-    model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
+    model = config.model.model_copy(update={"path": str(policy_in(local_model(config.model.path)[0]))})
     tokenizer = load_tokenizer(model.path)
     prompts = _prompts(asked, tokenizer, _data_of_the_run(Path(model.path)))
     if out:
         refuse_our_columns(prompts, asked.file)
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
-    params = sampling_params(rollout, model.path, tokenizer)
-    if note := backend_of(backend).start_note:
+    params = sampling_params(config.rollout, model.path, tokenizer)
+    if note := backend_of(config.engine).start_note:
         console.print(note, style="dim")
     longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
-    engine = load_engine(model, speculation, backend, longest)
-    requests = make_requests(prompts, samples, params, seed)
+    engine = load_engine(model, config.speculation, config.engine, longest)
+    requests = make_requests(prompts, samples, params, config.run.seed)
     start = time.perf_counter()
     with _shown(out, requests, console) as show, progress.working("generate", len(requests), "responses") as work:
         for response in engine.generate(requests):
@@ -133,19 +99,12 @@ def _prompts(asked: Asked, tokenizer: Any, trained_on: Mapping[str, Any]) -> lis
 
 
 def _shown_as_in(trained_on: Mapping[str, Any], asked: Asked, tokenizer: Any) -> DataConfig:
-    auto = trained_on.get("chat", bool(getattr(tokenizer, "chat_template", None)))
-    chat = asked.chat == "on" or (asked.chat == "auto" and auto)
-    if asked.system and not chat:
-        raise DataError("--system needs the chat template, which is not used here: remove --system, or give --chat on")
-    shown = {name: trained_on[name] for name in _SHOWN + _CHAT * chat if name in trained_on}
-    given = {"prompt_column": asked.column, "system": asked.system}
+    given = {"chat": trained_on.get("chat", bool(getattr(tokenizer, "chat_template", None))), **asked.fields}
+    kept = _SHOWN + _CHAT * (given["chat"] is True)
+    shown = {name: trained_on[name] for name in kept if name in trained_on}
     path = local_data(asked.file)[0] if asked.file else "-"
-    return DataConfig(
-        **{**shown, **{name: value for name, value in given.items() if value}},
-        path=path,
-        max_prompt_tokens=sys.maxsize,
-        chat=chat,
-    )
+    tree = {**shown, **given, "path": path, "max_prompt_tokens": sys.maxsize}
+    return parse_section(DataConfig, tree, "[data] of the command line")
 
 
 def _typed(number: int, text: str, config: DataConfig, encode: Encode) -> Prompt:

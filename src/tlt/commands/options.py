@@ -15,6 +15,12 @@ OVERRIDES = (
     'An empty value, such as --speculation.path "", removes the value in the recipe. '
     "tlt config prints every field with its meaning and default."
 )
+GENERATES = (
+    "Fields of the sections model, data, rollout, engine, speculation and run can be set by --section.key value: "
+    "--rollout.temperature 0 is greedy, --run.seed 1 gives other samples, --data.chat true uses the chat template "
+    "(default: as the run that trained the model, else if the tokenizer has one), and --speculation.path FOLDER names "
+    "a learned drafter (default: the drafter suffix). tlt config prints every field with its meaning and default."
+)
 
 
 class _Help(argparse.HelpFormatter):

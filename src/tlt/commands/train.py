@@ -13,7 +13,7 @@ from tlt.run.folder import has_checkpoints
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
 _OTHER_DATA = ("--data.tasks=[]",)
-_OTHER_REWARDS = ("--reward.terms=[]", "--reward.environment=", "--reward.turns=", '--reward.pattern=""')
+_OTHER_REWARDS = ("--reward.terms=[]", "--reward.environment=", "--reward.turns=")
 
 
 def add_train(train: argparse.ArgumentParser) -> None:
@@ -37,9 +37,7 @@ def add_train(train: argparse.ArgumentParser) -> None:
         help="with --resume: allow this field to change, such as train.learning_rate, although the result changes; the "
         "run records it; repeat it for several fields",
     )
-    output = train.add_mutually_exclusive_group()
-    output.add_argument("--quiet", action="store_true", help="print only errors and the last line")
-    output.add_argument("--json", action="store_true", help="print one JSON object per line for each event and step")
+    train.add_argument("--json", action="store_true", help="print one JSON object per line for each event and step")
     train.set_defaults(command=_train)
 
 
@@ -61,11 +59,11 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     starts_anew = arguments.resume and not resume
     if starts_anew:  # the folder has no checkpoint to lose
         config = load_config(arguments.recipe, [*overrides, "--run.overwrite", "true"])
-    with shown(not arguments.quiet and not arguments.json):
+    with shown(not arguments.json):
         with loading():
             from tlt.run.train import train
             from tlt.run.views import open_view
-        view = open_view(arguments.quiet, arguments.json)
+        view = open_view(arguments.json)
         if starts_anew:
             view.note(f"there is no checkpoint in {config.run.folder}: starting a new run")
         summary = train(config, resume, view, force=arguments.force)

@@ -4,13 +4,14 @@ known key.
 This package imports neither torch nor transformers, so that errors in a recipe are reported at once."""
 
 from tlt.config.data import DataConfig, TaskConfig
-from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section, section_of
+from tlt.config.recipe import ConfigError, load_config, load_generation, parse_config, parse_section, section_of
 from tlt.config.rewards import RewardConfig, RewardTerm
 from tlt.config.sections import (
     ClusterConfig,
     Config,
     EngineConfig,
     EvalConfig,
+    GenerationConfig,
     ModelConfig,
     RolloutConfig,
     TrainConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "DrafterTrainConfig",
     "EngineConfig",
     "EvalConfig",
+    "GenerationConfig",
     "ModelConfig",
     "RewardConfig",
     "RewardTerm",
@@ -33,6 +35,7 @@ __all__ = [
     "TaskConfig",
     "TrainConfig",
     "load_config",
+    "load_generation",
     "parse_config",
     "parse_section",
     "section_of",

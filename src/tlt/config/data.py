@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from tlt.config.section import Section
+from tlt.config.section import STATE, Section
 
 
 class TaskConfig(Section):
@@ -31,9 +30,8 @@ class DataConfig(Section):
     SUBSET is needed only if there are several. SPLIT is `train` by default. REVISION is a branch, a tag or a commit.
     Data sets of the hub need the extra tlt-rl[data]. A relative path is looked up in the recipe's folder
     first, then in the working directory. Give either `tasks` or `path`."""
-    hub: str | None = None
-    """Name and commit of the data set, if `path` is a name on the Hugging Face hub. The run sets this, so that --resume
-    loads the same commit."""
+    hub: str | None = Field(default=None, json_schema_extra=STATE)
+    """Name and commit of the data set, if `path` is a name on the Hugging Face hub."""
     prompt_column: str = "question"
     """Column of the data in `path` that contains the prompt: text, or a list of messages with role and content. A
     dotted name such as `extra.prompt` reads a nested field."""
@@ -49,15 +47,14 @@ class DataConfig(Section):
     """System message for prompts that have none. Needs `chat`."""
     chat_arguments: dict[str, JsonValue] = {}
     """Arguments of the chat template, such as { enable_thinking = false }. Needs `chat`."""
-    now: str | None = None
-    """Time for chat templates that write the date, such as `2026-11-25` (default: the time at which the run began).
-    Needs `chat`."""
+    now: str | None = Field(default=None, json_schema_extra=STATE)
+    """Time at which the run began, for chat templates that write the date."""
     prefill: str = ""
     """Text at the beginning of each response. The model continues it. Rewards receive it as a part of the response."""
     size: int = Field(default=2000, gt=0, le=1_000_000)
     """Number of prompts generated from `tasks`. They are one epoch."""
-    seed: int = Field(default=0, ge=0)
-    """Random seed of the prompts that are generated from `tasks`."""
+    seed: int = Field(default=0, json_schema_extra=STATE)
+    """Random seed of the prompts that are generated from `tasks`. Held-out prompts have another one."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch. If false, keep the order of the source."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
@@ -75,18 +72,9 @@ class DataConfig(Section):
             )
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
-        if (self.system or self.chat_arguments or self.now) and not self.chat:
-            raise ValueError("data.system, data.chat_arguments and data.now need data.chat = true")
+        if (self.system or self.chat_arguments) and not self.chat:
+            raise ValueError("data.system and data.chat_arguments need data.chat = true")
         return self
-
-    @field_validator("now")
-    @classmethod
-    def _a_time(cls, now: str | None) -> str | None:
-        try:
-            datetime.fromisoformat(now or "2026-11-25")
-        except ValueError:
-            raise ValueError(f"data.now: give a time such as 2026-11-25 or 2026-11-25T08:00 (got {now!r})") from None
-        return now
 
     @property
     def source(self) -> tuple[str, str]:

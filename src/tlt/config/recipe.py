@@ -18,7 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from tlt.config.data import TaskConfig
 from tlt.config.rewards import RewardTerm
-from tlt.config.sections import Config
+from tlt.config.section import Section, is_state
+from tlt.config.section import section_of as section_class
+from tlt.config.sections import Config, GenerationConfig
 from tlt.files import decoded, errors_as, is_text
 
 S = TypeVar("S", bound=BaseModel)
@@ -59,7 +61,24 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
     with errors_as(ConfigError, f"{path} is not valid TOML"):
         own = tomllib.loads(decoded(path.read_bytes()))
     tree = _overridden(deepcopy(own), overrides)
+    _refuse_state(tree)
     return _resolve_paths(parse_config(tree, str(path), own), path.parent)
+
+
+def load_generation(model: str, overrides: Sequence[str]) -> tuple[GenerationConfig, dict[str, Any]]:
+    """Return the configuration of `tlt generate`, and the fields of [data] that were given, not yet validated. Without
+    a drafter it is `suffix`, or the learned one if its folder is given. Raises ConfigError."""
+    tree = _overridden({"model": {"path": model}}, overrides)
+    data, speculation = tree.pop("data", {}), tree.setdefault("speculation", {})
+    speculation.setdefault("drafter", "eagle" if speculation.get("path") else "suffix")
+    return parse_section(GenerationConfig, tree, "the command line"), data
+
+
+def _refuse_state(tree: dict[str, Any]) -> None:
+    for section, field in Config.model_fields.items():
+        for name, inner in (section_class(field) or Section).model_fields.items():
+            if is_state(inner) and isinstance(tree.get(section), dict) and name in tree[section]:
+                raise ConfigError(f"{section}.{name} is set by the run: remove it")
 
 
 def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -246,7 +265,7 @@ def _fields_by_name(model: type[BaseModel], table: str = "") -> Iterator[tuple[s
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _fields_by_name(field.annotation, f"{table}{name}.")
-        else:
+        elif not is_state(field):
             yield name, table + name
 
 

@@ -43,31 +43,28 @@ class RewardTerm(Section):
             meant = f"did you mean {near[0]!r}" if near else f"give one of {', '.join(REWARDS)}"
             raise ValueError(f"unknown reward.name {self.name!r}: {meant}, or your own as 'module:function'")
         if self.name == "format" and not self.pattern:
-            raise ValueError("reward.name = 'format' needs reward.pattern, a regular expression")
+            raise ValueError("the reward 'format' needs a pattern: write [[reward.terms]] with a name and a pattern")
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"reward.pattern {self.pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"the pattern {self.pattern!r} is not a regular expression: {error}") from None
         if self.name == "length" and self.length_to <= self.length_from:
-            raise ValueError("reward.name = 'length' needs reward.length_to above reward.length_from, in tokens")
+            raise ValueError(
+                "the reward 'length' needs length_to above length_from, in tokens: write [[reward.terms]] with a name "
+                "and both"
+            )
+        kind = ":" if ":" in self.name else self.name
+        for name, reader in _READ_BY.items():
+            if reader != kind and getattr(self, name) != RewardTerm.model_fields[name].default:
+                raise ValueError(f"the reward {self.name!r} does not use {name}: remove one of the two")
         return self
 
-    @property
-    def changed(self) -> list[str]:
-        """Fields of the term, except `name`, that differ from their defaults."""
-        fields = RewardTerm.model_fields
-        return [name for name in fields if name != "name" and getattr(self, name) != fields[name].default]
 
-    @property
-    def unread(self) -> list[str]:
-        """Fields that differ from their defaults, but that a reward of this name does not read."""
-        kind = ":" if ":" in self.name else self.name
-        return [name for name in self.changed if _READ_BY.get(name, kind) != kind]
-
-
-class RewardConfig(RewardTerm):
+class RewardConfig(Section):
+    name: str = "reasoning_gym"
+    """Name of the only reward, as in `terms`."""
     terms: list[RewardTerm] = []
-    """Several reward terms, whose weighted scores are summed. Give either `terms` or `name`."""
+    """Several reward terms, whose weighted scores are summed, or one with further fields. Give `terms` or `name`."""
     environment: str | None = Field(default=None, pattern=r"^\w[\w.]*:\w+$")
     """Environment of episodes with several turns, your own `module:Class`. It replies to the model's turns and gives
     the reward, so that no `name` or `terms` are needed (docs/environments.md)."""
@@ -86,8 +83,6 @@ class RewardConfig(RewardTerm):
     workers: int | None = Field(default=None, gt=0)
     """Largest number of processes that compute rewards at the same time (default: half the number of CPU cores).
     Processes that only wait, for example for a network, are not counted."""
-    batch_size: int = Field(default=16, gt=0)
-    """Largest number of responses in one call of an async or batched reward function."""
     memory_mb: int = Field(default=8192, ge=0, le=2**40)
     """Memory limit in MiB of a reward process together with the processes that it starts. 0 sets no limit."""
     folder: str = "."
@@ -98,12 +93,9 @@ class RewardConfig(RewardTerm):
     def _one_or_several(self) -> RewardConfig:
         if self.terms and self.name != "reasoning_gym":
             raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
-        if self.terms and (odd := self.changed):
-            raise ValueError(f"reward.{odd[0]} has no effect with [[reward.terms]]: set {odd[0]} in its term")
-        if self.environment and (odd := self.changed):
-            raise ValueError(f"reward.{odd[0]} has no effect with an environment, which gives the reward: remove it")
         if self.environment and (self.terms or self.name != "reasoning_gym"):
             raise ValueError("reward.environment gives the reward: remove reward.name and [[reward.terms]]")
+        RewardTerm(name=self.name)  # refuses a name that cannot be used
         if self.turns and not self.environment:
             raise ValueError("reward.turns needs reward.environment: set it, or remove reward.turns")
         return self
@@ -111,7 +103,7 @@ class RewardConfig(RewardTerm):
     @property
     def all_terms(self) -> list[RewardTerm]:
         """Terms whose weighted scores are summed to the reward. Empty if an environment gives the reward."""
-        return [] if self.environment else self.terms or [self]
+        return [] if self.environment else self.terms or [RewardTerm(name=self.name)]
 
     @property
     def named(self) -> str:

@@ -10,7 +10,7 @@ from tlt.config.combinations import RULES
 from tlt.config.data import DataConfig
 from tlt.config.rewards import RewardConfig
 from tlt.config.run import RunConfig
-from tlt.config.section import LONGEST, Section
+from tlt.config.section import LONGEST, STATE, Section
 from tlt.config.speculation import SpeculationConfig
 
 _MOST_RESPONSES = 1_000_000  # largest number of responses in a step
@@ -18,10 +18,8 @@ _MOST_RESPONSES = 1_000_000  # largest number of responses in a step
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
-    """Rank of the LoRA adapters (arXiv 2106.09685), which PEFT adds to the policy. The policy's own weights are then
-    frozen. 0 turns LoRA off."""
-    alpha: float = Field(default=32.0, gt=0, le=10_000)
-    """Scale of the LoRA adapters: the output of each is multiplied by alpha / rank."""
+    """Rank of the LoRA adapters (arXiv 2106.09685), which PEFT adds to the policy with an alpha of 2 * rank. The
+    policy's own weights are then frozen. 0 turns LoRA off."""
     targets: list[Annotated[str, Field(min_length=1)]] = Field(default=["all-linear"], min_length=1)
     """Linear layers that get LoRA adapters. Each entry is the end of a layer's name, such as `q_proj`, or of the name
     of a tensor that holds the weights of all experts, such as `experts.down_proj`. `all-linear` stands for all of these
@@ -38,9 +36,8 @@ class ModelConfig(Section):
     """Folder of a Hugging Face checkpoint, or a model's name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` or
     `Qwen/Qwen3-0.6B@main`. A relative path is looked up in the recipe's folder first, then in the working directory,
     then on the hub."""
-    hub: str | None = None
-    """Name and commit of the model, if `path` is a name on the Hugging Face hub. A run records them here, so that
-    --resume loads the same commit."""
+    hub: str | None = Field(default=None, json_schema_extra=STATE)
+    """Name and commit of the model, if `path` is a name on the Hugging Face hub."""
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
     """Number format of the weights. `auto` is bfloat16 with float32 master weights on a CUDA device, and on a CPU with
     instructions for bfloat16 (AVX512-BF16 or AMX). It is float32 on other CPUs. A resumed run keeps its format."""
@@ -70,12 +67,6 @@ class RolloutConfig(Section):
     max_waves: int = Field(default=0, ge=0, le=1000)
     """Dynamic sampling (DAPO): largest number of waves in a step. A wave decodes `prompts_per_step` prompts. Waves end
     when `prompts_per_step` groups have rewards that are not all equal. 0 decodes one wave and uses every group."""
-    leftover: Literal["carry", "drop"] = "carry"
-    """Handling of groups that dynamic sampling decodes beyond `prompts_per_step`: `carry` uses them in the next step,
-    `drop` discards them as DAPO does."""
-    overlong_tokens: int = Field(default=0, ge=0)
-    """Soft penalty for long responses (DAPO): over the last `overlong_tokens` tokens before `max_new_tokens`, the
-    reward falls linearly by up to 1. Replies of an environment do not count. 0 turns the penalty off."""
 
     @model_validator(mode="after")
     def _few_enough(self) -> RolloutConfig:
@@ -127,8 +118,6 @@ class TrainConfig(Section):
     """Learning rate schedule after the warm-up. `linear` and `cosine` fall towards 0 at the end of the run."""
     weight_decay: float = Field(default=0.0, ge=0, le=100)
     """Weight decay of AdamW for weight matrices. Weights of norms and biases are not decayed."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay rate of AdamW's first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay rate of AdamW's second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -158,12 +147,8 @@ class TrainConfig(Section):
     KL term off."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL term: `loss` adds the KL divergence to the loss of each token, `reward` subtracts its sum over
-    the response from the reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL divergence at each token (default k3 in the loss, k1 in the reward)."""
-    kl_unbiased: bool = True
-    """Multiply the KL term of the loss by the importance ratio, so that its gradient is unbiased (DeepSeek-V3.2, arXiv
-    2512.02556), as in TRL. If false, the KL term is not multiplied, as in verl."""
+    the response from the reward. In the loss it is the estimator k3 times the importance ratio, so that its gradient is
+    unbiased (DeepSeek-V3.2, arXiv 2512.02556). In the reward it is k1."""
     importance_cap: float = Field(default=0.0, ge=0)
     """Cap of the importance weights min(p_trainer / p_rollout, cap) that multiply the loss (truncated importance
     sampling). These weights depend on the rollout's log-probs, so runs whose rollouts round differently end with
@@ -173,19 +158,10 @@ class TrainConfig(Section):
     mini-batches, in prompt order."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes over the rollout in an update, which has `epochs` x `updates_per_step` optimizer steps."""
-    early_update: bool = True
-    """Let idle workers compute gradients of finished groups before the rollout ends. With several optimizer steps per
-    rollout, train.kl_in = 'reward', or train.advantage = 'grpo_batch' or 'reinforce_pp', they compute the old and
-    reference log-probs instead. The result is the same. This needs several workers. It is not used with train.shard,
-    because a pass then needs all workers. A worker with too little memory continues without it and logs this."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass of the update, including padding. Before the first step, a pass
     of this size is tried on a CUDA device, or estimated on the CPU. If it does not fit the memory, the run ends with an
     error that says what to change."""
-    logits_mb: int = Field(default=256, gt=0)
-    """Size in MiB of the logits that are computed at the same time in the update. If the logits of a pass are larger,
-    they are computed in chunks, and each chunk is computed again for the gradient. A chunk needs about three times this
-    memory."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer in the forward pass, and recompute the other activations in the backward pass.
     This saves memory and costs time."""
@@ -212,19 +188,13 @@ class EvalConfig(Section):
     path: str | None = None
     """File of held-out prompts, or a data set on the Hugging Face hub such as `openai/gsm8k:main/test`. It has the
     form and the columns of `data.path`. Required if `data.path` is given and `every` is above 0."""
-    hub: str | None = None
-    """Name and commit of the data set, if `path` is a name on the Hugging Face hub. A run records them here, so that
-    --resume loads the same commit."""
+    hub: str | None = Field(default=None, json_schema_extra=STATE)
+    """Name and commit of the data set, if `path` is a name on the Hugging Face hub."""
     solved: float = 1.0
     """Smallest reward with which a response counts as right in the metric pass@k."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature of evaluations (default: rollout.temperature)."""
-    top_k: int | None = Field(default=None, ge=0)
-    """Top-k sampling of evaluations (default: rollout.top_k)."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Top-p sampling of evaluations (default: rollout.top_p)."""
-    max_new_tokens: int | None = Field(default=None, gt=0)
-    """Largest length of a response in evaluations, in tokens (default: rollout.max_new_tokens)."""
+    """Sampling temperature of evaluations (default: rollout.temperature). Other sampling parameters are the
+    rollout's."""
 
 
 class ClusterConfig(Section):
@@ -236,8 +206,6 @@ class ClusterConfig(Section):
     address: str | None = None
     """Address of a Ray cluster, such as `10.0.0.1:6379` (default: workers run on this machine alone). All nodes must
     see the run's files under the same paths."""
-    allow_no_token: bool = False
-    """Join a Ray cluster without authentication. Use it only on a private network."""
     min_workers: int | None = Field(default=None, gt=0)
     """Minimum number of workers. A run ends if fewer are left. A run on a Ray cluster does not start if the cluster has
     resources for fewer. Missing workers join when resources are free. The result does not depend on the number of
@@ -252,6 +220,16 @@ class ClusterConfig(Section):
     """Timeout in seconds for one call of a worker that decodes or trains the drafter. A worker that exceeds it is
     replaced. Updates and saves have longer timeouts. The first update and the first save get 12 times `patience`. Later
     ones get ten times the longest of the last five, but at least `patience`."""
+
+
+class GenerationConfig(Section):
+    """Sections that `tlt generate` reads, in addition to [data]."""
+
+    model: ModelConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    run: RunConfig = RunConfig()
 
 
 class Config(Section):

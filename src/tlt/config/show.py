@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tlt.config.section import section_of
+from tlt.config.section import is_state, section_of
 from tlt.config.sections import Config
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -37,6 +37,8 @@ def _commented(path: str, model: type[BaseModel]) -> Iterator[str]:
         yield from (*(f"# {line}" for line in textwrap.wrap(about, _WIDTH)), "")
     tables: list[str] = []
     for name, field in model.model_fields.items():
+        if is_state(field):
+            continue
         if table := _table_of(field):
             tables += ["", *_note(field), f"# [[{path}.{name}]]"]
             for each, entry in table.model_fields.items():
@@ -56,6 +58,8 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
     tables: list[str] = []
     for name, field in type(values).model_fields.items():
         value = getattr(values, name)
+        if is_state(field):
+            continue
         if _table_of(field):
             for each in value:
                 given = each.model_dump(exclude_unset=True)

@@ -53,8 +53,6 @@ class SpeculationConfig(Section):
     depth: int = Field(default=6, gt=0, le=32)
     """Largest number of draft tokens of a row in a round. Unlikely draft tokens are not verified, so a draft may be
     shorter. `adaptive` chooses its own number."""
-    history_tokens: int = Field(default=200_000, gt=0)
-    """Number of tokens of prompts and responses that the drafter `suffix` keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
     """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. Idle
     workers decode them. A single worker does so only on a GPU, when few of its responses are left. Needs

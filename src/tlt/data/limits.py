@@ -29,14 +29,13 @@ def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = F
         return
     options = decoder_options(read_config(config.model.path))
     refuse_foreign_tokens(prompts, options.vocab_size)
-    section = "eval" if held_out and config.eval.max_new_tokens else "rollout"
-    new = int(getattr(config, section).max_new_tokens)
+    new = config.rollout.max_new_tokens
     longest = max(len(prompt.token_ids) for prompt in prompts) + new
     if longest > options.max_positions:
         whose = "a held-out prompt" if held_out else "a prompt"
         why = ", and the rollout decoder cannot exceed the window" if options.limited_by == "sliding_window" else ""
         most = options.max_positions - longest + new
-        least = f"lower {section}.max_new_tokens to at most {most}"
+        least = f"lower rollout.max_new_tokens to at most {most}"
         shorter = f"lower data.max_prompt_tokens below {options.max_positions}, with data.long_prompts = 'drop'"
         raise ModelError(
             f"{whose} with its response may reach {longest} tokens, but config.json has {options.limited_by} = "

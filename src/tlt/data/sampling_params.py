@@ -26,10 +26,9 @@ def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -
 
 
 def eval_sampling(config: Config, params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of evaluations: those of the rollout (`params`) with the values of [eval]."""
-    names = ("temperature", "top_k", "top_p", "max_new_tokens")
-    given = {name: value for name in names if (value := getattr(config.eval, name)) is not None}
-    return replace(params, **given)
+    """Return the sampling parameters of evaluations: those of the rollout (`params`) with eval.temperature."""
+    temperature = config.eval.temperature
+    return params if temperature is None else replace(params, temperature=temperature)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def make_drafters(
     if any(learned(name) for name in names) and config.path and not layer:
         layer = load_drafter(config.path, target.options)
     usable = [name for name in names if layer or not learned(name)]
-    drafters = _made(usable, Sources(target, layer, config.history_tokens))
+    drafters = _made(usable, Sources(target, layer))
     if not drafters:
         raise DrafterError(
             f"speculation.drafter = '{config.drafter}' does not work for this model on {target.device.type}: it needs "
@@ -32,8 +32,8 @@ def make_drafters(
     return drafters, layer.options.layout if layer and any(learned(name) for name in names) else None
 
 
-def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
-    return _made(DRAFTERS, Sources(target, layer, history_tokens))
+def all_drafters(layer: EagleLayer, target: Decoder) -> list[Drafter]:
+    return _made(DRAFTERS, Sources(target, layer))
 
 
 def _made(names: Iterable[str], sources: Sources) -> list[Drafter]:

@@ -88,9 +88,6 @@ class Sources(NamedTuple):
     target: Decoder
     layer: EagleLayer | None
     """weights of the learned drafter; None if there is none"""
-    history_tokens: int
-    """Maximum number of tokens (of prompts and responses) that the suffix drafter keeps. It drops the oldest tokens
-    first, but no tokens of active requests."""
 
 
 @dataclass

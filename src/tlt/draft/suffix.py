@@ -19,6 +19,7 @@ from tlt.draft.drafter import Offer, Prefix, PrefixDrafter, Sources
 from tlt.draft.features import FeatureView
 from tlt.types import Request
 
+_HISTORY_TOKENS = 200_000  # tokens of prompts and responses that are kept
 _ORDERS = (8, 4, 2)  # lengths of matched context in tokens, the longest first
 _ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of unseen tokens, by length of the context
 _CLASSES = {8: 3, 4: 2, 2: 1}  # classes of the calibration, by the length of the match; 0: no match
@@ -69,7 +70,7 @@ class _History:
 class SuffixDrafter(PrefixDrafter):
     name = "suffix"
 
-    def __init__(self, history_tokens: int) -> None:
+    def __init__(self, history_tokens: int = _HISTORY_TOKENS) -> None:
         self.history_tokens = history_tokens
         self.kept_tokens = 0
         self.histories: OrderedDict[tuple[int, int], _History] = OrderedDict()  # (prompt id, epoch), the oldest first
@@ -172,4 +173,4 @@ def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
 
 
 def make(sources: Sources) -> SuffixDrafter:
-    return SuffixDrafter(sources.history_tokens)
+    return SuffixDrafter()

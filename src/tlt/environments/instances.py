@@ -14,7 +14,7 @@ from tlt.data.continuation import ReplyContent
 from tlt.environments.call_reader import CallReader
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
-from tlt.rewards.async_calls import AsyncCalls, outside
+from tlt.rewards.async_calls import AT_ONCE, AsyncCalls, outside
 from tlt.rewards.scores import imported
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt
@@ -127,7 +127,7 @@ def open_environments(
             raise RewardError(f"reward.environment = {name!r} has tools, but {call_reader.fault}")
         make.call_reader = call_reader
         call_reader("")  # loads its modules now, because a call of the environment has a time limit
-    environments = Environments(make, config.reward.timeout_seconds, config.reward.batch_size)
+    environments = Environments(make, config.reward.timeout_seconds, AT_ONCE)
     return environments.answer_all, environments.is_async
 
 

@@ -17,7 +17,6 @@ function format(value) {
 }
 const percent = (share, digits = 1) => (100 * share).toFixed(digits) + "%";
 const note = (...children) => el("p", { class: "note" }, ...children);
-const badge = (measured) => el("b", { class: measured ? "measured" : "estimated" }, measured ? "measured" : "estimated");
 const cell = (value) => value == null || typeof value === "number" ? format(value) : value;
 const key = (colour) => el("i", { class: "key", style: `background: ${colour}` });
 

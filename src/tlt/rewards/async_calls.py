@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 _MORE_THREADS = 32  # threads for `asyncio.to_thread` in addition to one per call; asyncio itself has at most 32
 _LATE = "late"
 """name of threads of calls that timed out"""
+AT_ONCE = 16
+"""largest number of responses in one call of an async or batched function"""
 T = TypeVar("T")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
-from tlt.rewards.async_calls import late_threads
+from tlt.rewards.async_calls import AT_ONCE, late_threads
 from tlt.rewards.inherited import ignore_interrupts, make_usual
 from tlt.rewards.processes import Output, kill_descendants, memory, processor_seconds, zombies
 from tlt.rewards.scores import Term, make_terms
@@ -189,7 +189,7 @@ class IsolatedScore:
                 fault, many = self._connection.recv()
         except (EOFError, OSError):
             fault = "its process ended during startup; a training script needs `if __name__ == '__main__':`"
-        self.at_once = self.config.reward.batch_size if many else 1
+        self.at_once = AT_ONCE if many else 1
         self._starting_seconds = processor_seconds(process.pid)
         if fault:
             self.kill()

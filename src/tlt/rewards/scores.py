@@ -22,7 +22,7 @@ from tlt.config.registry import REWARDS, maker
 from tlt.data.prompts import task_dataset
 from tlt.rewards.answers import Answer, RewardError, right_answers, same
 from tlt.rewards.arguments import Fill, fills
-from tlt.rewards.async_calls import AsyncCalls
+from tlt.rewards.async_calls import AT_ONCE, AsyncCalls
 from tlt.rewards.mathematics import equal
 from tlt.types import Prompt
 from tlt.wording import counted
@@ -163,7 +163,7 @@ def _users(
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if not (is_async or term.batched):
         return one_by_one(lambda *one: function(**_arguments(filled, *one))), False
-    calls = AsyncCalls(config.batch_size, config.timeout_seconds)
+    calls = AsyncCalls(AT_ONCE, config.timeout_seconds)
     if not term.batched:
 
         async def late(prompt: Prompt, answer: Answer) -> Any:

@@ -15,7 +15,7 @@ from tlt.config import Config, ConfigError
 from tlt.engine.memory import free_bytes
 from tlt.models.hugging_face import checkpointable_layers
 from tlt.rl.early import most_early_gradients, most_responses
-from tlt.rl.logprobs import last_hidden
+from tlt.rl.logprobs import LOGITS_MB, last_hidden
 from tlt.rl.policy import Policy
 from tlt.rl.shards import Shard
 from tlt.types import TrainBatch
@@ -53,8 +53,8 @@ def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
     raise ConfigError(
         f"an update does not fit the memory of {policy.device}: with {tokens:,} tokens in a "
         f"micro-batch it needs about {need}, and {free / 2**30:.2f} GiB are free{share}: for activations lower "
-        "train.micro_batch_tokens or rollout.max_new_tokens, or set train.gradient_checkpointing = true; for logits "
-        "lower train.logits_mb; for the optimizer set train.lora.rank or use a smaller model"
+        "train.micro_batch_tokens or rollout.max_new_tokens, or set train.gradient_checkpointing = true; for the "
+        "optimizer set train.lora.rank or use a smaller model"
     )
 
 
@@ -69,7 +69,7 @@ def memory_needed(policy: Policy, config: Config, longest_prompt: int) -> Need:
     if train.gradient_checkpointing:
         layers = max(1, len(checkpointable_layers(model)))
         activations = activations / layers + layers * model.config.hidden_size * width * tokens
-    logits = min(tokens * model.config.vocab_size * width, train.logits_mb * 2**20)
+    logits = min(tokens * model.config.vocab_size * width, LOGITS_MB * 2**20)
     return Need(_copies(policy, config) * _trained_bytes(policy), activations, _LOGITS * logits)
 
 

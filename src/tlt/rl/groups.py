@@ -1,4 +1,4 @@
-"""Training batch of a step, made from groups with rewards: choice of usable groups, length penalty and advantages.
+"""Training batch of a step, made from groups with rewards: choice of usable groups, and advantages.
 
 The order in which responses arrive has no influence. Groups are in prompt order, responses in order of their index.
 """
@@ -10,7 +10,6 @@ from itertools import compress
 from typing import Any
 
 from tlt.config import Config, TrainConfig
-from tlt.rewards.scores import length_penalty
 from tlt.rl.advantages import ADVANTAGES, Rewards
 from tlt.types import Group, PassCounts, Prompt, Reply, Request, Response, SamplingParams, TrainBatch
 
@@ -26,7 +25,7 @@ def is_comparable(group: Group) -> bool:
 
 
 def has_spread(group: Group) -> bool:
-    """Return whether a group's rewards differ before the penalty for length (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Return whether a group's rewards differ (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2)."""
     return is_comparable(group) and min(rewards_of(group)) < max(rewards_of(group))
 
 
@@ -40,7 +39,7 @@ def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
     """Return the training batch of usable groups, without responses that have no reward. Set each response's
     `advantage`."""
     kept = [rewarded(group) for group in groups]
-    rewards = [[_shaped(response, config) for response in responses] for responses in kept]
+    rewards = [rewards_of(group) for group in groups]
     batch = TrainBatch([], [], [], [], rewards=rewards)
     for responses, advantages in zip(kept, advantages_of(rewards, config.train), strict=True):
         for response, advantage in zip(responses, advantages, strict=True):
@@ -65,13 +64,6 @@ def rewarded(group: Group) -> list[Response]:
 
 def advantages_of(rewards: Rewards, train: TrainConfig) -> list[list[float]]:
     return ADVANTAGES[train.advantage](rewards, train.advantage_epsilon)
-
-
-def _shaped(response: Response, config: Config) -> float:
-    assert response.reward is not None, "only rewarded responses are shaped"
-    longest, window = config.rollout.max_new_tokens, config.rollout.overlong_tokens
-    penalty = length_penalty(response.num_sampled, longest - window, longest) if window else 0.0
-    return response.reward + penalty
 
 
 def to_plain(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -24,6 +24,10 @@ from tlt.rl.parallel import ProcessGroup
 from tlt.sampling import lowest_temperature
 from tlt.types import TrainBatch
 
+LOGITS_MB = 256
+"""Size in MiB of the logits that are computed at once in the update. A chunk is computed again for the gradient, and
+needs about three times this memory."""
+
 
 class Forward(Protocol):
     """Forward pass of a model, with gradients."""
@@ -58,16 +62,16 @@ class TransformersForward:
             return self._head(hidden)
 
 
-def token_logprobs(forward: Forward, micro: MicroBatch, temperature: float, logits_mb: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(forward: Forward, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probs [T] of a micro-batch's targets under softmax(logits / temperature), and the entropies [T] of
-    these distributions. Entropies have no gradient. At most `logits_mb` MiB of logits are computed at once."""
+    these distributions. Entropies have no gradient. At most 256 MiB of logits are computed at once."""
 
     def logprobs_of(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = forward.logits(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return LogProbs.apply(wide, targets, max(temperature, lowest_temperature(wide.dtype)))
 
-    return in_chunks(logprobs_of, forward.hidden(micro), micro.targets, chunk_tokens(forward.model, logits_mb))
+    return in_chunks(logprobs_of, forward.hidden(micro), micro.targets, chunk_tokens(forward.model))
 
 
 class LogProbs(torch.autograd.Function):
@@ -118,10 +122,10 @@ def _autocast(device: torch.device, enabled: bool) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
-def chunk_tokens(model: Any, logits_mb: int) -> int:
-    """Return the number of tokens whose logits fit into `logits_mb` MiB. It is at least 1."""
+def chunk_tokens(model: Any) -> int:
+    """Return the number of tokens whose logits are computed at once. It is at least 1."""
     width = 8 if model.dtype == torch.float64 else 4
-    return max(1, logits_mb * 2**20 // (model.config.vocab_size * width))
+    return max(1, LOGITS_MB * 2**20 // (model.config.vocab_size * width))
 
 
 def in_chunks(function: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class Targets:
     def peft_config(self) -> Any:
         return import_peft().LoraConfig(
             r=self.config.rank,
-            lora_alpha=self.config.alpha,
+            lora_alpha=2 * self.config.rank,
             target_modules=self.modules,
             target_parameters=self.parameters or None,
             task_type="CAUSAL_LM",

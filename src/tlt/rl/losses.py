@@ -141,19 +141,14 @@ def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return policy_logprobs - reference_logprobs
 
 
-def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return KL estimator k2 [T]: half the squared log-ratio. It is biased, but its mean gradient is that of the KL."""
-    return (policy_logprobs - reference_logprobs).square() / 2
-
-
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Return KL estimator k3 [T]: exp(d) - d - 1, d = reference - policy. It is never negative. Its mean is the KL."""
     apart = reference_logprobs - policy_logprobs
     return torch.exp(apart.clamp(max=_FARTHEST)) - apart - 1
 
 
-KL = {"k1": k1, "k2": k2, "k3": k3}
-"""Schulman's estimators of KL(policy | reference) by `train.kl_estimator`: joschu.net/blog/kl-approx.html"""
+KL = {"loss": k3, "reward": k1}
+"""Schulman's estimator of KL(policy | reference) by `train.kl_in`: joschu.net/blog/kl-approx.html"""
 
 
 def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
@@ -172,7 +167,7 @@ class Objective:
             self.loss.clip_high if config.clip_high is None else config.clip_high,
             config.dual_clip or math.inf,
         )
-        self.kl = KL[config.kl_estimator or ("k3" if config.kl_in == "loss" else "k1")]
+        self.kl = KL[config.kl_in]
         self.kl_in_loss = bool(config.kl_weight) and config.kl_in == "loss"
 
     def total(self, batch: TrainBatch, members: range) -> int:
@@ -185,8 +180,7 @@ class Objective:
         loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
         found = {"clipped": clipped.item(), "weight": inputs.weights.sum().item(), "tokens": float(len(ratio))}
         if reference is not None:
-            apart = self.kl(inputs.policy_logprobs, reference) * (ratio if self.config.kl_unbiased else 1.0)
-            apart = (apart * inputs.weights).sum()
+            apart = (self.kl(inputs.policy_logprobs, reference) * ratio * inputs.weights).sum()
             loss = loss + self.config.kl_weight * apart
             found["kl"] = apart.item()
         return loss, found | {"loss": loss.item()}

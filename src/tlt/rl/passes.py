@@ -70,7 +70,7 @@ class Passes:
 
     def logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the log-prob and the entropy of each target token of a micro-batch, [T] each."""
-        return token_logprobs(self.forwards[id(model)], micro, self.temperature, self.config.logits_mb)
+        return token_logprobs(self.forwards[id(model)], micro, self.temperature)
 
     def forward_of(self, model: Any, autocast: bool) -> Forward:
         """Return the forward pass of the policy or the reference model, by the engine's operations if possible."""

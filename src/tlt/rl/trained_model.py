@@ -51,7 +51,7 @@ class TrainedModel:
         return torch.optim.AdamW(
             [group for group in (decays, stays) if group["params"]],
             lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
+            betas=(0.9, config.adam_beta2),
             fused=self.fused,
         )
 

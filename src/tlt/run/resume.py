@@ -25,13 +25,12 @@ _FREE = (
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     "data.long_prompts",
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
-    *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token", "train.early_update"),
+    *("cluster.min_workers", "cluster.grace"),
 )
 # Fields that change only the rounding, because sums are computed in another order or by other kernels.
 _ROUNDS = (
     *(
         "train.micro_batch_tokens",
-        "train.logits_mb",
         "train.gradient_checkpointing",
         "train.deterministic",
         "train.shard",

@@ -1,4 +1,4 @@
-"""Output of `tlt train`: the live display or lines of text, only a final line (--quiet), or JSON lines (--json)."""
+"""Output of `tlt train`: the live display or lines of text, or JSON lines (--json)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,19 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tlt.loop import StepResult
-from tlt.run.closing import closing
 from tlt.run.display import Display
 
 
-def open_view(quiet: bool, as_json: bool) -> Display:
-    if as_json:
-        return JsonLines(sys.stdout)
-    return OneLine(sys.stdout) if quiet else Display()
+def open_view(as_json: bool) -> Display:
+    return JsonLines(sys.stdout) if as_json else Display()
 
 
-class OneLine(Display):
-    """Output that consists of one line at the end of the run. Errors and warnings go to stderr, as in every format."""
+class JsonLines(Display):
+    """Output as one JSON object per line. The field `event` is `note`, `step`, `evaluation` or `end`."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(Console(quiet=True, force_terminal=False))
         self._out = out
-
-    def end(self, summary: dict[str, Any], folder: str) -> None:
-        print(f"{closing(summary, folder)[0].plain}; all files are in {folder}", file=self._out, flush=True)
-
-
-class JsonLines(OneLine):
-    """Output as one JSON object per line. The field `event` is `note`, `step`, `evaluation` or `end`."""
 
     def note(self, text: str) -> None:
         self._write("note", {"text": text})

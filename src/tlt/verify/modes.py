@@ -85,7 +85,7 @@ class _Maker:
     def one_drafter(self) -> dict[str, Rollout]:
         """Return the modes that always draft with one drafter."""
         found = {
-            "suffix": self.rollout([SuffixDrafter(self.config.speculation.history_tokens)], Fixed(_SUFFIX)),
+            "suffix": self.rollout([SuffixDrafter()], Fixed(_SUFFIX)),
             "learned": self.rollout([self._learned()], Fixed(_LEARNED)),
         }
         if can_quantize(self.target):
@@ -123,7 +123,7 @@ class _Maker:
         return EagleDrafter(self.layer, self.target)
 
     def _all(self) -> list[Drafter]:
-        return all_drafters(self.layer, self.target, self.config.speculation.history_tokens)
+        return all_drafters(self.layer, self.target)
 
 
 def _learned_layer(config: Config, target: Decoder) -> EagleLayer:

@@ -42,8 +42,6 @@ from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.verify.modes import modes
 from tlt.verify.oracle import look_ahead_checks, oracle_checks
 
-_MOST_PROMPTS = 8  # maximum number of prompts per step, unless --full
-
 
 @dataclass
 class ModeRun:
@@ -75,11 +73,11 @@ class Comparison:
     look_ahead: list[dict[str, Any]] = field(default_factory=list)
 
 
-def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
+def verify(config: Config, steps: int, dtype: str, json_file: Path | None) -> bool:
     """Run `steps` training steps in every mode and compare them. Print the verdict, write it to `json_file`, and return
-    whether all checks hold. If `full` is false, a step has at most 8 prompts."""
+    whether all checks hold."""
     console = Console(highlight=False)
-    config = with_tools(_verify_config(from_hub(config), dtype, full))
+    config = with_tools(_verify_config(from_hub(config), dtype))
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(config.model_copy(update={"engine": config.engine.ours}), tokenizer)
     assert isinstance(parts.rollout, LocalRollout)
@@ -116,13 +114,11 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     return agree
 
 
-def _verify_config(config: Config, dtype: str, full: bool) -> Config:
-    prompts = config.rollout.prompts_per_step if full else min(_MOST_PROMPTS, config.rollout.prompts_per_step)
+def _verify_config(config: Config, dtype: str) -> Config:
     device = "cpu" if dtype == "float64" else config.model.device
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"dtype": dtype, "device": device}),
-            "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
             "train": config.train.model_copy(update={"shard": False}),
             "cluster": ClusterConfig(),
             "run": config.run.model_copy(update={"compare_every": 0}),

@@ -39,8 +39,7 @@ class VllmBackend:
         """Start vLLM with the weights in `folder`. If `folder` is None, as for training, start it with the weights of
         model.path, and let it free its KV cache during the update. Raises ModelError or VllmError."""
         _refuse_other_heads(config)
-        most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
-        longest = config.data.max_prompt_tokens + most_new
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         target = VllmTarget(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
         if folder:
             target.load(folder_weights(folder, target.dtype), 0)
