@@ -72,5 +72,5 @@ def test_an_episode_that_had_all_its_turns_is_trained_on() -> None:
 def test_what_is_recorded_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     responses = episodes(0.0, 0.0, 0.0, 0.0)
     assert [record(response)["length"] for response in responses] == WRITTEN
-    warn_if_alike([Group(PROMPT, responses[1:])], config().reward)
-    assert "response, which ended by itself" in caplog.text
+    warn_if_alike([Group(PROMPT, responses[1:])])
+    assert "all 3 rewards of the first step are 0" in caplog.text

@@ -174,7 +174,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
         parts.unrewarded.refuse_another(groups, step, last=step + 1 == config.train.steps)
         if step == 0:
-            warn_if_alike(groups, config.reward)
+            warn_if_alike(groups)
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
         before, used, left_over = parts.carried, good[:count], good[count:]

@@ -37,18 +37,3 @@ def test_a_marker_that_is_never_found_is_refused(tokenizer: Any, name: str) -> N
         checked(tokenizer, name="exact", **{name: "<|ans|> "})
     checked(tokenizer, name="exact", **{name: "<think>"})
     checked(tokenizer, name="exact", prefill="<|ans|>", **{name: "<|ans|>"})
-
-
-def test_a_stop_string_that_names_no_token_is_a_warning(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for stops in (["<|ans|>", "</answer>", "<|", "a <| b |> c"], ["x", "<|answer|>"]):
-        assert not caplog.text
-        tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}}
-        refuse_special_tokens(parse_config(tree | {"rollout": {"stop_strings": stops}}), tokenizer)
-    assert "stop_strings names <|answer|>, which is no token of the model and is looked for as text" in caplog.text
-
-
-def test_a_pattern_with_a_special_token_is_a_warning(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    checked(tokenizer, name="format", pattern="<think>")
-    assert not caplog.text
-    checked(tokenizer, name="format", pattern=r"<\|ans\|>")
-    assert "contains the special token <|ans|>, which is removed from texts before scoring" in caplog.text

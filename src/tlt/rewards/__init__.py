@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -22,8 +20,6 @@ from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward", "refuse_special_tokens", "refuse_unanswered", "sources_sha256"]
-
-_log = logging.getLogger(__name__)
 
 
 class Reward(Protocol):
@@ -55,7 +51,6 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
         return Earned()
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
-    warn_of_marker(config, prompts)
     if all(name in REWARDS and REWARDS[name].quick for name in names):  # safe to run in this process
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     start = partial(IsolatedScore, config, log, columns_of(prompts))
@@ -91,45 +86,18 @@ def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
                 )
 
 
-def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if the prompts contain reward.answer_marker only with other capitals or other white space. The
-    model would imitate that spelling, and the answers in its responses would not be found."""
-    marker = config.reward.answer_marker
-    shown = [config.data.system, *(prompt.text for prompt in prompts)]
-    if marker and not any(marker.rstrip() in text for text in shown):
-        alike = "".join(marker.split()).casefold()
-        if any(alike in "".join(text.split()).casefold() for text in shown):
-            message = (
-                "no prompt contains reward.answer_marker = %r, but some contain it in other case or spacing: use the "
-                "spelling of the prompts, or answers may not be found in responses"
-            )
-            _log.warning(message, marker)
-
-
 def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
     """Raise RewardError if reward.answer_marker or reward.answer_end contains a special token, because special tokens
-    are removed from the text of responses. Special tokens in data.prefill are allowed. Log a warning if reward.pattern
-    contains one, or if rollout.stop_strings names a token that the tokenizer lacks."""
-    reward, prefill = config.reward, config.data.prefill
-    for name in re.findall(r"<[|\uff5c]\S+?[|\uff5c]>", " ".join(config.rollout.stop_strings)):
-        if name not in tokenizer.get_vocab():
-            _log.warning(
-                "rollout.stop_strings names %s, which is no token of the model and is looked for as text", name
-            )
+    are removed from the text of responses. Special tokens in data.prefill are allowed."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
         for token in special:
-            if token in getattr(reward, name) and token not in prefill:
+            if token in getattr(config.reward, name) and token not in config.data.prefill:
                 raise RewardError(
                     f"reward.{name} contains the special token {token}, which is removed from the text that rewards "
                     'receive: use another text, or set "special": false for it in tokenizer.json and '
                     "tokenizer_config.json"
                 )
-    for pattern in (term.pattern for term in reward.all_terms):
-        for token in special:
-            if (token in pattern or re.escape(token) in pattern) and token not in prefill:
-                message = "reward.pattern %r contains the special token %s, which is removed from texts before scoring"
-                _log.warning(message, pattern, token)
 
 
 class Earned:

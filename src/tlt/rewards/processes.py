@@ -1,6 +1,7 @@
 """Reward processes: their CPU time, memory and descendants, and the log file for what they print.
 
-CPU time, memory and descendants are read from /proc. Without Linux they are zero or empty.
+Descendants are read from /proc, because psutil reads all processes of the machine for them. Without Linux there are
+none.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+import psutil
+
+Number = TypeVar("Number", int, float)
 _PROC = Path("/proc")
 _MOST_BYTES = 16 * 2**20
 
@@ -35,20 +41,11 @@ def kill_descendants(pid: int) -> None:
 
 def zombies(pid: int) -> int:
     """Return the number of descendants of a process that have ended, and whose parent has not waited for them."""
-    return sum(_fields(one)[:1] == ["Z"] for one in descendants(pid))
+    return sum(_measured(one, lambda process: process.status() == psutil.STATUS_ZOMBIE) for one in descendants(pid))
 
 
 def processor_seconds(pid: int | None) -> float:
-    fields = _fields(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
-def _fields(pid: int | None) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on. Return [] if the process has ended."""
-    try:
-        return (_PROC / f"{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _measured(pid, lambda process: sum(process.cpu_times()[:2]))
 
 
 def memory(pid: int | None, enough: int) -> int:
@@ -58,24 +55,18 @@ def memory(pid: int | None, enough: int) -> int:
     measure again and count each shared page once. The second measurement takes longer.
     """
     family = [pid, *descendants(pid)]
-    at_most = sum(map(_resident, family))
-    return at_most if at_most <= enough else sum(map(_share, family))
+    at_most = sum(_measured(one, lambda process: process.memory_info().rss) for one in family)
+    if at_most <= enough:
+        return at_most
+    return sum(_measured(one, lambda process: process.memory_full_info().pss) for one in family)
 
 
-def _resident(pid: int | None) -> int:
-    with suppress(OSError):
-        return int((_PROC / f"{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _share(pid: int | None) -> int:
-    """Return the proportional set size of a process in bytes: a page that n processes share counts 1/n. If it
-    cannot be read, return the resident size."""
-    with suppress(OSError):
-        for line in (_PROC / f"{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return _resident(pid)
+def _measured(pid: int | None, measure: Callable[[psutil.Process], Number]) -> Number | int:
+    """Return a measurement of a process, or 0 if the process has ended."""
+    try:
+        return measure(psutil.Process(pid)) if pid else 0
+    except psutil.Error:
+        return 0
 
 
 class Output:
