@@ -32,7 +32,7 @@ from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
 
-SHORT, LONG = (3, 32, 5), (4, 40, 8)
+SHORT, LONG = (3, 40, 8), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 
