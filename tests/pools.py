@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tlt.cluster.pool import Handle, WorkerLost
+from tlt.cluster.remote import ClusterRollout, local_rollout
+from tlt.cluster.replica import Replica
 from tlt.cluster.worker import Worker
-from tlt.config import Config
+from tlt.config import Config, parse_config
+from tlt.engine.protocol import RolloutEngine
+from tlt.environments import Turns
 from tlt.rl.parallel import GroupBroken, Owners, ProcessGroup, in_order
 
 Build = Callable[[int], Any]
@@ -92,25 +96,35 @@ class Killed(BaseException):
     """End of a worker."""
 
 
-class ThreadWorker(Worker):
+class ThreadWorker(Replica):
     """Worker whose group is made of threads."""
 
-    dies_at = -1
+    index, dies_at = 0, -1
 
-    def __init__(self, config: Config, index: int, folder: str | Path) -> None:
-        super().__init__(config, index, folder, join=self._sit)
+    @classmethod
+    def started(cls, config: Config, index: int, folder: str | Path) -> Self:
+        def sit(rendezvous: Any, rank: int, size: int, shards: int, device: torch.device) -> ProcessGroup:
+            return Thread(rendezvous, rank, size, worker, shards)
+
+        worker = cls.of_run(config, index, folder, join=sit)
+        worker.index = index
+        return worker
 
     def rendezvous(self) -> Any:
         return Table()
 
-    def _sit(self, rendezvous: Any, rank: int, size: int, shards: int, device: torch.device) -> ProcessGroup:
-        return Thread(rendezvous, rank, size, self, shards)
+
+def rollout_of(engine: RolloutEngine, turns: Turns | None = None) -> ClusterRollout:
+    """Return the rollout of a worker in this process that has this engine."""
+    config = parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}})
+    config = config.model_copy(update={"engine": engine.config})
+    return local_rollout(Worker(config, engine), config, turns)
 
 
 class StandIn:
     """Functions that all pools of tests share. The test sets how calls are answered."""
 
-    size = 2
+    size, is_concurrent = 2, True
 
     def __init__(self) -> None:
         self.replaced: list[int] = []
@@ -154,6 +168,7 @@ class TestPool:
     """Pool that copies arguments and results, as between processes."""
 
     __test__ = False
+    is_concurrent = True
 
     size: int
     build: Build

@@ -67,11 +67,12 @@ def open_engine(
     layer: EagleLayer | None = None,
     on_harvest: Callable[[Harvest | Transcript], None] | None = None,
     tracer: Tracer | None = None,
+    detokenize: Detokenizer | None = None,
 ) -> RolloutEngine:
     """Return an engine of the recipe's backend that decodes with `target`. `layer` is the learned drafter, if there is
-    one. `on_harvest` receives training data for the drafter."""
-    backend, detokenize = backend_of(config.engine), load_detokenizer(config.model)
-    return backend.open_engine(config, target, detokenize, layer, on_harvest, tracer or Tracer())
+    one. `on_harvest` receives training data for the drafter. `detokenize` is by default that of the recipe's model."""
+    spell = detokenize or load_detokenizer(config.model)
+    return backend_of(config.engine).open_engine(config, target, spell, layer, on_harvest, tracer or Tracer())
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:

@@ -85,8 +85,8 @@ class InThread:
 
 
 def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
-    workers = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder), random.Random(0).randrange)
-    return join(workers, config, *rest)
+    size, choose = config.cluster.workers, random.Random(0).randrange
+    return join(TestPool(size, lambda i: ThreadWorker.started(config, i, folder), choose), config, *rest)
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def train(
 
     def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
         size = config.cluster.workers
-        pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses, room))
+        pools.append(TestPool(size, lambda i: ThreadWorker.started(config, i, folder), choose, loses, room))
         return join(pools[0], config, *rest)
 
     enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
@@ -242,7 +242,7 @@ def test_training_workers_are_interrupted(home: Path) -> None:
 
     def train_drafter(self: ThreadWorker, start: Any, seconds: float, number: float) -> Any:
         report = real(self, start, seconds, number)
-        trained.append((self._wanted >= number, report.micro_batches if report else 0))
+        trained.append((self._ends >= number, report.micro_batches if report else 0))
         return report
 
     def dies(worker: int, method: str) -> str:

@@ -32,7 +32,7 @@ from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
 
-SHORT, LONG = (3, 32, 5), (4, 40, 8)
+SHORT, LONG = (3, 40, 8), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 
@@ -71,7 +71,7 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
     order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
     learned = Fixed(Strategy("eagle", 3))  # without a profile at start-up
     with (
-        patch("tlt.cluster.idle.DrafterTraining", noted),
+        patch("tlt.cluster.drafter_training.DrafterTraining", noted),
         patch("tlt.engine.backend.make_tuner", lambda *arguments: learned),
         rule(**changed),
     ):
@@ -93,7 +93,7 @@ class Calls:
     """Crew that records the calls to its workers."""
 
     def __init__(self, workers: int = 3) -> None:
-        self.present = list(range(workers))
+        self.present, self.size = list(range(workers)), workers
         self.made: list[tuple[Any, ...]] = []
 
     def free(self) -> list[int]:

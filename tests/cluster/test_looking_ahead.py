@@ -184,6 +184,8 @@ class Puppet:
     def interrupt(self, number: float) -> None:
         self.trace.append((self.index, "interrupt", number))
 
+    def release(self) -> None: ...
+
     def rendezvous(self) -> str:
         return "here"
 
@@ -241,10 +243,11 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     assert coordinator.crew.pending(0) + coordinator.crew.pending(1) == ["look_ahead"]
     trace.clear()
     pool.under_way = []
-    coordinator.update(TrainBatch([], [], [], []), 1)
+    coordinator.release()
+    coordinator.group_update.run(TrainBatch([], [], [], []), 1)
     methods = [method for _, method, _ in trace]
     assert methods.index("interrupt") < methods.index("look_ahead") < methods.index("update"), "it is wanted at once"
-    assert [method for method, _ in pool.under_way] == ["rendezvous", "update", "update"]
+    assert [method for method, _ in pool.under_way] == ["release", "release", "rendezvous", "update", "update"]
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
 
 

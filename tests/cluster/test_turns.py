@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from pools import Loses
+from pools import Loses, TestPool
 from rich.console import Console
 from test_coordinator import train as run
 from tiny import QUESTIONS, tiny_model, tiny_tree
 
 from tlt.cluster.allocation import Share
 from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.crew import Crew
 from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
 from tlt.data.tokenizer import load_tokenizer
@@ -208,8 +208,7 @@ def test_tools_are_in_the_prompt_and_turns_and_malformed_calls_are_counted(tmp_p
 
 def test_earlier_turns_of_a_lost_worker_are_no_drafts(tmp_path: Path) -> None:
     """The row already has these tokens."""
-    crew: Any = SimpleNamespace(size=1, present=[0], break_off=lambda: None, pool=SimpleNamespace(put=None))
-    coordinator = Coordinator(crew, two(tmp_path))
+    coordinator = Coordinator(Crew(TestPool(1, lambda index: None)), two(tmp_path))
     request = Request(Prompt(0, "", (1, 2)), 0, 0, 0, SamplingParams(continues=True))
     coordinator.allocation.shares = [Share(rows={0: Row(request)})]
     stats = RolloutStats(seconds={"prefill": 0.0})

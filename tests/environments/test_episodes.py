@@ -15,9 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 import small
+from pools import rollout_of
 from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_distribution
 
-from tlt.cluster.local import LocalRollout
 from tlt.config import EngineConfig
 from tlt.data.tables import DataError
 from tlt.draft.ahead import Ahead, AheadStore
@@ -147,7 +147,7 @@ def check(responses: Sequence[Response]) -> None:
 
 
 def rollout(engine: Engine, turns: Episodes) -> list[Response]:
-    return LocalRollout(engine, turns=turns).generate(REQUESTS, lambda response: None)[0]
+    return rollout_of(engine, turns).generate(REQUESTS, lambda response: None)[0]
 
 
 def test_the_reference_has_every_finish_reason() -> None:
@@ -179,7 +179,7 @@ def test_keys_and_values_of_earlier_turns_are_not_computed_again(drafter: str) -
         engine = build(TARGET, small.learned(TARGET) if drafter == "learned" else None, DRAFTED)
         requests = [replace(request, sampling=replace(PARAMS, continues=continues)) for request in REQUESTS]
         turns = episodes(AtOnce(Game))
-        responses, stats = LocalRollout(engine, turns=turns).generate(requests, lambda response: None)
+        responses, stats = rollout_of(engine, turns).generate(requests, lambda response: None)
         check(responses)
         found[continues] = stats.prefill_tokens
     replies = [reply for response in responses for reply in response.replies if reply.start]
@@ -235,7 +235,7 @@ def test_a_comparison_calls_the_environment_once_and_waits_twice() -> None:
             return wait(verdicts, seconds, FIRST_COMPLETED).done
 
     pool, took, asked = Pool(Game), list[float](), list[int]()
-    one = LocalRollout(build(TARGET, SuffixDrafter(10_000), DRAFTED), turns=episodes(pool))
+    one = rollout_of(build(TARGET, SuffixDrafter(10_000), DRAFTED), episodes(pool))
     for decode_all in (one.generate_plain, lambda *given: one.generate(*given)[0]):
         began = time.monotonic()
         check(decode_all(REQUESTS, lambda response: None))

@@ -22,7 +22,7 @@ import peft
 from integrations.real_trl import PROMPTS, Result, make, run
 from transformers import AutoModelForCausalLM
 
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.remote import ClusterRollout
 from tlt.config import EngineConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine.engine import Engine
@@ -71,8 +71,12 @@ def plain(home: Path) -> Result:
 def test_completions_and_final_weights_do_not_depend_on_the_drafter(home: Path, plain: Result, mode: str) -> None:
     """The run has accumulation, several generations per global step, two iterations over each, and evaluations."""
     turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
-    clock = SimpleNamespace(perf_counter=lambda: next(turns) * 1e-3)
-    with patch("tlt.spot.schedule.Schedule._spend"), patch("tlt.cluster.local.time", clock):
+    clock = SimpleNamespace(monotonic=lambda: next(turns) * 1e-3)
+    with (
+        patch("tlt.spot.schedule.Schedule._spend"),
+        patch("tlt.cluster.idle.time", clock),
+        patch("tlt.cluster.coordinator.time", clock),
+    ):
         found = run(home, Rollout(speculation=modes(home)[mode]), **HARD, **EVALUATED)
     assert found.completions == plain.completions
     assert found.sha256 == plain.sha256
@@ -94,9 +98,9 @@ def test_the_run_trained_and_evaluated(plain: Result, home: Path) -> None:
 def test_every_completion_is_decoded_with_the_present_weights(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused AdamW does not change version counters of parameters, so an engine must not rely on them."""
     mine, checked, requests = Rollout(speculation={"drafter": "suffix"}), list[int](), list[Request]()
-    generate = LocalRollout.generate
+    generate = ClusterRollout.generate
 
-    def watched(decoding: LocalRollout, asked: Any, *rest: Any) -> Any:
+    def watched(decoding: ClusterRollout, asked: Any, *rest: Any) -> Any:
         requests[:] = asked
         return generate(decoding, asked, *rest)
 
@@ -114,7 +118,7 @@ def test_every_completion_is_decoded_with_the_present_weights(home: Path, monkey
         checked.append(len(requests))
         return found
 
-    monkeypatch.setattr(LocalRollout, "generate", watched)
+    monkeypatch.setattr(ClusterRollout, "generate", watched)
     run(home, rollout, **HARD)
     assert len(checked) == 3
 

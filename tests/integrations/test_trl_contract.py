@@ -16,10 +16,10 @@ from tiny import EOS, tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlt.cluster.local import OwnTraining
+from tlt.cluster.idle import IdleWork
+from tlt.cluster.worker import Worker
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
-from tlt.engine.engine import Engine
 from tlt.integrations import trl_terms
 from tlt.integrations.trl import Rollout
 from tlt.models.decoder import Decoder
@@ -127,7 +127,7 @@ def test_the_engine_has_the_given_options_and_trls_dtype(folder: Path) -> None:
     for bf16, dtype in ((True, torch.bfloat16), (False, torch.float64)):
         mine = Rollout(speculation={"drafter": "off"}, engine={"max_rows": 2})
         mine(PROMPTS, FakeTrainer(folder, bf16=bf16))
-        assert mine._process.rollout.engine.config.max_rows == 2
+        assert mine._process.worker.engine.config.max_rows == 2
         assert mine._process.target.dtype == dtype
 
 
@@ -135,7 +135,7 @@ def test_the_end_tokens_are_those_of_trl_and_the_update_gets_the_memory_of_the_c
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[bool] = []
-    monkeypatch.setattr(Engine, "release", lambda engine: released.append(engine.busy))
+    monkeypatch.setattr(Worker, "release", lambda worker: released.append(worker.engine.busy))
     trainer = FakeTrainer(folder)
     said = off()(PROMPTS, trainer)["completion_ids"]
     trainer.eos_token_ids = (EOS, said[0][1])
@@ -252,7 +252,7 @@ def test_only_a_resumed_run_continues_with_its_drafters(folder: Path, tmp_path: 
     mine = Rollout(speculation=speculation)
     mine(PROMPTS, trainer)
     assert trainer.logged["tlt/drafter_version"] == [7.0]
-    in_use = mine._process.training.worker.trainer.in_use
+    in_use = mine._process.worker.spot.trainer.in_use
     same = [torch.equal(a, b) for a, b in zip(in_use.parameters(), layer.parameters(), strict=True)]
     assert all(same) == resumed
 
@@ -301,14 +301,14 @@ def test_several_processes_train_while_they_wait_and_one_for_its_extra_share(
     done, polls = list[str](), iter([False, True] * 2)
     work = SimpleNamespace(is_completed=lambda: next(polls), wait=lambda: done.append("wait"))
 
-    def train(training: OwnTraining, is_over: Callable[[], bool]) -> None:
+    def train(idle: IdleWork, left: Callable[[], float]) -> None:
         done.append("train")
-        while not is_over():
+        while left() > 0:
             pass
 
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
     monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op: work)
-    monkeypatch.setattr(OwnTraining, "train_until", train)
+    monkeypatch.setattr(IdleWork, "train_for", train)
     monkeypatch.setattr(SpotTrainer, "target_moved", lambda trainer: done.append("moved"))
     for processes, extra, waits in ((1, 0.1, []), (2, 0.0, ["wait"])):
         trainer = FakeTrainer(folder, output_dir=str(tmp_path))
@@ -325,7 +325,7 @@ def test_several_processes_train_while_they_wait_and_one_for_its_extra_share(
 def test_responses_of_an_evaluation_are_drafts_of_the_next_and_those_of_training_are_not(folder: Path) -> None:
     trainer, mine = FakeTrainer(folder), off()
     mine(PROMPTS, trainer)
-    store = mine._process.rollout.engine.store
+    store = mine._process.rollout.coordinator.idle.ahead.store
     assert len(store) == 0
     trainer.evaluate(mine, PROMPTS)
     assert len(store) == len(PROMPTS)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from pools import rollout_of
 from tiny_environments import Echo
 
 from tlt.build import open_engine, open_target, open_workplace
-from tlt.cluster.local import LocalRollout
 from tlt.config import Config, load_config
 from tlt.data.prompts import reply_encoder
 from tlt.draft.eagle import EagleLayer, load_drafter, save_drafter
@@ -148,7 +148,7 @@ def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
 
     def played(engine: Any) -> list[Response]:
         turns = Episodes(AtOnce(Echo), reply_encoder(place.tokenizer, recipe().data), spell, None)  # type: ignore[arg-type]
-        return LocalRollout(engine, turns=turns).generate(asked, lambda response: None)[0]
+        return rollout_of(engine, turns).generate(asked, lambda response: None)[0]
 
     ours = {r.request.seed: r for r in played(Engine(place.target, recipe().engine, detokenize=spell))}
     assert max(len(response.replies) for response in ours.values()) > 1

@@ -10,7 +10,6 @@ import fake_vllm
 import pytest
 
 from tlt.build import open_engine, open_target, open_workplace
-from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.data.prompts import reply_encoder
 from tlt.engine.engine import Engine
@@ -23,6 +22,7 @@ from tlt.types import Response
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 
+from pools import rollout_of
 from test_episodes import AtOnce
 from test_turns import config_of, train, two
 from tiny_environments import Echo
@@ -38,7 +38,7 @@ def played(engine: Any, place: Any, config: Config) -> list[Response]:
     encode = reply_encoder(place.tokenizer, config.data)
     turns = Episodes(AtOnce(Echo), encode, Detokenizer(place.tokenizer), None)  # type: ignore[arg-type]
     requests = make_requests(place.prompts, 4, place.sampling, 1)
-    responses, _ = LocalRollout(engine, turns=turns).generate(requests, lambda response: None)
+    responses, _ = rollout_of(engine, turns).generate(requests, lambda response: None)
     return sorted(responses, key=lambda response: response.request.seed)
 
 

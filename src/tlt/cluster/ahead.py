@@ -1,6 +1,6 @@
-"""Look-ahead with many workers: assignment of requests of coming steps to idle workers.
+"""Look-ahead: assignment of requests of coming steps to idle workers, or to the free slots of the only worker.
 
-Idle workers decode requests of the coming steps with the current target. The tokens become drafts. A later target
+They are decoded with the current target. The tokens become drafts. A later target
 version verifies them when it decodes the request: in the request's own step, or earlier if look-ahead continues an
 unfinished response.
 """
@@ -37,12 +37,13 @@ class LookingAhead:
         self._at: dict[int, list[Request]] = {}  # worker -> look-ahead requests that it decodes
         self._home: dict[int, int] = {}  # request's seed -> worker that has its keys and values
         self._given: list[Request] = []  # requests of the current rollout
+        self._is_given = False  # whether `for_free_slots` was called in this rollout
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
         """Begin a rollout of these requests. `coming` has the requests of the coming steps, one list per step."""
         self._given = list(requests)
         self._coming, self._steps = iter(coming), deque()
-        self._at = {}
+        self._at, self._is_given = {}, False
 
     def since_last(self) -> int:
         """Return the number of new look-ahead tokens since the last call of this method."""
@@ -86,6 +87,13 @@ class LookingAhead:
         self._home |= {r.seed: worker for r in wanted}
         return AheadWork(rollout, wanted, self.drafts(wanted))
 
+    def for_free_slots(self) -> list[Request] | None:
+        """Return all requests that the only worker decodes in free slots. In later calls of a rollout, return None."""
+        if self._is_given:
+            return None
+        self._is_given = True
+        return in_order([r for step in self._next_steps() for r in step if not self.store.has_ended(r)], self.store)
+
     def _next_steps(self) -> Iterator[list[Request]]:
         yield from list(self._steps)
         while len(self._steps) < self.most_steps and (step := next(self._coming, None)) is not None:
@@ -102,10 +110,14 @@ class LookingAhead:
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def add_slice(self, worker: int, found: Sequence[Ahead]) -> None:
-        """Store the drafts of a look-ahead call that returned, and count their new tokens."""
+        """Store the drafts of a look-ahead call that returned."""
+        self.store_drafts(found)
+        self.call_ended(worker)
+
+    def store_drafts(self, found: Sequence[Ahead]) -> None:
+        """Store drafts that a worker decoded, and count their new tokens."""
         self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in found)
         self.store.put(found)
-        self.call_ended(worker)
 
     def call_ended(self, worker: int) -> None:
         """Record that the worker's look-ahead call has ended. Others may now decode its requests."""

@@ -52,9 +52,9 @@ class Allocation:
 
     def take_rows(self, index: int) -> list[Row]:
         """Move rows from the front of the queue to the share of worker `index`, and return them. With these rows, the
-        worker has at most its equal part of the unfinished responses, rounded up."""
+        worker has at most its equal part of the unfinished responses, rounded up. The only worker takes all rows."""
         share = self.shares[index]
-        room = self.slots - len(share.rows)
+        room = self.slots - len(share.rows) if len(self.crew.present) > 1 else len(self.queue)
         if room < min(len(self.queue), max(1, self.slots // _REFILL)):
             return []
         fair = math.ceil(self.missing / len(self.crew.present))

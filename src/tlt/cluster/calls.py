@@ -14,7 +14,8 @@ BREAKABLE = ("train_drafter", "evaluate_drafter", "look_ahead", "early_update")
 """methods whose calls can be interrupted; their last argument is the call's number"""
 _SHORT = {
     *("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter"),
-    *("rollout_ended", "forget_older_data", "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
+    *("rollout_ended", "forget_older_data", "release", "sync", "trace"),
+    *("tuner_state", "load_tuner_state", "rendezvous"),
 }
 """Methods whose calls take one slice or move little data. The duration of all other methods grows with the model."""
 _LATELY = 5  # number of recent calls of a long method that determine its timeout

@@ -1,8 +1,9 @@
 """Coordinator, which decides what each worker does next. The states of workers (decoding, idle, ...) are in
 `tlt.trace`.
 
-It runs in the driver, as one loop that handles worker calls as they return. No token depends on its decisions, because
-any worker may decode any request, from the start or from the point where a lost worker stopped.
+It serves one worker or many. It runs in the driver, as one loop that handles worker calls as they return. No token
+depends on its decisions, because any worker may decode any request, from the start or from the point where a lost
+worker stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import fmean
 
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.crew import Crew, Done
+from tlt.cluster.drafter_training import DrafterTraining, training_of
 from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.idle import IdleWork
 from tlt.cluster.worker import DecodeWork
@@ -22,20 +24,24 @@ from tlt.draft.strategy import LEARNED
 from tlt.environments.episodes import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
-from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch, WorkerNow
+from tlt.types import PassCounts, Request, Response, RolloutStats, WorkerNow
 
 _REPLY = 0.02  # seconds between two checks for replies of environments
 
 
 class Coordinator:
-    def __init__(self, crew: Crew, config: Config, turns: Turns | None = None) -> None:
+    """Driver of the rollouts. `training`: driver of drafter training (default: that of the recipe)."""
+
+    def __init__(
+        self, crew: Crew, config: Config, turns: Turns | None = None, training: DrafterTraining | None = None
+    ) -> None:
         self.crew, self.turns = crew, turns or SingleTurn()
         self.allocation = Allocation(crew, config.engine.max_rows)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. Any thread may read this tuple."""
         self._enter(IDLE)
-        self.idle = IdleWork(crew, self.allocation, self.tracers, config)
+        self.idle = IdleWork(crew, self.allocation, self.tracers, config, training or training_of(crew, config))
         self.group_update = GroupUpdate(crew, self.idle.early)
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from it to the update
         self._version = 0  # target version
@@ -75,10 +81,12 @@ class Coordinator:
         stats = self._stats(responses)
         idle.training.rollout_ended(seconds, stats.acceptance_rate.get(LEARNED))
         stats.seconds["spot"] = idle.train_longer(seconds)
+        stats.drafter_tokens, stats.spot = idle.training.take_tokens(), idle.training.report()
         self._ended = time.monotonic()
-        for index in self.crew.free() if self._pause > self.idle.slice_seconds else ():
-            if not idle.update_early(index):
-                idle.decode_ahead(index)
+        if self._pause > idle.slice_seconds and self.crew.pool.is_concurrent:
+            for index in self.crew.free():
+                if not idle.update_early(index):
+                    idle.decode_ahead(index)
         self.now = self._workers_now()
         idle.ahead.end(stats)
         return responses, stats
@@ -109,14 +117,16 @@ class Coordinator:
             for index in self.crew.free():
                 self._next(index)
             self.now = self._workers_now()
+            pause = 0.0 if self.crew.calls else _REPLY
             ended: list[Response] = []
             for done in self._next_done():
                 if done.lost:
                     self._reclaim(done.worker)
                 elif done.method == "decode":
                     ended += self.allocation.handle_slice(done.worker, done.result)
+                    self.idle.ahead.store_drafts(done.result.drafts)
                 self.idle.handle(done)
-            finished, rows = self.turns.take(ended, 0.0 if self.crew.calls else _REPLY)
+            finished, rows = self.turns.take(ended, pause)
             if rows:
                 self.allocation.requeue(rows)
             self.allocation.missing -= len(finished)
@@ -142,7 +152,8 @@ class Coordinator:
         fresh = [row.request for row in new if not row.tokens]
         drafts = [] if self._plain else self.idle.ahead.drafts(row.request for row in new)
         resumed = [row for row in new if row.tokens]
-        work = DecodeWork(self.allocation.number, fresh, resumed, drafts, self._plain)
+        coming = self.idle.for_free_slots()
+        work = DecodeWork(self.allocation.number, fresh, resumed, drafts, coming, self._plain)
         self.crew.call(index, "decode", work, self.idle.slice_seconds)
 
     def _reclaim(self, index: int) -> None:
@@ -162,24 +173,22 @@ class Coordinator:
         names = sorted({name for one in rates for name in one})
         stats.acceptance_rate = {name: fmean(one[name] for one in rates if name in one) for name in names}
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
-        stats.spot = self.idle.training.report()
         stats.tokens = sum(response.num_sampled for response in responses)
         for name in vars(PassCounts()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
-        stats.drafter_tokens = self.idle.training.take_tokens()
         stats.ahead_tokens = self.idle.ahead.since_last()
         stats.seconds["early"] = self.idle.early.take_seconds()
         return stats
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """End all idle work, and update the policy on all present workers. Raises ClusterError."""
+    def release(self) -> None:
+        """End all idle work, and free the memory of the engines, because an update follows. Raises ClusterError."""
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self.idle.end_all()
         self.idle.training.update_begins()
-        return self.group_update.run(batch, step)
+        self.crew.call_all("release")
 
     def sync(self, version: int) -> None:
         self.crew.call_all("sync", version)

@@ -21,13 +21,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tlt.cluster.crew import Done
+from tlt.build import starting_drafter
+from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import ClusterError, Handle
 from tlt.config import Config
 from tlt.draft.eagle import EagleLayer
-from tlt.models.families import DecoderOptions
+from tlt.models.families import DecoderOptions, decoder_options, read_config
 from tlt.spot.baton import Baton
 from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_number
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
@@ -38,21 +39,6 @@ METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
 """methods of drafter training whose results the driver needs; one such call runs at a time"""
 Start = Callable[[int, Collection[int], float], bool]
 """function with the arguments and the result of `DrafterTraining.next_call`"""
-
-
-class Calls(Protocol):
-    """Calls to workers for drafter training: a `Crew`, or the only worker in this process (cluster/local.py)."""
-
-    @property
-    def present(self) -> list[int]: ...
-
-    def free(self) -> list[int]: ...
-
-    def call(self, index: int, method: str, *arguments: Any) -> Any: ...
-
-    def call_idle(self, index: int, method: str, *arguments: Any) -> None: ...
-
-    def done(self) -> list[Done]: ...
 
 
 class DrafterTraining(FaultBarrier):
@@ -66,7 +52,7 @@ class DrafterTraining(FaultBarrier):
 
     def __init__(
         self,
-        crew: Calls,
+        crew: Crew,
         put: Callable[[Any], Handle],
         config: Config,
         target: DecoderOptions,
@@ -121,7 +107,7 @@ class DrafterTraining(FaultBarrier):
     @contained(None)
     def update_begins(self) -> None:
         """Fetch the trainer state before an update, so that any worker can continue from it in the next rollout."""
-        if self.under_way is None and self.baton.holder is not None:
+        if self.crew.size > 1 and self.under_way is None and self.baton.holder is not None:
             self._ask_for_state(self.baton.holder)
 
     @contained(None)
@@ -263,3 +249,9 @@ class DrafterTraining(FaultBarrier):
     def close(self) -> None:
         if self.saver:
             self.saver.wait()
+
+
+def training_of(crew: Crew, config: Config) -> DrafterTraining:
+    """Return the driver of a recipe's drafter training."""
+    options = decoder_options(read_config(config.model.path))
+    return DrafterTraining(crew, crew.pool.put, config, options, starting_drafter(config, options))

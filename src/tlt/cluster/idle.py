@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from tlt.build import starting_drafter, steps_ahead
+from tlt.build import steps_ahead
 from tlt.cluster.ahead import LookingAhead
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.calls import BREAKABLE
@@ -16,22 +16,29 @@ from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early import METHOD as EARLY_UPDATE
 from tlt.cluster.early import EarlyUpdate
 from tlt.config import Config
-from tlt.models.families import decoder_options, read_config
 from tlt.trace import ABSENT, AHEAD, EARLY, IDLE, SPOT, Tracer
+from tlt.types import Request
 
 _SLICES = 2  # duration of a call of training or look-ahead, in slices (`cluster.slice_seconds`)
+_LOCAL_SLICE = 0.02  # maximum slice in seconds of a worker in this process, because the driver waits meanwhile
 _HANGS = 30.0  # timeout in seconds for interrupted idle work; a worker that exceeds it is replaced
 
 
 class IdleWork:
     """Idle work of all workers: early update, drafter training and look-ahead."""
 
-    def __init__(self, crew: Crew, allocation: Allocation, tracers: Sequence[Tracer], config: Config) -> None:
-        self.crew, self.allocation, self.tracers = crew, allocation, tracers
-        self.slice_seconds = config.cluster.slice_seconds
-        options, speculation = decoder_options(read_config(config.model.path)), config.speculation
+    def __init__(
+        self,
+        crew: Crew,
+        allocation: Allocation,
+        tracers: Sequence[Tracer],
+        config: Config,
+        training: DrafterTraining,
+    ) -> None:
+        self.crew, self.allocation, self.tracers, self.training = crew, allocation, tracers, training
+        longest, speculation = math.inf if crew.pool.is_concurrent else _LOCAL_SLICE, config.speculation
+        self.slice_seconds = min(config.cluster.slice_seconds, longest)
         self.early = EarlyUpdate(crew, config.train)
-        self.training = DrafterTraining(crew, crew.pool.put, config, options, starting_drafter(config, options))
         self.looks_ahead = steps_ahead(speculation) > 0
         self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
         self.is_on = True
@@ -77,6 +84,14 @@ class IdleWork:
             self.crew.call_idle(index, "look_ahead", work, _SLICES * self.slice_seconds)
         return work is not None
 
+    def for_free_slots(self) -> Sequence[Request] | None:
+        """Return the requests of coming steps that a worker decodes in slots that its rows leave free. There are none
+        if several workers are present, because others may be idle. Return None if they have not changed since the
+        worker's last call."""
+        if not (self.looks_ahead and self.is_on and len(self.crew.present) == 1):
+            return ()
+        return self.ahead.for_free_slots()
+
     def train_longer(self, rollout_seconds: float) -> float:
         """Train the drafter between rollout and update, for `speculation.training.extra` times the rollout's duration.
         Return the seconds that this took."""
@@ -84,13 +99,17 @@ class IdleWork:
         until = began + self.training.extra * rollout_seconds
         if until == began:
             return 0.0
+        self.train_for(lambda: until - time.monotonic())
+        return time.monotonic() - began
+
+    def train_for(self, left: Callable[[], float]) -> None:
+        """Train the drafter until the time is over or nothing is due. `left()` returns the seconds left."""
 
         def ended(done: Done) -> None:
             self.handle(done)
             self.tracers[done.worker].enter(IDLE if done.worker in self.crew.present else ABSENT)
 
-        self.training.train_for(lambda: until - time.monotonic(), self.slice_seconds, self.train, ended)
-        return time.monotonic() - began
+        self.training.train_for(left, self.slice_seconds, self.train, ended)
 
     def handle(self, done: Done) -> None:
         """Pass a call that returned to look-ahead, the early update and drafter training."""

@@ -20,6 +20,8 @@ class ClusterError(ValueError):
 
 class Pool(Protocol):
     size: int
+    is_concurrent: bool
+    """Whether workers run while the driver does something else. If not, the only worker is in the driver's process."""
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
         """Call a method of worker `index`. The calls of a worker run one after the other, in order of submission.

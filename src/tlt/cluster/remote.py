@@ -1,4 +1,4 @@
-"""Rollout and policy on many workers, behind the protocols of the training loop (loop.py)."""
+"""Rollout on one worker or many, and policy on many, behind the protocols of the training loop (loop.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
+from tlt.cluster.drafter_training import DrafterTraining
+from tlt.cluster.local_pool import LocalPool
 from tlt.cluster.pool import ClusterError, Pool
+from tlt.cluster.worker import Worker
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.exactness import Exactness
@@ -54,7 +57,7 @@ class ClusterRollout:
         self.coordinator.idle.training.load_state(state.get("drafter", {}))
 
     def release(self) -> None:
-        """Do nothing, because each worker releases its memory before its part of the update."""
+        self.coordinator.release()
 
     def now(self) -> Sequence[WorkerNow]:
         return self.coordinator.now
@@ -65,6 +68,8 @@ class ClusterRollout:
         return [state + work.get(index, []) for index, state in enumerate(states)]
 
     def peak_memory(self) -> dict[str, dict[str, float]]:
+        if not self.crew.pool.is_concurrent:
+            return {}
         return {f"worker {index}": peak for index, peak in self.crew.call_all("peak_memory").items()}
 
     def close(self) -> None:
@@ -90,7 +95,7 @@ class ClusterPolicy:
         the remaining workers restored the state before the update, else None."""
         self.version = None
         try:
-            metrics = self.coordinator.update(batch, step)
+            metrics = self.coordinator.group_update.run(batch, step)
         except Exception:
             if not self.crew.shards:
                 with suppress(Exception):  # the error of the update is more important
@@ -120,6 +125,14 @@ class ClusterPolicy:
             hashes = ", ".join(digest[:8] for digest in digests)
             raise ClusterError(f"the workers' policies differ (hashes {hashes}): continue from the newest checkpoint")
         return digests[0]
+
+
+def local_rollout(worker: Worker, config: Config, turns: Turns | None = None) -> ClusterRollout:
+    """Return the rollout of one worker in this process."""
+    crew = Crew(LocalPool(worker))
+    layer = worker.spot.trainer.in_use if worker.spot.trainer else None
+    training = DrafterTraining(crew, crew.pool.put, config, worker.target.options, layer)
+    return ClusterRollout(Coordinator(crew, config, turns, training))
 
 
 def join(

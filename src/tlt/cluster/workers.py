@@ -35,6 +35,8 @@ _LONGEST_FOLDER = 40  # characters, because Ray's sockets are below it and the s
 
 
 class RayPool:
+    is_concurrent = True
+
     def __init__(self, config: Config, folder: str | Path) -> None:
         """Start Ray, or join a cluster. `folder`: folder of the policy that the workers start from. Each worker is
         built by its first call. Raises ConfigError or ClusterError."""

@@ -1,25 +1,20 @@
-"""Functions shared by the integrations: a recipe, an engine that trains its drafter, and prompt numbers."""
+"""Functions shared by the integrations: a recipe, a worker that trains its drafter, and prompt numbers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tlt.build import starting_drafter
-from tlt.cluster.local import OwnTraining
+from tlt.cluster.remote import ClusterRollout, local_rollout
+from tlt.cluster.worker import Worker, decoding_parts
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
-from tlt.draft.ahead import AheadStore
-from tlt.engine.backend import make_engine
-from tlt.engine.engine import Engine
 from tlt.engine.exactness import check_exactness
 from tlt.engine.spelling import Detokenizer
 from tlt.integrations import log
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
-from tlt.spot.spot import SpotTrainer
-from tlt.spot.spot_worker import SpotWorker
-from tlt.trace import Tracer
 
 
 def recipe_of(
@@ -37,30 +32,32 @@ def recipe_of(
     return parse_config(tree).model_copy(update={"speculation": speculation, "engine": engine})
 
 
-def adaptive_engine(
+def decoding_worker(
     config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
-) -> tuple[Engine, OwnTraining]:
-    """Return an engine that decodes with `target`, and the object that trains the engine's drafter.
+) -> tuple[Worker, ClusterRollout]:
+    """Return a worker without a policy that decodes with `target`, and its rollout.
 
-    The weights of `target` must already be loaded. If `resumed` is True, training continues with the newest drafter in
-    the run's folder. Otherwise new drafters are numbered after those in the folder. The result of the check at start is
-    logged.
+    The weights of `target` must already be loaded. If `resumed` is True, drafter training continues with the newest
+    drafter in the run's folder. Otherwise new drafters are numbered after those in the folder. The result of the check
+    at start is logged.
     """
     exactness = check_exactness(target)
     log.log(logging.INFO if exactness.exact else logging.WARNING, exactness.meaning)
-    speculation, seed = config.speculation, config.run.seed
-    layer = starting_drafter(config, target.options)
-    trainer = SpotTrainer(layer, target, speculation.training, seed) if layer else None
-    worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
-    store = AheadStore(speculation.look_ahead_tokens)
-    harvest, detokenize = worker.harvest if layer else None, Detokenizer(tokenizer)
-    engine = make_engine(config.engine, speculation, target, detokenize, layer, harvest, Tracer(), store)
-    training = OwnTraining(worker, config, target.options, layer)
+    worker = Worker(config, *decoding_parts(config, target, detokenize=Detokenizer(tokenizer)))
+    rollout = local_rollout(worker, config)
+    training = rollout.coordinator.idle.training
     if resumed:
         training.load_state({})
     else:
         training.number_on()
-    return engine, training
+    return worker, rollout
+
+
+def train_until(is_over: Callable[[], bool], worker: Worker, rollout: ClusterRollout) -> None:
+    """Train the drafter until `is_over()` returns True or nothing is due. Training ends within a micro-batch."""
+    worker.is_wanted = is_over
+    rollout.coordinator.idle.train_for(lambda: 0.0 if is_over() else math.inf)
+    worker.is_wanted = lambda: False
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tlt.cluster.local import LocalRollout, OwnTraining
+from tlt.cluster.drafter_training import DrafterTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
 from tlt.integrations import UnsupportedError, refuse_version
-from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
+from tlt.integrations.decoding import decoding_worker, prompt_number, recipe_of, train_until
 from tlt.integrations.trl_terms import TESTED, prompts_of, refuse, refuse_impossible, to_sampling_params
 from tlt.integrations.trl_tools import ToolTurns, has_tools
 from tlt.integrations.trl_weights import Trained
@@ -80,9 +80,9 @@ class _Process:
         self._take_weights()
         trainer.add_callback(_AfterEvaluation(self.counter))
         resumed = trainer.state.global_step > 0
-        made, self.training = adaptive_engine(config, self.target, trainer.processing_class, resumed)
+        self.worker, self.rollout = decoding_worker(config, self.target, trainer.processing_class, resumed)
+        self.training = self.rollout.coordinator.idle.training
         self.others = _Others(trainer.accelerator.num_processes)
-        self.rollout = LocalRollout(made, self.training)
         self.tools = ToolTurns(trainer, self._next_turn) if has_tools(trainer) else None
 
     def complete(self, prompts: Sequence[Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class _Process:
         if self.tools:
             self.tools.begin(requests, responses)
         decoded = time.perf_counter()
-        self.others.wait(self.training.train_until)
+        self.others.wait(lambda is_over: train_until(is_over, self.worker, self.rollout))
         waited = time.perf_counter()
         self.rollout.release()
         seconds = {"sync": synced - began, "rollout": decoded - synced, "wait": waited - decoded}
@@ -121,7 +121,7 @@ class _Process:
 
     def _sync(self) -> None:
         if self._take_weights():
-            self.training.worker.target_moved()
+            self.worker.spot.target_moved()
 
     def _take_weights(self) -> bool:
         """Give the engine the policy's weights if they have changed. Return whether they have changed."""
@@ -208,7 +208,7 @@ def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> 
     }
 
 
-def _metrics(stats: RolloutStats, seconds: Mapping[str, float], training: OwnTraining) -> dict[str, float]:
+def _metrics(stats: RolloutStats, seconds: Mapping[str, float], training: DrafterTraining) -> dict[str, float]:
     found = {f"seconds/{name}": value for name, value in seconds.items()}
     found |= {
         "accept_length": stats.accept_length,

@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 
-from tlt.cluster.local import OwnTraining
+from tlt.cluster.drafter_training import DrafterTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.protocol import RolloutEngine
-from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
+from tlt.integrations.decoding import decoding_worker, prompt_number, recipe_of, train_until
 from tlt.integrations.verl_terms import Seeds, refuse, to_sampling_params
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.families import read_config
@@ -46,9 +46,10 @@ class Server:
         target = decoder_for(read_config(folder), getattr(torch, rollout.dtype), torch.device(device))
         target.load(folder_weights(folder, target.dtype), 0)
         self.longest = target.options.max_positions
-        engine, self.training = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
+        self.worker, self.decoding = decoding_worker(_config(rollout, folder, replica), target, tokenizer)
+        self.training = self.decoding.coordinator.idle.training
         self.awake = True
-        self.engine = AsyncEngine(engine, self._use_idle_time)
+        self.engine = AsyncEngine(self.worker.engine, self._use_idle_time)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Server:
         engine.target.load(weights, engine.target.version + 1)
         _end_rollout(self.training, engine.stats)
         engine.start(())
-        self.training.worker.target_moved()
+        self.worker.spot.target_moved()
 
     async def set_global_steps(self, step: int) -> None:
         self.step = step
@@ -157,17 +158,17 @@ class Server:
     def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
         """Train the drafter while this replica has nothing to decode, until `is_over()` returns True."""
         if self.awake:
-            self.training.train_until(is_over)
+            train_until(is_over, self.worker, self.decoding)
 
 
-def _release(training: OwnTraining, engine: RolloutEngine) -> None:
+def _release(training: DrafterTraining, engine: RolloutEngine) -> None:
     if not engine.busy:
         _end_rollout(training, engine.stats)
         engine.release()
         engine.start(())
 
 
-def _end_rollout(training: OwnTraining, stats: RolloutStats) -> None:
+def _end_rollout(training: DrafterTraining, stats: RolloutStats) -> None:
     """Tell the schedule that the rollout has ended. `stats` are empty if this was done before: verl may free the cache
     before it sends new weights."""
     if stats.rounds:

@@ -22,12 +22,15 @@ from tlt.spot.spot import SpotTrainer
 from tlt.spot.trainer import Interrupted
 
 
-def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Config, worker: int = 0) -> SpotTrainer:
+def spot_trainer(
+    layer: EagleLayer, target: Target, policy: Policy | None, config: Config, worker: int = 0
+) -> SpotTrainer:
     """Return the drafter's trainer. Its teacher is the target if that is tlt's own decoder, else the policy. `worker`
     is the index of the worker. It is added to the seed."""
     training, seed = config.speculation.training, config.run.seed + worker
     if isinstance(target, Decoder):
         return SpotTrainer(layer, target, training, seed)
+    assert policy, "only our own decoder returns hidden states"
     teacher = PolicyTeacher(policy, target)
     recompute = Recompute(teacher, layer.options.layout, training.buffer_tokens)
     return SpotTrainer(layer, teacher, training, seed, recompute)

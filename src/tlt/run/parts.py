@@ -7,24 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tlt.build import open_engine, open_target, starting_drafter, steps_ahead
-from tlt.cluster.local import LocalRollout, OwnTraining
+from tlt.cluster.remote import join, local_rollout
+from tlt.cluster.replica import Replica
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits
 from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor
 from tlt.data.sampling_params import sampling_params
 from tlt.energy import Meter, MeteredTracer
-from tlt.engine.exactness import Exactness, check_exactness
+from tlt.engine.exactness import Exactness
 from tlt.environments import Turns, make_turns
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
 from tlt.rewards import make_reward, refuse_special_tokens, refuse_unanswered
-from tlt.rl.choose import make_policy
-from tlt.rl.dry_run import dry_run
-from tlt.rl.parity import take_weights
-from tlt.rl.teacher import spot_trainer
 from tlt.run.about import about_adapters, about_memory, about_model, about_prompts
-from tlt.spot.spot_worker import SpotWorker
 
 
 class Lasting(Trainable, Protocol):
@@ -71,35 +66,24 @@ def make_parts(
         note(about_adapters(config))
     note(about_memory(config))
     with working("start the policy and its workers"):
-        start = _one_worker if config.cluster.workers == 1 else _many_workers
-        rollout, policy, exactness = start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
+        rollout, policy, exactness = _start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
     note(exactness.meaning)
     parts = Parts(prompts, cursor, rollout, reward, policy, sampling, turns=turns, held_out=held_out)
     parts.tracer, parts.exactness = MeteredTracer(None if config.cluster.address else Meter()), exactness
     return parts, policy
 
 
-def _one_worker(
-    config: Config, folder: str | Path, turns: Turns, longest_prompt: int
-) -> tuple[Rollout, Lasting, Exactness]:
-    target = open_target(config, None)
-    layer = starting_drafter(config, target.options)
-    policy = make_policy(config, folder)
-    take_weights(target, policy, version=0)
-    trainer = spot_trainer(layer, target, policy, config) if layer else None
-    worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
-    engine = open_engine(config, target, layer, worker.harvest if layer else None)
-    engine.release()
-    dry_run(policy, config, longest_prompt)
-    training = OwnTraining(worker, config, target.options, layer)
-    rollout = LocalRollout(engine, training, steps_ahead(config.speculation), turns)
-    return rollout, policy, check_exactness(target)
+def _start(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting, Exactness]:
+    if config.cluster.workers > 1:
+        return _many_workers(config, folder, turns, longest_prompt)
+    worker = Replica.of_run(config, 0, folder)
+    exactness = worker.check_at_start(longest_prompt)
+    return local_rollout(worker, config, turns), worker.policy, exactness
 
 
 def _many_workers(
     config: Config, folder: str | Path, turns: Turns, longest_prompt: int
 ) -> tuple[Rollout, Lasting, Exactness]:
-    from tlt.cluster.remote import join
     from tlt.cluster.workers import RayPool  # Ray is an extra
 
     return join(RayPool(config, folder), config, turns, longest_prompt)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.remote import ClusterRollout
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
-from tlt.engine.protocol import RolloutEngine
 from tlt.engine.spelling import Detokenizer
-from tlt.environments.episodes import Turns
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.rl.early import EarlyGroups
@@ -69,12 +68,12 @@ def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return moved
 
 
-class LookAheadRollout(LocalRollout):
-    """Rollout whose store is filled with the older target's tokens before it decodes."""
+class LookAheadRollout(ClusterRollout):
+    """Rollout whose `store` is filled with the older target's tokens before it decodes."""
 
-    def __init__(self, engine: RolloutEngine, older: OlderTarget, turns: Turns | None = None) -> None:
-        super().__init__(engine, turns=turns)
-        self.older = older
+    def __init__(self, coordinator: Coordinator, store: AheadStore, older: OlderTarget) -> None:
+        super().__init__(coordinator)
+        self.store, self.older = store, older
 
     def sync(self, policy: Trainable, version: int) -> None:
         super().sync(policy, version)
@@ -87,5 +86,5 @@ class LookAheadRollout(LocalRollout):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        self.engine.store.put(self.older.tokens_of(requests))
+        self.store.put(self.older.tokens_of(requests))
         return super().generate(requests, on_response, coming, early)

@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tlt.build import open_target
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.remote import ClusterRollout, local_rollout
+from tlt.cluster.replica import Replica
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
 from tlt.draft.choose import all_drafters
@@ -19,12 +21,14 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
+from tlt.engine.protocol import RolloutEngine
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.environments.episodes import Turns
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.int8 import can_quantize
+from tlt.rl.policy import Policy
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
@@ -33,14 +37,14 @@ _LEARNED, _SUFFIX = Strategy("eagle", 4), Strategy("suffix", 6)
 _CHANGING = (*[PLAIN] * 3, *[_LEARNED] * 2, _SUFFIX)
 
 
-def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
+def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy: Policy) -> dict[str, Rollout]:
     """Return the rollout of each mode by name. The first mode of a step queries the environment; the others reuse its
     replies. Our own engines share the target.
 
     The learned drafter is loaded from `speculation.path`. Without a path its weights are random."""
     if config.engine.backend == "vllm":
-        return _vllm_modes(config, target, tokenizer, turns)
-    make = _Maker(config, target, tokenizer, turns)
+        return _vllm_modes(config, target, tokenizer, turns, policy)
+    make = _Maker(config, target, tokenizer, turns, policy)
     # plain is last, because the next step starts from its state
     return {
         **make.one_drafter(),
@@ -50,7 +54,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict
     }
 
 
-def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
+def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy: Policy) -> dict[str, Rollout]:
     """Return the modes of vLLM. Each has its own vLLM, except plain decoding by our own engine with `target`."""
     spell = Detokenizer(tokenizer)
 
@@ -60,24 +64,35 @@ def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -
         assert isinstance(vllm, VllmTarget), "engine.backend must be vllm"
         return VllmEngine(vllm, config.engine, spell, store=store)
 
+    def rollout(engine: RolloutEngine) -> ClusterRollout:
+        return _rollout(engine, config, turns, policy)
+
     store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
     found: dict[str, Rollout] = {
-        "vllm": LocalRollout(engine("off"), turns=turns),
-        "vllm, look-ahead": LookAheadRollout(engine("adaptive", store), older, turns),
+        "vllm": rollout(engine("off")),
+        "vllm, look-ahead": LookAheadRollout(rollout(engine("adaptive", store)).coordinator, store, older),
     }
     if config.speculation.path:
-        found["vllm, learned"] = LocalRollout(engine("eagle"), turns=turns)
+        found["vllm, learned"] = rollout(engine("eagle"))
     # n-gram lookup is the last vLLM: it loads numba, and then no other vLLM starts in the same process
-    found["vllm, n-gram"] = LocalRollout(engine("suffix"), turns=turns)
+    found["vllm, n-gram"] = rollout(engine("suffix"))
     # plain is last, because the next step starts from its state
-    return found | {"plain": LocalRollout(Engine(target, config.engine, detokenize=spell), turns=turns)}
+    return found | {"plain": rollout(Engine(target, config.engine, detokenize=spell))}
+
+
+def _rollout(engine: RolloutEngine, config: Config, turns: Turns, policy: Policy) -> ClusterRollout:
+    """Return the rollout of a worker in this process that has this engine and does not look ahead."""
+    speculation = config.speculation.model_copy(update={"look_ahead": 0})
+    config = config.model_copy(update={"speculation": speculation})
+    return local_rollout(Replica(config, engine, None, policy), config, turns)
 
 
 class _Maker:
     """Builder of the rollouts of all modes. Their engines share the target and the weights of the learned drafter."""
 
-    def __init__(self, config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> None:
+    def __init__(self, config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy: Policy) -> None:
         self.config, self.target, self.detokenize, self.turns = config, target, Detokenizer(tokenizer), turns
+        self.policy = policy
         self.layer = _learned_layer(config, target)
         adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
         self.adaptive = make_tuner(adaptive, config.engine, target)
@@ -102,10 +117,14 @@ class _Maker:
     def look_ahead(self) -> dict[str, Rollout]:
         """Return the mode whose drafts are the tokens of an older target."""
         older, store = OlderTarget(self.target, self.config.engine, self.detokenize), AheadStore(MOST_TOKENS)
-        return {"look-ahead": LookAheadRollout(self._engine(self._all(), self.adaptive, store), older, self.turns)}
+        coordinator = self._coordinator(self._engine(self._all(), self.adaptive, store))
+        return {"look-ahead": LookAheadRollout(coordinator, store, older)}
 
     def rollout(self, drafters: Sequence[Drafter], tuner: Tuner) -> Rollout:
-        return LocalRollout(self._engine(drafters, tuner), turns=self.turns)
+        return ClusterRollout(self._coordinator(self._engine(drafters, tuner)))
+
+    def _coordinator(self, engine: Engine) -> Coordinator:
+        return _rollout(engine, self.config, self.turns, self.policy).coordinator
 
     def _engine(self, drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None) -> Engine:
         layout = self.layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.local_pool import LocalPool
+from tlt.cluster.remote import ClusterRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data.prompts import Cursor
 from tlt.data.tokenizer import load_tokenizer
@@ -80,11 +81,13 @@ def verify(config: Config, steps: int, dtype: str, json_file: Path | None) -> bo
     config = with_tools(_verify_config(from_hub(config), dtype))
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(config.model_copy(update={"engine": config.engine.ours}), tokenizer)
-    assert isinstance(parts.rollout, LocalRollout)
+    assert isinstance(parts.rollout, ClusterRollout)
+    pool = parts.rollout.crew.pool
+    assert isinstance(pool, LocalPool)
     assert isinstance(policy, Policy)
-    target = parts.rollout.engine.target  # one copy of the weights serves every mode
+    target = pool.worker.target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
-    rollouts = modes(config, target, tokenizer, parts.turns)
+    rollouts = modes(config, target, tokenizer, parts.turns, policy)
     exactness = parts.exactness if config.engine.backend == "tlt" else Exactness()
     weighted = bool(config.train.importance_cap) and not exactness.exact
     found = Comparison({name: ModeRun(name) for name in rollouts}, dtype, exactness, weighted)

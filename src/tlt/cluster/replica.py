@@ -1,0 +1,203 @@
+"""Worker of a run, which has a replica of the policy. All workers of a run update their replicas together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from tlt.build import open_target
+from tlt.cluster.worker import Worker, decoding_parts
+from tlt.config import Config
+from tlt.engine.exactness import Exactness, check_exactness
+from tlt.engine.protocol import RolloutEngine
+from tlt.models.device import torch_device
+from tlt.rl.choose import make_policy
+from tlt.rl.dry_run import dry_run
+from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
+from tlt.rl.parity import take_weights
+from tlt.rl.policy import Policy
+from tlt.rl.sharded import ShardedPolicy
+from tlt.rl.shards import Held
+from tlt.spot.spot_worker import SpotWorker
+from tlt.types import TrainBatch
+
+
+class EarlySlice(NamedTuple):
+    """Result of `Worker.early_update`: progress of an early shard, which is a part of the step's batch."""
+
+    shard: int
+    share_done: float
+    seconds: float
+
+
+class State(NamedTuple):
+    """State that a new worker takes from another worker."""
+
+    policy: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    version: int
+    tuner: dict[str, Any]
+
+
+class Replica(Worker):
+    """Worker with a replica of the policy.
+
+    `meets`: where workers meet to form a process group. It is a folder that they share on one machine, or this
+    machine's address in the cluster. `join`: function that joins the group.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        spot: SpotWorker | None,
+        policy: Policy,
+        meets: str | Path = "127.0.0.1",
+        join: Join = Processes,
+    ) -> None:
+        super().__init__(config, engine, spot)
+        self.policy = policy
+        self.membership = Membership(meets, config.cluster.workers, torch_device(config.model), join)
+        self._before: State | None = None  # state before the current update, for `rollback`
+
+    @classmethod
+    def of_run(
+        cls, config: Config, index: int, folder: str | Path, meets: str | Path = "127.0.0.1", join: Join = Processes
+    ) -> Self:
+        """Return worker `index` of a run. `folder`: folder of the policy to start from."""
+        target, policy = open_target(config, None), make_policy(config, folder)
+        take_weights(target, policy, version=0)
+        return cls(config, *decoding_parts(config, target, policy, index), policy, meets, join)
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def rendezvous(self) -> str:
+        return self.membership.open_rendezvous()
+
+    def shard_policy(self, rendezvous: Any, rank: int, size: int) -> None:
+        """Keep only this member's shard of the policy. Call this before all other uses of a sharded policy. Raises
+        GroupBroken."""
+        assert isinstance(self.policy, ShardedPolicy)
+        self.policy.shard_over(self.membership.enter(rendezvous, rank, size))
+
+    def check_at_start(self, longest_prompt: int) -> Exactness:
+        """Return whether the engine is exact. Raise ConfigError if an update does not fit the memory."""
+        self.engine.release()
+        dry_run(self.policy, self.config, longest_prompt)
+        return check_exactness(self.target)
+
+    def early_update(
+        self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf
+    ) -> EarlySlice | None:
+        """Begin or continue the computation of an early shard's gradients or log-probs. Return the progress. `shard`:
+        number of the shard. `batch`: its responses. `number`: see `train_drafter`.
+
+        The call ends after a micro-batch if the seconds are over, the shard is complete, or `interrupt` was called. If
+        the memory does not suffice, all early results of this worker are dropped and None is returned."""
+        began, done = time.perf_counter(), 0.0
+
+        def stop() -> bool:
+            return self._must_end(number) or time.perf_counter() - began >= seconds
+
+        try:
+            with self.tracer.span("early"):
+                if not self._must_end(number):
+                    done = self.policy.early_update(shard, batch, stop)
+        except torch.OutOfMemoryError:
+            self.policy.forget_early()
+            torch.cuda.empty_cache()
+            return None
+        return EarlySlice(shard, done, time.perf_counter() - began)
+
+    def update(
+        self,
+        batch: TrainBatch,
+        step: int,
+        rendezvous: Any,
+        rank: int,
+        size: int,
+        held: Held = (),
+    ) -> dict[str, float] | Broken:
+        """Compute this member's part of the update, as member `rank` of `size`. `held`: for each member, the early
+        shards that it has begun and the fraction done. Return the metrics of the update. If another member is lost,
+        return Broken, and `rollback` must follow. A sharded policy has no state to restore, and raises GroupBroken."""
+        self._before = self.state() if size > 1 and not self.config.train.shard else None
+        try:
+            with self.tracer.span("update"):
+                return self.policy.update(batch, step, self.membership.enter(rendezvous, rank, size), held)
+        except GroupBroken as error:
+            self.membership.leave()
+            if self._before is None:
+                raise
+            return Broken(str(error))
+        except Exception:
+            self.membership.leave()  # so that the others do not wait for this member
+            raise
+
+    @property
+    def updated(self) -> float:
+        """Fraction of the current update that is done. It is read from another thread."""
+        return self.policy.updated
+
+    def rollback(self) -> None:
+        """Restore the policy and the optimizer as they were before the update."""
+        self.membership.leave()
+        if self._before:
+            self._restore(self._before)
+
+    def sync(self, version: int) -> None:
+        """Load the policy's weights into the engine. After this the update can no longer be rolled back."""
+        self._before = None
+        with self.tracer.span("sync"):
+            take_weights(self.target, self.policy, version)
+            self.spot.target_moved()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Return the state of this worker for a new one. During an update, return the state before it."""
+        return self._before or State(
+            _copies(self.policy.trained_state()),
+            _copies(self.policy.optimizer_state()),
+            self.target.version,
+            self.engine.tuner.state(),
+        )
+
+    def take_state(self, state: State) -> None:
+        """Load this state of another worker, so that this new worker can replace a lost one."""
+        self._restore(state)
+        take_weights(self.target, self.policy, state.version)
+        self.engine.tuner.load_state(state.tuner)
+        self.spot.target_moved()
+
+    def _restore(self, state: State) -> None:
+        self.policy.forget_early()
+        self.policy.load_state_dict(state.policy)
+        self.policy.load_optimizer_state(state.optimizer)
+        self._before = None
+
+    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        return self.policy.logprobs(batch)
+
+    def policy_state(self) -> dict[str, Tensor]:
+        return _copies(self.policy.state_dict())
+
+    def sha256(self) -> str:
+        return self.policy.sha256()
+
+    def save(self, folder: str) -> None:
+        self.policy.save(Path(folder))
+
+    def load_optimizer(self, folder: str) -> None:
+        self.policy.load_optimizer(Path(folder))
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the tensors in host memory. They do not change when the originals change."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
