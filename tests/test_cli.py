@@ -177,7 +177,7 @@ def test_data_and_reward_of_the_command_line_replace_those_of_the_recipe(
     said = refusal(capsys, "train", str(environment), "--data", "nowhere.jsonl", "--reward", "exact")
     assert "there is no file nowhere.jsonl" in said
     said = refusal(capsys, "train", str(recipe), "--reward", "exact", "--reward.environment", "a:B")
-    assert "the environment" in said
+    assert "reward.environment gives the reward" in said
 
 
 def test_resume_starts_a_run_if_there_is_no_checkpoint(capsys: pytest.CaptureFixture[str], recipe: str) -> None:

@@ -75,7 +75,7 @@ def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: to
     model = policy.model
     best = model(tokens[None]).logits[0].argmax(-1)
     micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
-    logprobs, entropy = token_logprobs(policy.passes.forwards[id(model)], micro, temperature, 256)
+    logprobs, entropy = token_logprobs(policy.passes.forwards[id(model)], micro, temperature)
     logprobs.sum().backward()
     assert logprobs.tolist() == entropy.tolist() == [0.0] * 4
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -321,7 +321,7 @@ def test_tokens_of_an_environment_are_only_context(
                 ratio = torch.exp((now - old[i]).mean()).expand_as(now)
             apart = reference[i] - now
             terms = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            total = total + shares[i] * (terms + 0.5 * (torch.exp(apart) - apart - 1)).sum()
+            total = total + shares[i] * (terms + 0.5 * ratio * (torch.exp(apart) - apart - 1)).sum()
         return total
 
     assert_close(gradient_of_update(policy, batch), gradient_of(model, plain), 1e-8)
