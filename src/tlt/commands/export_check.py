@@ -26,7 +26,7 @@ _CHAT = [
 
 
 class Facts(NamedTuple):
-    """What an export must have in common with the model that was exported."""
+    """Facts that an export must have in common with the model that was exported."""
 
     values: dict[str, Any]
     """values by names that error messages show"""
