@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,9 +62,9 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         config = load_config(arguments.recipe, [*overrides, "--run.overwrite", "true"])
     with shown(not arguments.json):
         with loading():
+            from tlt.run.display import Display, JsonLines
             from tlt.run.train import train
-            from tlt.run.views import open_view
-        view = open_view(arguments.json)
+        view = JsonLines(sys.stdout) if arguments.json else Display()
         if starts_anew:
             view.note(f"there is no checkpoint in {config.run.folder}: starting a new run")
         summary = train(config, resume, view, force=arguments.force)

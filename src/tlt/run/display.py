@@ -1,13 +1,15 @@
-"""Display of a run: a live panel if the output is a terminal, else one line per step."""
+"""Display of a run: a live panel if the output is a terminal, else one line per step, or JSON lines."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -232,6 +234,31 @@ class Display:
             f"{_from_look_ahead(m)}{_version(m)}"
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
+
+
+class JsonLines(Display):
+    """Output as one JSON object per line. The field `event` is `note`, `step`, `evaluation` or `end`."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(Console(quiet=True, force_terminal=False))
+        self._out = out
+
+    def note(self, text: str) -> None:
+        self._write("note", {"text": text})
+
+    def step(self, result: StepResult) -> None:
+        """Write the metrics of a step, the same as in metrics.jsonl."""
+        self._write("step", asdict(result.metrics))
+
+    def evaluation(self, step: int, found: dict[str, float]) -> None:
+        self._write("evaluation", {"step": step, **found})
+
+    def end(self, summary: dict[str, Any], folder: str) -> None:
+        """Write the summary of the run: summary.json without its lists of values by step."""
+        self._write("end", {"folder": folder, **{name: value for name, value in summary.items() if name != "by_step"}})
+
+    def _write(self, event: str, facts: dict[str, Any]) -> None:
+        print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
 
 
 def _version(m: StepMetrics) -> str:

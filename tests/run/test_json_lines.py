@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ from test_closing import SUMMARY
 from tiny import tiny_config, train
 
 from tlt.metrics import read_metrics
-from tlt.run.views import open_view
+from tlt.run.display import JsonLines
 
 
 def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    view, config = open_view(True), tiny_config(tmp_path)
+    view, config = JsonLines(sys.stdout), tiny_config(tmp_path)
     view.end(train(config, display=view), config.run.folder)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     steps = [event for event in found if event["event"] == "step"]
@@ -28,7 +29,7 @@ def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pyte
 
 
 def test_an_evaluation_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
-    view = open_view(True)
+    view = JsonLines(sys.stdout)
     view.evaluation(3, {"mean@2": 0.5, "length_mean": 9.0})
     view.end(SUMMARY, "runs/x")
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
