@@ -56,11 +56,6 @@ THINKS = EVERY + "{{ '<think>\n' }}"
 FIVE, CALLED = turn("tool", "5"), "<user>u<assistant><call>add"
 
 
-def stream(table: pyarrow.Table, path: Path) -> None:
-    with pyarrow.ipc.new_stream(path, table.schema) as file:
-        file.write_table(table)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
@@ -85,44 +80,12 @@ def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 @pytest.mark.parametrize("parquet", [False, True])
-def test_parts_become_one_text_and_messages_may_be_json(shown: Any, parquet: bool) -> None:
+def test_a_part_becomes_text_and_messages_may_be_json(shown: Any, parquet: bool) -> None:
     parts = [{"type": "text", "text": "a", "image": None}, {"type": "input_text", "text": "b", "image": None}]
-    messages = [turn("system", [parts[0]]), turn("user", parts)]
-    assert shown(EVERY, messages, parquet) == "<system>a<user>a\nb<bot>"
-    assert shown(EVERY, json.dumps(messages), parquet) == "<system>a<user>a\nb<bot>"
+    messages = [turn("system", parts[:1]), turn("user", parts[1:])]
+    assert shown(EVERY, messages, parquet) == "<system>a<user>b<bot>"
+    assert shown(EVERY, json.dumps(messages), parquet) == "<system>a<user>b<bot>"
     assert shown(EVERY, '[1, "role"]', parquet) == '<user>[1, "role"]<bot>', "it is no list of messages"
-
-
-GEMMA3 = (  # strips, and writes nothing between
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content | trim }}{% elif m.content is "
-    "iterable %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}"
-    "{% endif %}{% endfor %}" + END
-)
-QWEN_VL = GEMMA3.replace(" | trim", "")
-GLM4 = (
-    "{% macro visible(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not mapping %}{% for item in c %}"
-    "{% if item is mapping and item.type == 'text' %}{{ item.text }}{% elif item is string %}{{ item }}{% endif %}"
-    "{% endfor %}{% else %}{{ c }}{% endif %}{% endmacro %}"
-    "{% for m in messages %}<{{ m.role }}>{{ visible(m.content) }}{% endfor %}" + END
-)
-LINES = QWEN_VL.replace("{{ part.text }}", "{{ part.text }}{{ '\\n' if not loop.last }}")
-
-
-@pytest.mark.parametrize(
-    "template", [GEMMA3, QWEN_VL, GLM4, LINES, LINES.replace("part.text }}{{", "part.text | trim }}{{")]
-)
-def test_parts_are_joined_like_the_template_joins_them(shown: Any, tokenizer: Any, template: str) -> None:
-    parts = [{"type": "text", "text": text} for text in ("What is", " 6 x 7? ", "Say.")]
-    messages = [turn("system", parts[:2]), turn("user", parts)]
-    text = shown(template, messages)
-    assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def test_parts_become_lines_if_the_template_ignores_or_refuses_them(shown: Any) -> None:
-    parts = [{"type": "text", "text": text} for text in "ab"]
-    strings = "{% if m.content is string %}{{ m.content }}{% endif %}"
-    for template in (EVERY, EVERY.replace("{{ m.content }}", strings), EVERY.replace("m.content", "'' + m.content")):
-        assert shown(template, [turn("user", parts)]) == "<user>a\nb<bot>"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +93,7 @@ def test_parts_become_lines_if_the_template_ignores_or_refuses_them(shown: Any) 
     [
         (turn("user", [{"type": "image_url", "image_url": "x"}]), r"line 1, message 0 has a part of type 'image_url'"),
         (turn("user", [{"type": "text", "text": "a"}, {"type": "video"}]), r"a part of type 'video'"),
+        (turn("user", [{"type": "text", "text": "a"}] * 2), r"message 0 has 2 parts: join them"),
         (turn("user", [{"type": "text", "text": None}]), r"a part of type 'text'"),
         (turn("user", None), r"message 0 \(user\) has no text: its content is None"),
         (turn("user", []), r"has no text: its content is \[\]"),
@@ -143,16 +107,14 @@ def test_content_that_is_not_text_is_refused_with_its_type(shown: Any, message: 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
-def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: Any) -> None:
+def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path) -> None:
     """Arrow fills the keys that another row has with null."""
     add = {"function": {"name": "add", "arguments": {"a": 1, "more": {"b": [2]}}}}
     say = {"function": {"name": "say", "arguments": {"word": "x", "more": {"loud": True}}}}
     rows = [[USER, turn("assistant", "", tool_calls=[call]), turn("tool", "5")] for call in (add, say)]
     rows.append([USER, turn("assistant", None, tool_calls=[add, say]), turn("tool", "5")])
-    name = f"p.{'arrow' if save is stream else 'parquet'}"
-    save(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / name)
-    read = [row["question"] for _, row in read_rows(str(tmp_path / name))]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / "p.parquet")
+    read = [row["question"] for _, row in read_rows(str(tmp_path / "p.parquet"))]
     assert read == rows
 
 
@@ -290,20 +252,12 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
     )
     given = {"enable_thinking": False, "style": "terse"}
     assert shown(template, "u", chat_arguments=given) == "brief terse<user>u<bot>"
-    said = r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
+    said = r"does not read enable_thinkng of data\.chat_arguments, but .*enable_thinking,.*: correct or"
     with pytest.raises(DataError, match=said):
         shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
-    with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments: remove it$"):
+    with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments, but"):
         shown(template, "u", chat_arguments={"zzz": []})
     assert shown(template, "u", chat_arguments={"chat_template": EVERY}) == "<user>u<bot>"
-
-
-@pytest.mark.parametrize(
-    "chance", ["{{ ['hi', 'ho'] | random }}", "{{ lipsum(1) }}", "{% if [1, 0] | random %}hm{% endif %}"]
-)
-def test_a_template_whose_text_varies_is_refused(shown: Any, chance: str) -> None:
-    with pytest.raises(DataError, match="writes a different text each time"):
-        shown(EVERY + chance, "u")
 
 
 def dated(home: Path, steps: int, **data: Any) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import itertools
 import json
@@ -202,13 +201,6 @@ def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_pat
     assert texts(tmp_path / "*.json*") == ["one", "two", "three"]
 
 
-def stream(path: Path, *questions: str) -> None:
-    """Return an Arrow file as `datasets` writes it."""
-    rows = pyarrow.Table.from_pylist([{"question": each, "answer": each[0]} for each in questions])
-    with pyarrow.ipc.new_stream(path, rows.schema) as file:
-        file.write_table(rows)
-
-
 def texts(path: Path | str) -> list[str]:
     return [prompt.text for prompt in load_prompts(DataConfig(path=str(path)), encode)]
 
@@ -221,16 +213,11 @@ def saved(folder: Path, *questions: str, shards: int = 1) -> Path:
 
 
 def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
-    """Its state names its files. Other files are left by later work."""
     folder = saved(tmp_path / "saved", "one", "two", "three", shards=2)
-    stream(folder / "cache-0123456789abcdef.arrow", "ONE", "TWO", "THREE")
-    assert texts(folder) == texts(folder / "d*.arrow") == ["one", "two", "three"]
+    assert texts(folder) == ["one", "two", "three"]
     datasets.load_from_disk(str(folder)).select([2, 0]).save_to_disk(tmp_path / "some")
     assert texts(tmp_path / "some") == ["three", "one"]
-    second = folder / "data-00001-of-00002.arrow"
-    second.write_bytes(b"no arrow")
-    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
-        texts(second)
+    (folder / "data-00001-of-00002.arrow").write_bytes(b"no arrow")
     with pytest.raises(DataError, match=r"saved is not a data set that can be read \(.*\): save it again"):
         texts(folder)
 
@@ -299,10 +286,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path, name: str, content: by
         ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save the file as"),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
-        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed with zstd, but .*: unpack it with zstd -d"),
-        ("rows.jsonl.xz", lzma.compress(LINES), r"is packed with xz, but .*: unpack it with xz -d rows\.jsonl\.xz$"),
-        ("rows.jsonl", bz2.compress(LINES), r"is packed with bzip2, but"),
-        ("rows.json", b"PK\x03\x04", r"is packed with zip, but"),
+        ("rows.jsonl.xz", lzma.compress(LINES), r"rows\.jsonl\.xz, line 1 is not JSON: byte 1 is not UTF-8"),
         ("rows.jsonl", b"", r"rows\.jsonl contains no prompts"),
         ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl contains no prompts"),
     ],

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +19,6 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TRIES = 32  # number of renderings that detect a template which chooses between texts at random
 
 
 # -- messages of a file's row ------------------------------------------------------------------------------------------
@@ -29,15 +26,15 @@ _TRIES = 32  # number of renderings that detect a template which chooses between
 
 def messages_of(question: Any, where: str) -> Messages | None:
     """Return a prompt's messages in the format of TRL, verl and OpenAI. Return None if the prompt is not a list of
-    messages. In the result, the content of a message is a text or a list of texts. Raises DataError if a message has
-    other content, such as an image. `where` names the row in the error."""
+    messages. In the result, the content of a message is a text. Raises DataError if a message has other content, such
+    as an image. `where` names the row in the error."""
     if isinstance(question, str):
         question = _parsed(question)
     if not isinstance(question, Sequence) or isinstance(question, str) or not question:
         return None
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.keys() & _CARRIES for m in question):
         return None
-    return [_of_texts(message, f"{where}, message {number}") for number, message in enumerate(question)]
+    return [_with_text(message, f"{where}, message {number}") for number, message in enumerate(question)]
 
 
 _CARRIES = {"content", "tool_calls"}
@@ -55,19 +52,19 @@ def _parsed(text: str) -> Any:
 
 def text_of(messages: Messages) -> str:
     """Return the contents of the messages as one text, for display and for comparing prompts."""
-    contents = [message.get("content") or "" for message in messages]
-    return "\n".join(content if isinstance(content, str) else "\n".join(content) for content in contents)
+    return "\n".join(message["content"] for message in messages)
 
 
-def _of_texts(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message whose content is a text, or a list of texts if the message has several parts. Keys without a
-    value are left out, because templates may write `None`. Raises DataError for other content. `where` names the
-    message in the error."""
+def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message whose content is a text. Keys without a value are left out, because templates may write `None`.
+    Raises DataError for other content. `where` names the message in the error."""
     content = message.get("content")
     message = {key: value for key, value in message.items() if value is not None}
     if isinstance(content, list) and content:
         texts = [_text_of(part, where) for part in content]
-        return message | {"content": texts if len(texts) > 1 else texts[0]}
+        if len(texts) > 1:
+            raise DataError(f"{where} has {len(texts)} parts: join them, because templates differ in how they do")
+        return message | {"content": texts[0]}
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message | {"content": content or ""}
     raise DataError(f"{where} ({message['role']}) has no text: its content is {content!r:.60}")
@@ -102,41 +99,12 @@ class ChatTemplate:
         """Return the text of a prompt, given as messages. If the last message has the role assistant, the text ends
         with that message, and the response continues it. Raises DataError if the template does not support the
         messages."""
-        turns = [self.joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
             self._refuse_unknown_roles(turns)
-            self._refuse_chance(turns)
             self._refuse_dropped(turns)
             self._tried.add(shape)
         return self._to_continue(turns) if turns[-1]["role"] == "assistant" else self.apply(turns)
-
-    def joined(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """Return a message whose content is one text."""
-        texts = turn.get("content")
-        if not isinstance(texts, list):
-            return turn
-        between, strips = self._between_parts
-        return turn | {"content": between.join(text.strip() if strips else text for text in texts)}
-
-    @cached_property
-    def _between_parts(self) -> tuple[str, bool]:
-        """Text that the template writes between two text parts of a message, and whether it strips white space of
-        parts.
-
-        Most templates that support parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5.
-        If a template does not support parts, they are joined by line breaks, as in vLLM and llama.cpp."""
-        parts = [{"type": "text", "text": text} for text in (f"{_mark(0)} ", f" {_mark(1)}")]
-        try:
-            text = self.apply([{"role": "user", "content": parts}])
-        except DataError:
-            return "\n", False
-        found = re.search(f"{_mark(0)}(\\s*){_mark(1)}", text)
-        if not found:
-            return "\n", False
-        between = found[1]
-        strips = not (between.startswith(" ") and between.endswith(" ") and len(between) > 1)
-        return (between, True) if strips else (between[1:-1], False)
 
     def apply(self, turns: Messages) -> str:
         """Return the text that the template writes for messages, without checking them. Raises DataError."""
@@ -152,7 +120,7 @@ class ChatTemplate:
         """Return the text of the messages up to the end of the last message, which the response continues. The option
         `continue_final_message` of transformers is not used, because it loses white space if the template trims
         messages."""
-        content = turns[-1].get("content") or ""
+        content = turns[-1]["content"]
         text = self.apply([*turns[:-1], turns[-1] | {"content": content + _mark(0)}])
         whole, mark, _ = text.rpartition(_mark(0))
         if not mark or not _bare(whole).endswith(_bare(content)):
@@ -175,34 +143,19 @@ class ChatTemplate:
             raise DataError(f"the tokenizer's chat template is not valid: {error}") from None
         read = meta.find_undeclared_variables(environment.parse(template)) | {"chat_template"}
         for name in self.arguments.keys() - read:
-            near = difflib.get_close_matches(name, read, cutoff=0.5)
             if name == "tools":
                 raise DataError("the chat template does not show tools to the model: use a model whose template does")
             raise DataError(
-                f"the chat template does not read {name} of data.chat_arguments: "
-                + (f"did you mean {' or '.join(near)}?" if near else "remove it")
+                f"the chat template does not read {name} of data.chat_arguments, but {', '.join(sorted(read))}: "
+                "correct or remove it"
             )
 
     def _refuse_unknown_roles(self, turns: Messages) -> None:
         """Raise DataError for a role that is neither in `ROLES` nor named in the template."""
         for turn in turns:
             if turn["role"] not in ROLES and turn["role"] not in str(self.tokenizer.chat_template):
-                raise DataError(
-                    f"the chat template does not know the role {turn['role']!r}: use {', '.join(ROLES[:-1])} or "
-                    f"{ROLES[-1]}"
-                )
-
-    def _refuse_chance(self, turns: Messages) -> None:
-        """Raise DataError if the template writes different texts for the same messages, for example at random."""
-        texts = sorted({self.apply(turns) for _ in range(_TRIES)})
-        if len(texts) > 1:
-            differ = (i for i in range(len(texts[0])) if not texts[1].startswith(texts[0][: i + 1]))
-            place = next(differ, len(texts[0]))
-            one, other = (text[place : place + 20] for text in texts[:2])
-            raise DataError(
-                "the tokenizer's chat template writes a different text each time, so no run could be resumed: remove "
-                f"the part of chat_template that writes {one!r} and {other!r}"
-            )
+                known = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+                raise DataError(f"the chat template does not know the role {turn['role']!r}: use {known}")
 
     def _refuse_dropped(self, turns: Messages) -> None:
         """Raise DataError if the template leaves out the content, the tool calls or the tools of a message. It may
@@ -214,7 +167,7 @@ class ChatTemplate:
         ]
         text = self.apply(marked)
         for i, turn in enumerate(turns):
-            which = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
+            which = f"the {turn['role']} message {turn['content'][:40]!r}"
             if _mark(i) not in text and not turn.get("tool_calls"):
                 raise DataError(
                     f"the tokenizer's chat template leaves out {which}: move its text into a message that the "

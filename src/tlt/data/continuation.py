@@ -105,7 +105,7 @@ class Continuation:
         """Return the text that the template writes after the content or the last tool call of the model's turn. It ends
         with the beginning of the model's next turn. `mark` is a text that the replies do not contain."""
         assert self.template
-        before = [self.template.joined(message) for message in before] or [_USER]
+        before = [*before] or [_USER]
         if before[-1]["role"] == "assistant":  # the response continues this message
             before.pop()
         own = _marked(turn, mark)

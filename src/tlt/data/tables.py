@@ -19,17 +19,11 @@ class DataError(ValueError):
     """Error for prompts that cannot be used. The message names the file, the row and the remedy."""
 
 
-KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
+KINDS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 _OF_SAVED = ("state.json", "dataset_dict.json")  # files of a data set that `datasets` saved to disk
 _OF_FUNCTIONS = ("tool_calls", "tools")  # columns whose objects have different keys in each row
 _BATCH = 1000  # rows that are in memory at once as an Arrow table
 _GZIP = b"\x1f\x8b"
-_OTHER_PACKING = {  # first bytes of a file -> name of its compression, and the command that unpacks it
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
-    b"\xfd7zXZ\x00": ("xz", "xz -d"),
-    b"BZh": ("bzip2", "bzip2 -d"),
-    b"PK\x03\x04": ("zip", "unzip"),
-}
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -37,7 +31,7 @@ def read_rows(path: str) -> Iterator[tuple[str, Any]]:
     as `data/*.jsonl`. The position is text for error messages. Files are read in the order of their names. Raises
     DataError."""
     for file in files_of(path):
-        read = _saved if file.is_dir() else {".parquet": _parquet, ".arrow": _arrow}.get(file.suffix, _json)
+        read = _saved if file.is_dir() else _parquet if file.suffix == ".parquet" else _json
         for where, row in read(file):
             yield f"{file}, {where}", row
 
@@ -79,11 +73,6 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     if text.startswith(_GZIP):
         with errors_as(DataError, f"{path} is not a gzip file that can be read"):
             text = gzip.decompress(text)
-    for start, (kind, command) in _OTHER_PACKING.items():
-        if text.startswith(start):
-            raise DataError(
-                f"{path} is packed with {kind}, but tlt unpacks only gzip: unpack it with {command} {path.name}"
-            )
     text = text.removeprefix(codecs.BOM_UTF8)
     if text.lstrip()[:1] == b"[":
         yield from ((f"row {number}", row) for number, row in enumerate(_parsed(text, str(path))))
@@ -104,16 +93,6 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     parquet = _library("pyarrow.parquet", path)
     with errors_as(DataError, f"{path} is not a Parquet file that can be read"):
         yield from _numbered(parquet.ParquetFile(path).iter_batches())
-
-
-def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
-    pyarrow = _library("pyarrow", path)
-    with (
-        errors_as(DataError, f"{path} is not an Arrow file that can be read"),
-        pyarrow.memory_map(str(path)) as source,
-        pyarrow.ipc.open_stream(source) as stream,
-    ):
-        yield from _numbered(stream)
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
