@@ -34,7 +34,7 @@ from tlt.draft.calibration import Calibration
 from tlt.draft.choose import make_drafters
 from tlt.draft.strategy import PLAIN
 from tlt.engine.backend import make_tuner
-from tlt.engine.bandit import strategies
+from tlt.engine.choice import strategies
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json
@@ -177,7 +177,7 @@ class _Bench:
         found = [(batch, f"batch {batch}", max(2 * G, 2 * batch)) for batch in batches]
         return found + ([(tail, f"rollout of {tail}", tail)] if tail else [])
 
-    def contenders(self, batch: int) -> list[_Contender]:
+    def contenders(self) -> list[_Contender]:
         speculation = self.config.speculation
         drafters, _ = make_drafters(speculation, self.target)
         found = [_Contender("plain", Fixed(PLAIN)), _Contender("plain, harvest", Fixed(PLAIN), harvest=True)]
@@ -188,10 +188,9 @@ class _Bench:
             strategy = PLAIN._replace(ahead=width)
             found.append(_Contender(strategy.name, Fixed(strategy), looks_ahead=True))
         if speculation.drafter == "adaptive":
-            engine = self.config.engine.model_copy(update={"max_rows": batch})
             for looks_ahead in (False, True) if self.older else (False,):
                 name = "adaptive, look-ahead" if looks_ahead else "adaptive"
-                found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
+                found.append(_Contender(name, make_tuner(speculation, self.target, drafters), looks_ahead=looks_ahead))
         if odd := [only for only in self.only if not any(c.name.startswith(only) for c in found)]:
             names = ", ".join(c.name for c in found)
             raise ConfigError(f"--only {odd[0]}: no strategy begins with this; there are {names}")
@@ -199,7 +198,7 @@ class _Bench:
 
     def rows(self, batch: int, label: str, count: int, repeats: int) -> list[dict[str, Any]]:
         threads = self._best_threads(batch, count)
-        contenders = self.contenders(batch)
+        contenders = self.contenders()
         for repeat in range(-1, 2 * repeats):  # the first repeat is the warm-up
             requests = bench_requests(self.config, self.prompts, self.params, count, max(0, repeat + 1))
             in_turn = contenders if repeat % 2 else contenders[::-1]

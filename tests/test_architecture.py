@@ -45,7 +45,6 @@ LARGER = {
     "draft/eagle.py:EagleLayer": (57, 7, 14),
     "draft/learned.py:EagleDrafter": (120, 12, 13),
     "engine/asynchronous.py:AsyncEngine": (141, 16, 8),
-    "engine/bandit.py:Bandit": (207, 20, 16),
     "engine/engine.py:Engine": (253, 27, 14),
     "engine/kv_cache.py:KVCache": (125, 18, 6),
     "engine/protocol.py:RolloutEngine": (73, 16, 0),

@@ -149,11 +149,7 @@ def home(home: Path) -> Path:
 
 @pytest.mark.parametrize("bound", ["least", "most"])
 @pytest.mark.parametrize("place", range(len(OTHERS) + 1))
-def test_bounds_run_or_are_refused_by_name(place: int, bound: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
-        return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
-
-    monkeypatch.setattr("tlt.engine.backend.profile", even)  # the start-up profile takes seconds
+def test_bounds_run_or_are_refused_by_name(place: int, bound: str, home: Path) -> None:
     group = []
     for value in VALUES:
         if place_of(value) == place and value.bound == bound:

@@ -13,8 +13,9 @@ from tlt.build import backend_of, open_target, open_workplace, settled, starting
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
+from tlt.draft.choose import make_drafters
 from tlt.engine.backend import make_tuner
-from tlt.engine.bandit import Bandit
+from tlt.engine.choice import Adaptive
 from tlt.models.choose import make_target
 from tlt.models.families import ModelError
 from tlt.run.about import about_model
@@ -71,9 +72,10 @@ def test_workers_that_share_cores_do_not_look_ahead(
 def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, cluster={"workers": 2}, speculation={"drafter": "adaptive"})
     target = make_target(config.model)
-    tuner = make_tuner(config.speculation, config.engine, target, starting_drafter(config, target.options))
-    assert isinstance(tuner, Bandit)
-    assert tuner.chances == {"eagle": 0.0}
+    drafters, _ = make_drafters(config.speculation, target, starting_drafter(config, target.options))
+    tuner = make_tuner(config.speculation, target, drafters)
+    assert isinstance(tuner, Adaptive)
+    assert tuner.seen.priors == {"eagle": 0.0}
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -78,7 +78,7 @@ def tiny_tree(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         "reward": {"name": "tiny_rewards:share_of_low_bytes"},
         "rollout": {"prompts_per_step": 2, "group_size": 3, "max_new_tokens": 16, "temperature": 0.6},
         "engine": {"max_rows": 4, "kv_memory_mb": 1},
-        "speculation": {"drafter": "suffix"},  # needs no start-up profile
+        "speculation": {"drafter": "suffix"},
         "train": {"steps": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64},
         "run": {"folder": str(folder / "run"), "seed": 1},
     }

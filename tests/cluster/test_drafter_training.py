@@ -69,7 +69,7 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
         return made[0]
 
     order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
-    learned = Fixed(Strategy("eagle", 3))  # without a profile at start-up
+    learned = Fixed(Strategy("eagle", 3))
     with (
         patch("tlt.cluster.drafter_training.DrafterTraining", noted),
         patch("tlt.engine.backend.make_tuner", lambda *arguments: learned),

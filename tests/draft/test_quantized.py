@@ -8,7 +8,7 @@ import small
 import torch
 from small import PROMPTS, Target, build, make_requests
 
-from tlt.config import EngineConfig, SpeculationConfig
+from tlt.config import SpeculationConfig
 from tlt.draft.choose import make_drafters
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import DrafterError
@@ -128,6 +128,6 @@ def test_where_it_does_not_work_it_is_left_out_or_refused(monkeypatch: pytest.Mo
 
 
 def test_a_recipe_sets_the_largest_number_of_draft_tokens() -> None:
-    tuner = make_tuner(SpeculationConfig(drafter="quantized", depth=3), EngineConfig(), Target().decoder)
+    tuner = make_tuner(SpeculationConfig(drafter="quantized", depth=3), Target().decoder, ())
     assert isinstance(tuner, Fixed)
     assert tuner.strategies == (Strategy("quantized", 3, 0.3),)

@@ -21,7 +21,6 @@ from tlt.draft.chains import Draft
 from tlt.draft.eagle import eagle_options
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine import drafting, noise
-from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.spot.buffer import Harvest
@@ -272,17 +271,6 @@ def test_look_ahead_rows_are_preempted_by_a_full_cache(monkeypatch: pytest.Monke
     assert made.make_room(AHEAD)
     assert [row.ahead for row in made.rows] == [False]
     assert made.stats.preemptions == 0
-
-
-def test_the_profile_is_measured_in_the_first_rollout() -> None:
-    """Earlier, other processes of the run start on the same cores."""
-    measured = list[None]()
-    tuner = Bandit([PLAIN], lambda: measured.append(None) or {1: {PLAIN: 1.0}})
-    made = Engine(target().decoder, EngineConfig(), [], tuner)
-    made.release()
-    assert not measured
-    made.start(())
-    assert measured == [None]
 
 
 def test_repeated_look_ahead_requests_continue_and_others_leave() -> None:

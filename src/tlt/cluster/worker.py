@@ -89,7 +89,7 @@ class Worker:
         if work.rollout != self._rollout:
             other.release()
         self._enter_rollout(work.rollout, work.drafts, engine)
-        began = time.perf_counter()  # after the start-up profile of the first rollout, which does not count
+        began = time.perf_counter()
         if work.coming is not None:
             self._coming = work.coming if engine.tuner.free_rows(1) > 1 else ()
             engine.look_ahead(self._coming)

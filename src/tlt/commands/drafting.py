@@ -155,7 +155,7 @@ def harvest(
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
     speculation = bench.config.speculation.model_copy(update=changes)
     drafters, _ = make_drafters(speculation, bench.target)
-    tuner = make_tuner(speculation, bench.config.engine, bench.target)
+    tuner = make_tuner(speculation, bench.target, drafters)
     layout = layer.options.layout
     spell = load_detokenizer(bench.config.model)
     engine = Engine(

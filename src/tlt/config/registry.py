@@ -17,6 +17,8 @@ class DrafterEntry(NamedTuple):
     """A draft ends where the estimated probability that all its tokens are accepted would fall below this."""
     learned: bool = False
     """whether the drafter needs trained weights, from speculation.path or from training during the run"""
+    preparation: float = 0.0
+    """duration of the drafter's first draft, in rounds of plain decoding"""
 
 
 class RewardEntry(NamedTuple):
@@ -49,7 +51,7 @@ BACKENDS = {
 # slower.
 DRAFTERS = {
     "eagle": DrafterEntry("tlt.draft.learned:make", (1, 2, 4, 8, 16), 0.3, learned=True),
-    "quantized": DrafterEntry("tlt.draft.quantized:make", (1, 2, 4, 8), 0.3),
+    "quantized": DrafterEntry("tlt.draft.quantized:make", (1, 2, 4, 8), 0.3, preparation=25),  # quantizes the model
     "suffix": DrafterEntry("tlt.draft.suffix:make", (4,), 0.5),
 }
 REWARDS = {

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import AheadStore
 from tlt.draft.choose import make_drafters
+from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.bandit import Bandit, strategies, with_ahead
+from tlt.engine.choice import Adaptive, strategies, with_ahead
 from tlt.engine.engine import Engine
-from tlt.engine.profile import profile
 from tlt.engine.protocol import Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.models.choose import load_target, make_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores, torch_device
-from tlt.progress import working
 from tlt.spot.buffer import Harvest
 from tlt.trace import Tracer
 
@@ -72,9 +71,8 @@ class OwnBackend:
         speculation = config.speculation
         adaptive = speculation.drafter == "adaptive"
         learned = f" with {speculation.path}" if speculation.path else ""
-        slow = "; the speed of each drafter is measured first" if adaptive else ""
         shared = ", without look-ahead, because workers share cores" if adaptive and share_cores(config) else ""
-        return f"{speculation.drafter}{learned}{shared}{slow}"
+        return f"{speculation.drafter}{learned}{shared}"
 
 
 def make_engine(
@@ -88,10 +86,9 @@ def make_engine(
     store: AheadStore | None = None,
 ) -> Engine:
     """Return tlt's own engine for a recipe. The target needs weights only when the first rollout starts. `layer`
-    replaces the learned drafter that the recipe names. If the recipe's drafter is `adaptive`, the first rollout begins
-    with the start-up profile, which times drafts and target passes."""
+    replaces the learned drafter that the recipe names."""
     drafters, layout = make_drafters(speculation, target, layer)
-    tuner = make_tuner(speculation, config, target, layer)
+    tuner = make_tuner(speculation, target, drafters)
     return Engine(
         target,
         config,
@@ -105,19 +102,12 @@ def make_engine(
     )
 
 
-def make_tuner(
-    config: SpeculationConfig, engine: EngineConfig, target: Decoder, layer: EagleLayer | None = None
-) -> Tuner:
+def make_tuner(config: SpeculationConfig, target: Decoder, drafters: Iterable[Drafter]) -> Tuner:
+    """Return the tuner of a recipe's engine, which has these drafters."""
     if config.drafter == "off":
         return Fixed(PLAIN)
     if config.drafter != "adaptive":
         return Fixed(Strategy(config.drafter, config.depth, DRAFTERS[config.drafter].min_chance))
-    drafters, layout = make_drafters(config, target, layer)
-    arms = with_ahead(strategies(drafter.name for drafter in drafters))
-    known = {drafter.name: drafter.acceptance_rate for drafter in drafters if drafter.acceptance_rate is not None}
-
-    def measure() -> dict[int, dict[Strategy, float]]:
-        with working("start-up profile"):
-            return profile(target, engine, drafters, arms, layout)
-
-    return Bandit(arms, measure, known)
+    rates = {drafter.name: drafter.acceptance_rate for drafter in drafters}
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    return Adaptive(with_ahead(strategies(rates)), known, padded=target.device.type != "cpu")

@@ -118,7 +118,6 @@ class Engine(Generates):
             self.keep_ahead()
             self.rollout = self._new_rollout()
             self._in_round = False
-        self.tuner.rollout_begins()
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
@@ -223,10 +222,10 @@ class Engine(Generates):
             self.cache.check(self.rollout.version)
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
-        took = time.perf_counter() - start
+        took, drafting = time.perf_counter() - start, clock.seconds["draft"]
         counts = [draft_counts(row, draft, taken) for row, draft, taken in zip(now.rows, drafts, tokens, strict=True)]
         committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
-        self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
+        self.tuner.record(RoundResult(strategy, took, drafting, sampled.computed, committed, scored, proposed))
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._in_round = False

@@ -69,6 +69,8 @@ class Sampled(NamedTuple):
     """[B] whether all values of a row are finite"""
     features: Tensor | None = None
     """[B, N, F] hidden states for the feature window; None if there is no window"""
+    computed: int = 0
+    """number of tokens that the pass computed, padding included"""
 
 
 class Runner:
@@ -162,7 +164,9 @@ class Runner:
         features = [new.pad(x.flatten(0, 1)) for x in features]
         tokens, logprobs, full = to_host(*found)
         finite = [bool(row.all()) for row in np.isfinite(full)]
-        return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, *features)
+        computed = new.tokens.numel() if new.real is None else len(new.real)
+        lists = tokens.tolist(), logprobs.tolist(), full.tolist()
+        return Sampled(*lists, finite, features[0] if features else None, computed)
 
     def _pass(
         self, first: int, new: NewTokens, lengths: Sequence[int], graphs: GraphedPasses | None = None

@@ -1,5 +1,5 @@
-"""Protocol of tuners, which pick the strategy of each round. `Fixed` always uses the same strategy. `Bandit` (in
-bandit.py) uses the fastest one. This module does not import torch."""
+"""Protocol of tuners, which pick the strategy of each round. `Fixed` always uses the same strategy. `Adaptive` (in
+choice.py) uses the fastest one. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ class RoundResult(NamedTuple):
 
     strategy: Strategy
     seconds: float
+    drafting: float
+    """seconds of the draft, part of `seconds`"""
+    computed: int
+    """number of tokens in the target pass"""
     tokens: Sequence[int]
     """number of committed tokens of each row"""
     scored: bool
-    """whether the tuner may learn from `seconds`; False, for example, if the round had a prefill"""
+    """whether the tuner may learn from the seconds; False, for example, if the round had a prefill"""
     ahead: Sequence[int] = ()
     """number of look-ahead draft tokens of each row; empty if no row had any"""
 
@@ -32,10 +36,6 @@ class Tuner(Protocol):
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         """Return the strategy for a round of `rows` active rows with `context` tokens on average. `usable`: names of
         the drafters that work. `offers`: number of look-ahead tokens that each row could draft."""
-        ...
-
-    def rollout_begins(self) -> None:
-        """Prepare for a rollout. The tuner may run its measurements here, because no round runs."""
         ...
 
     def record(self, result: RoundResult) -> None:
@@ -74,8 +74,6 @@ class Fixed:
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         strategy = self.strategies[0]
         return strategy if strategy.drafter in usable else PLAIN._replace(ahead=strategy.ahead)
-
-    def rollout_begins(self) -> None: ...
 
     def record(self, result: RoundResult) -> None: ...
 

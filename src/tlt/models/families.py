@@ -166,7 +166,7 @@ def _refuse_sizes(options: DecoderOptions) -> None:
         )
 
 
-_LEAST_POSITIONS = 3  # one token of a prompt, and the two that the start-up profile decodes
+_LEAST_POSITIONS = 3  # one token of a prompt, and two of a response
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("intermediate_size", "max_positions"),

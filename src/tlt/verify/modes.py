@@ -12,7 +12,7 @@ from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.replica import Replica
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
-from tlt.draft.choose import all_drafters
+from tlt.draft.choose import all_drafters, make_drafters
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
@@ -95,7 +95,7 @@ class _Maker:
         self.policy = policy
         self.layer = _learned_layer(config, target)
         adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
-        self.adaptive = make_tuner(adaptive, config.engine, target)
+        self.adaptive = make_tuner(adaptive, target, make_drafters(adaptive, target)[0])
 
     def one_drafter(self) -> dict[str, Rollout]:
         """Return the modes that always draft with one drafter."""

@@ -11,16 +11,21 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.bandit import Bandit, strategies, with_ahead
-from tlt.engine.estimates import bucket_of
+from tlt.engine.choice import (
+    AcceptanceRates,
+    Adaptive,
+    RoundTimes,
+    size_class,
+    strategies,
+    with_ahead,
+)
 from tlt.engine.tuner import Fixed, RoundResult
 
 ARMS = [PLAIN, *(Strategy(drafter, depth) for drafter in ("eagle", "suffix") for depth in (1, 2, 4))]
@@ -43,8 +48,10 @@ class World:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def seconds(self, arm: Strategy, rows: int) -> float:
-        verified = 1.0 + self.per_token * rows * arm.new
-        return verified + (arm.depth * self.per_level[arm.drafter] if arm.drafter != PLAIN.drafter else 0.0)
+        return 1.0 + self.per_token * rows * arm.new + self.drafting(arm)
+
+    def drafting(self, arm: Strategy) -> float:
+        return arm.depth * self.per_level[arm.drafter] if arm.drafter != PLAIN.drafter else 0.0
 
     def tokens(self, arm: Strategy) -> float:
         return 1.0 if arm.drafter == PLAIN.drafter else sum(self.right[arm.drafter] ** k for k in range(arm.depth + 1))
@@ -63,11 +70,6 @@ class World:
                 tokens[row] += 1
         return tokens
 
-    def profile(
-        self, wrong: Callable[[Strategy], float] = lambda arm: 1.0, arms: Collection[Strategy] = ARMS
-    ) -> dict[int, dict[Strategy, float]]:
-        return {rows: {arm: self.seconds(arm, rows) * wrong(arm) for arm in arms} for rows in (*ROWS, 256)}
-
 
 def widths(arm: Strategy, offers: Sequence[int]) -> list[int]:
     """Return the number of look-ahead tokens that are verified for each row."""
@@ -75,7 +77,7 @@ def widths(arm: Strategy, offers: Sequence[int]) -> list[int]:
 
 
 def seconds_of(world: World, arm: Strategy, offers: Sequence[int]) -> float:
-    """Return the seconds of a pass, which is as wide as its longest chain, whatever the strategy allows."""
+    """Return the seconds of a padded pass, which is as wide as its longest chain."""
     return world.seconds(arm._replace(ahead=max(widths(arm, offers))), len(offers))
 
 
@@ -91,7 +93,7 @@ class Played:
 
 
 def play(
-    tuner: Bandit,
+    tuner: Adaptive,
     world: World,
     rows: Callable[[int], int] | int,
     rounds: int,
@@ -111,12 +113,13 @@ def play(
         extra = world.catch_up if arm.drafter not in (drafter, "plain") else 0.0
         drafter = arm.drafter
         seconds = seconds_of(world, arm, offered) + extra
-        measured = seconds * math.exp(world.rng.gauss(0, world.noise))
+        noise = math.exp(world.rng.gauss(0, world.noise))
         tokens = world.play(arm, B)
         for row, width in enumerate(ahead):
             if width:
                 tokens[row] = 1 + next((k for k in range(width) if world.rng.random() >= right), width)
-        tuner.record(RoundResult(arm, measured, tokens, True, ahead))
+        drafting, computed = world.drafting(arm) + extra, B * arm._replace(ahead=max(ahead)).new
+        tuner.record(RoundResult(arm, seconds * noise, drafting * noise, computed, tokens, True, ahead))
         expected = B * world.tokens(arm)
         arms.append(arm)
         without.append(tuner.current)
@@ -126,27 +129,16 @@ def play(
     return Played(arms, without, 1 - ideal / spent, plain / spent)
 
 
-def test_the_time_of_a_plain_round_depends_on_its_rows() -> None:
-    """Rounds of three rows count for the bucket of four, with the ratio of the profile."""
-    world = World(right={"eagle": 0.3, "suffix": 0.7}, per_token=0.2, noise=0.0)
-    bandit = Bandit(ARMS, world.profile, {"eagle": 0.3})
-    play(bandit, world, lambda turn: 3 + turn % 2, 600)
-    seconds = bandit.times.seconds(PLAIN, bucket_of(4, 100.0))
-    assert seconds == pytest.approx(world.seconds(PLAIN, 4), rel=0.01)
-    assert seconds * bandit.times.share(PLAIN, 3) == pytest.approx(world.seconds(PLAIN, 3), rel=0.1)
-
-
 @pytest.mark.parametrize(("rows", "seed"), [(1, 0), (1, 1), (4, 0), (16, 1), (64, 2)])
 def test_it_is_soon_near_the_best_strategy(rows: int, seed: int) -> None:
-    world, bandit = World(rng=random.Random(seed)), Bandit(ARMS, World().profile)
-    assert play(bandit, world, rows, 600).regret < (0.1 if rows == 1 else 0.05)
-    assert play(bandit, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)
+    world, tuner = World(rng=random.Random(seed)), Adaptive(ARMS)
+    assert play(tuner, world, rows, 600).regret < (0.1 if rows == 1 else 0.05)
+    assert play(tuner, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)
 
 
-def any_world(seed: int) -> tuple[World, Bandit]:
-    """Return a random simulation, and a tuner whose profile of it is wrong by about 10 %."""
+def any_world(seed: int) -> World:
     rng = random.Random(seed)
-    world = World(
+    return World(
         right={"eagle": rng.choice([0, 0.2, 0.4, 0.6, 0.8, 0.95]), "suffix": rng.choice([0, 0.1, 0.3, 0.6])},
         per_token=rng.choice([0.002, 0.02, 0.06, 0.2]),
         per_level={"eagle": rng.choice([0.05, 0.12, 0.33]), "suffix": rng.choice([0.002, 0.02, 0.1])},
@@ -154,18 +146,16 @@ def any_world(seed: int) -> tuple[World, Bandit]:
         noise=rng.choice([0.02, 0.05, 0.1]),
         rng=rng,
     )
-    wrong = {arm: math.exp(rng.gauss(0, 0.1)) for arm in ARMS}
-    return world, Bandit(ARMS, partial(world.profile, lambda arm: wrong[arm]))
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_it_is_never_slower_than_plain_decoding(rows: int) -> None:
     """Neither in a first rollout of 300 rounds, in which the rows end one by one, nor in the next three rollouts."""
     for seed in range(rows % 3, 20, 3):
-        world, bandit = any_world(seed)
+        world, tuner = any_world(seed), Adaptive(ARMS)
         for rounds in (300, 900):
-            played = play(bandit, world, lambda turn: max(1, rows - rows * (turn % 300) // 300), rounds)
-            assert 1 / played.against_plain <= 1.02, (seed, rounds)
+            played = play(tuner, world, lambda turn: max(1, rows - rows * (turn % 300) // 300), rounds)
+            assert 1 / played.against_plain <= 1.03, (seed, rounds)
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -176,29 +166,29 @@ def test_it_follows_a_drafter_that_gets_worse_or_better(rows: int) -> None:
         (worse, {"eagle": 0.1, "suffix": 0.1}, 200, 0.2 if rows == 1 else 0.05),
         (better, {"eagle": 0.85, "suffix": 0.1}, 1000, 0.05),
     ):
-        bandit = Bandit(ARMS, world.profile)
-        play(bandit, world, rows, 500)
+        tuner = Adaptive(ARMS)
+        play(tuner, world, rows, 500)
         world.right = change
-        play(bandit, world, rows, rounds)
-        assert play(bandit, world, rows, 300).regret < most
+        play(tuner, world, rows, rounds)
+        assert play(tuner, world, rows, 300).regret < most
 
 
 def test_time_that_drafts_saved_long_ago_may_not_be_lost_again() -> None:
     """Both drafters were good, and neither will be again. Trying them costs no more than if they had never been."""
     world = World()
-    bandit = Bandit(ARMS, world.profile)
-    assert play(bandit, world, 4, 1500).against_plain > 1.5
+    tuner = Adaptive(ARMS)
+    assert play(tuner, world, 4, 1500).against_plain > 1.5
     world.right = {"eagle": 0.0, "suffix": 0.0}
-    play(bandit, world, 4, 1500)
-    assert play(bandit, world, 4, 1000).against_plain > 0.97
+    play(tuner, world, 4, 1500)
+    assert play(tuner, world, 4, 1000).against_plain > 0.97
 
 
 def test_a_wrong_evaluation_costs_little_and_a_cheap_drafter_is_tried() -> None:
     world = World({"eagle": 0.05, "suffix": 0.0})
-    bandit = Bandit(ARMS, world.profile, {"eagle": 0.6})
-    assert play(bandit, world, lambda turn: 64 if turn % 120 < 80 else 4, 2400).against_plain > 0.98
+    tuner = Adaptive(ARMS, {"eagle": 0.6})
+    assert play(tuner, world, lambda turn: 64 if turn % 120 < 80 else 4, 2400).against_plain > 0.98
     world.right["eagle"] = 0.0
-    played = play(Bandit(ARMS, world.profile, {"eagle": 0.9}), world, 1, 2000)
+    played = play(Adaptive(ARMS, {"eagle": 0.9}), world, 1, 2000)
     tried = Counter(arm.drafter for arm in played.arms)
     assert tried["suffix"] > tried["eagle"] > 0
     assert played.against_plain > 0.985
@@ -208,7 +198,7 @@ def test_a_wrong_evaluation_costs_little_and_a_cheap_drafter_is_tried() -> None:
 def test_a_drafter_published_in_a_rollout_is_used_at_once(rows: int) -> None:
     """A drafter that was never trained is not tried. An evaluated drafter is used at once."""
     world = World(right={"eagle": 0.0, "suffix": 0.4})
-    tuner = Bandit(ARMS, world.profile, {"eagle": 0.0})
+    tuner = Adaptive(ARMS, {"eagle": 0.0})
     cold = play(tuner, world, rows, 400)
     assert all(arm.drafter != "eagle" for arm in cold.arms)
     world.right["eagle"] = 0.8
@@ -216,19 +206,19 @@ def test_a_drafter_published_in_a_rollout_is_used_at_once(rows: int) -> None:
     warm = play(tuner, world, rows, 100)
     assert sum(arm.drafter == "eagle" for arm in warm.arms[10:]) > 80
     tuner.renew("eagle", None)
-    assert "eagle" not in tuner.seen.seen, "nothing is known of it"
+    assert "eagle" not in tuner.seen.counts, "nothing is known of it"
 
 
 def test_acceptance_is_not_forgotten_while_plain_decoding_is_faster() -> None:
     """Large batches are decoded without drafts for 400 rounds, so no recent round used the drafter."""
     world = World(per_token=0.5)
-    tuner = Bandit(ARMS, world.profile)
+    tuner = Adaptive(ARMS)
     play(tuner, world, 1, 200)
     deep = Strategy("eagle", 4)
     before = tuner.tokens(deep)
     for _ in range(400):
         tuner.choose(64, 300.0, ())
-        tuner.record(RoundResult(PLAIN, 33.0, [1] * 64, True))
+        tuner.record(RoundResult(PLAIN, 33.0, 0.0, 64, [1] * 64, True))
     assert tuner.tokens(deep) == pytest.approx(before, rel=0.15)
     tuner.choose(1, 300.0, BOTH)
     assert tuner.current.drafter == "eagle"
@@ -238,140 +228,133 @@ def test_acceptance_is_not_forgotten_while_plain_decoding_is_faster() -> None:
     ("right", "catch_up", "what", "switches", "regret"),
     [
         ({"eagle": 0.8, "suffix": 0.4}, 0.0, "name", 120, 0.05),
-        # one drafter is best below the border, and the other above, by a few per cent; a switch costs two rounds
-        ({"eagle": 0.62, "suffix": 0.45}, 3.0, "drafter", 60, 0.12),
+        # one drafter is best below the border, and the other above, by a few per cent; a switch costs 0.3 plain rounds
+        ({"eagle": 0.62, "suffix": 0.45}, 0.3, "drafter", 60, 0.12),
     ],
     ids=["a batch size that alternates at a border", "an expensive switch for a small gain"],
 )
 def test_strategies_are_rarely_switched(
     right: dict[str, float], catch_up: float, what: str, switches: int, regret: float
 ) -> None:
-    """4 and 5 rows are in two buckets."""
-    assert bucket_of(4, 300) != bucket_of(5, 300)
+    """4 and 5 rows are in two classes."""
+    assert size_class(4) != size_class(5)
     world = World(right, catch_up=catch_up)
-    bandit = Bandit(ARMS, world.profile)
-    play(bandit, world, lambda turn: 4 + turn % 2, 600)
-    played = play(bandit, world, lambda turn: 4 + turn % 2, 400)
+    tuner = Adaptive(ARMS)
+    play(tuner, world, lambda turn: 4 + turn % 2, 600)
+    played = play(tuner, world, lambda turn: 4 + turn % 2, 400)
     names = [getattr(arm, what) for arm in played.arms]
     assert sum(a != b for a, b in itertools.pairwise(names)) < switches
     assert played.regret < regret
 
 
-def test_the_first_look_ahead_pass_is_narrow_and_times_no_wider_one() -> None:
-    """Wide passes take no longer. Plain decoding was measured."""
-    arms, wide = with_ahead([PLAIN]), PLAIN._replace(ahead=63)
-    tuner = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0)})
-    for _ in range(4):
-        tuner.record(RoundResult(tuner.choose(1, 300.0, ()), 1.0, [1], scored=True))
+def known(arms: Sequence[Strategy], times: Mapping[int, float], rows: int = 1, chance: float | None = None) -> Adaptive:
+    """Return a tuner with look-ahead that has timed passes: `times` maps numbers of tokens to seconds."""
+    tuner = Adaptive(with_ahead(arms), {} if chance is None else {"eagle": chance})
+    tuner.times.context = 1
+    for tokens, seconds in times.items():
+        for _ in range(2):
+            tuner.times.add_pass(tokens, seconds)
+    tuner.choose(rows, 300.0, ())
+    return tuner
+
+
+def test_the_first_look_ahead_pass_is_narrow() -> None:
+    """Wide passes take no longer."""
+    tuner = known([PLAIN], {1: 1.0, 64: 1.0})
     arm = tuner.choose(1, 300.0, (), [63])
     assert arm.ahead == 4
-    tuner.record(RoundResult(arm, 1.0, [5], scored=True, ahead=[4]))
+    tuner.record(RoundResult(arm, 1.0, 0.0, 5, [5], scored=True, ahead=[4]))
     assert tuner.choose(1, 300.0, (), [63]).ahead == 63
-    for width, timed in ((10, 0), (63, 1)):
-        tuner.record(RoundResult(wide, 1.0, [width + 1], scored=True, ahead=[width]))
-        assert tuner.times.rounds(wide, bucket_of(1, 300.0)) == timed
 
 
 def test_strategies_of_a_failed_drafter_are_not_chosen() -> None:
-    world, bandit = World(), Bandit(ARMS, World().profile)
-    play(bandit, world, 1, 200)
-    after = play(bandit, world, 1, 300, usable={"suffix"})
+    world, tuner = World(), Adaptive(ARMS)
+    play(tuner, world, 1, 200)
+    after = play(tuner, world, 1, 300, usable={"suffix"})
     assert "eagle" not in {arm.drafter for arm in after.arms}
     assert {arm.drafter for arm in after.arms} >= {"suffix"}
-    assert set(play(bandit, world, 1, 100, usable=set()).arms) == {PLAIN}
+    assert set(play(tuner, world, 1, 100, usable=set()).arms) == {PLAIN}
     assert after.regret < 0.1
 
 
-def known(arms: Sequence[Strategy], seconds: Callable[[Strategy], float], rows: int = 1, chance: float = 0.0) -> Bandit:
-    """Return a tuner that has timed plain decoding, with look-ahead and these seconds of a round."""
-    every = with_ahead(arms)
-    bandit = Bandit(every, lambda: {rows: {arm: seconds(arm) for arm in every}}, {"eagle": chance} if chance else None)
-    for _ in range(4):
-        bandit.record(RoundResult(bandit.choose(rows, 300.0, ()), seconds(PLAIN), [1] * rows, scored=True))
-    return bandit
-
-
-@pytest.mark.parametrize(("seconds", "offer", "ahead"), [(4.4, 4, 4), (4.8, 4, 0), (1.0, 3, 4)])
+@pytest.mark.parametrize(("seconds", "offer", "ahead"), [(4.4, 4, 4), (4.8, 4, 0), (4.4, 3, 4)])
 def test_look_ahead_is_chosen_by_its_tokens(seconds: float, offer: int, ahead: int) -> None:
     """Four look-ahead tokens, each accepted with 0.97, and the next one are 4.71 tokens. A chain may be shorter than
-    all limits."""
-    bandit = known([PLAIN], lambda arm: seconds if arm.ahead else 1.0)
-    assert bandit.choose(1, 300.0, (), [offer]).ahead == ahead
+    all limits: three of them and the next one are 3.82 tokens, in the 3.55 s of a pass of four."""
+    assert known([PLAIN], {1: 1.0, 5: seconds}).choose(1, 300.0, (), [offer]).ahead == ahead
+
+
+@pytest.mark.parametrize(("padded", "ahead"), [(False, 4), (True, 0)])
+def test_padding_is_computed_on_some_devices(padded: bool, ahead: int) -> None:
+    """One of four rows has a chain of four: 8 tokens without padding, and 20 with it."""
+    tuner = known([PLAIN], {4: 4.0, 8: 5.0, 20: 20.0}, rows=4)
+    tuner.padded = padded
+    assert tuner.choose(4, 300.0, (), [4, 0, 0, 0]).ahead == ahead
 
 
 def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
     eagle = Strategy("eagle", 4)
-    bandit = known([PLAIN, eagle], lambda arm: 1.0, rows=2, chance=0.9)
-    assert eagle in [bandit.choose(2, 300.0, ("eagle",)) for _ in range(4)]
-    assert bandit.choose(2, 300.0, ("eagle",), [4, 0]) == eagle._replace(ahead=4)
+    tuner = known([PLAIN, eagle], {2: 1.0, 16: 1.0}, rows=2, chance=0.9)
+    assert eagle in [tuner.choose(2, 300.0, ("eagle",)) for _ in range(4)]
+    assert tuner.choose(2, 300.0, ("eagle",), [4, 0]) == eagle._replace(ahead=4)
 
 
-def test_a_shorter_longest_chain_makes_a_faster_round() -> None:
-    """Ten tokens with the limit 16 take 8.5 s: 7.7 s for 8 tokens, and a quarter of the 3.2 s for 8 more."""
-    bandit = known([PLAIN], lambda arm: {0: 1.0, 4: 4.9, 8: 7.7}.get(arm.ahead, 10.9))
-    bandit.seen_ahead.add("ahead", [16] * 1000, [17] * 1000)
-    assert [bandit.choose(1, 300.0, (), [longest]).ahead for longest in (8, 10, 16)] == [8, 16, 16]
-
-
-def test_free_rows_follow_the_acceptance_rates() -> None:
+def test_free_rows_follow_the_acceptance_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows are free for plain decoding. They are not while a drafter that is accepted makes one row faster."""
-    arms = [PLAIN, Strategy("suffix", 4)]
-    bandit = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0), 4: {PLAIN: 1.0, arms[1]: 4.0}})
-    assert bandit.free_rows(1) == 1
+    tuner = known([PLAIN, Strategy("suffix", 4)], {1: 1.0, 5: 1.0, 20: 4.0})
+    monkeypatch.setattr(tuner, "_most_rows", lambda rows, longer: 4)
+    assert tuner.free_rows(1) == 1
     for _ in range(8):
-        bandit.record(RoundResult(PLAIN, 1.0, [1], scored=True))
-        bandit.seen.add("suffix", [4] * 50, [1] * 50)
-        bandit.choose(1, 300.0, ("suffix",))
-    assert bandit.free_rows(1) == 4
+        tuner.seen.add("suffix", [4] * 50, [1] * 50)
+    assert tuner.free_rows(1) == 4
 
 
 def test_the_time_of_unscored_rounds_is_ignored() -> None:
-    bandit = Bandit(ARMS, World().profile)
+    tuner = Adaptive(ARMS)
     for _ in range(50):
-        bandit.choose(4, 300.0, BOTH)
-        bandit.record(RoundResult(ARMS[1], 99.0, [1] * 4, scored=False))
-    assert bandit.state()["took"] == []
-    assert bandit.state()["seen"], "how right the guesses were is seen all the same"
+        tuner.choose(4, 300.0, BOTH)
+        tuner.record(RoundResult(ARMS[1], 99.0, 9.0, 8, [1] * 4, scored=False))
+    assert tuner.times.passes == tuner.times.drafts == {}
+    assert tuner.state()["seen"], "acceptance is counted all the same"
 
 
-@pytest.mark.parametrize(("catch_up", "is_tried"), [(0.5, True), (2.0, False)])
-def test_a_try_is_charged_the_whole_catch_up(catch_up: float, is_tried: bool) -> None:
-    """At first, tries may lose 1 % of 128 plain rounds of 1 s."""
-    arms = [PLAIN, Strategy("suffix", 4)]
-    bandit = Bandit(arms, lambda: {1: dict.fromkeys(arms, 1.0)})
-    bandit.catch_up["suffix"] = catch_up
-    assert any(arm == arms[1] for arm in play(bandit, World(per_token=0.0, noise=0.0), 1, 12).arms) == is_tried
+def test_the_first_draft_is_paid_from_the_time_so_far_and_not_counted() -> None:
+    """It takes 25 plain rounds, because it quantizes the model: 4 % of 625 rounds."""
+    arms = strategies(["quantized"])
+    tuner = Adaptive(arms)
+    used: list[Strategy] = []
+    for _ in range(640):
+        used.append(arm := tuner.choose(1, 300.0, ("quantized",)))
+        seconds = 1.0 if arm == PLAIN else 1.1 if used.count(arm) > 1 else 25.0
+        tuner.record(RoundResult(arm, seconds, seconds - 1.0, arm.new, [arm.new], scored=True))
+    assert 625 <= next(turn for turn, arm in enumerate(used) if arm != PLAIN) < 629
+    assert max(cost for kept in tuner.times.drafts.values() for cost, _ in kept) < 0.2
+    assert tuner.lost < 1
+
+
+def test_a_try_that_may_lose_more_than_a_plain_round_waits() -> None:
+    """A pass of 3 tokens takes twice as long as a plain one, and a draft 0.2 times: a rejected one loses 1.2 rounds."""
+    tuner = known([PLAIN, Strategy("suffix", 2)], {1: 1.0, 3: 2.0})
+    tuner.seen.add("suffix", [2], [1])
+    tuner.seen.unused["suffix"] = 10**4
+    for spent, tried in ((0.0, False), (300.0, True)):
+        tuner.spent = spent
+        assert any(tuner.choose(1, 300.0, ("suffix",)).depth for _ in range(4)) == tried
 
 
 def test_a_published_drafter_begins_with_its_evaluation_as_8_rows() -> None:
-    bandit = Bandit(ARMS, World().profile)
-    bandit.seen.add("eagle", [1] * 100, [1] * 100)
-    bandit.renew("eagle", 0.5)
-    assert bandit.seen.seen["eagle"][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
-
-
-def test_the_catch_up_is_the_mean_of_slow_and_fast_rounds() -> None:
-    """A drafter without catch-up alternates with plain decoding. Its rounds take 0.5 s more or less than profiled."""
-    eagle = next(arm for arm in ARMS if arm.drafter == "eagle")
-    bandit = Bandit([PLAIN, eagle], lambda: {1: {PLAIN: 1.0, eagle: 1.0}}, {"eagle": 0.9})
-    for _ in range(8):
-        bandit.record(RoundResult(bandit.choose(1, 300.0, ()), 1.0, [1], scored=True))
-    used = 0
-    while used < 100:
-        if bandit.choose(1, 300.0, ("eagle",)) == eagle:
-            used += 1
-            bandit.record(RoundResult(eagle, 1.5 if used % 2 else 0.5, [eagle.depth + 1], scored=True))
-            bandit.choose(1, 300.0, ())
-        bandit.record(RoundResult(PLAIN, 1.0, [1], scored=True))
-    assert abs(bandit.catch_up["eagle"]) < 0.1
+    tuner = Adaptive(ARMS)
+    tuner.seen.add("eagle", [1] * 100, [1] * 100)
+    tuner.renew("eagle", 0.5)
+    assert tuner.seen.counts["eagle"][:3].tolist() == [[8, 4], [4, 2], [2, 1]]
 
 
 WITH_AHEAD = with_ahead(ARMS)
 WIDTHS = sorted({arm.ahead for arm in WITH_AHEAD})
 
 
-def looking(world: World, arms: Sequence[Strategy] = WITH_AHEAD) -> Bandit:
-    return Bandit(arms, partial(world.profile, arms=arms), world.right)
+def looking(world: World, arms: Sequence[Strategy] = WITH_AHEAD) -> Adaptive:
+    return Adaptive(arms, world.right, padded=True)
 
 
 def expected_speed(world: World, arm: Strategy, offers: Sequence[int], right: float) -> float:
@@ -404,10 +387,10 @@ def test_look_ahead_is_used_if_it_is_faster(rows: int, per_token: float, right: 
 
 def test_without_look_ahead_drafts_the_choice_is_the_same() -> None:
     world, other = World(), World()
-    known, unknown = looking(world), Bandit(ARMS, other.profile, other.right)
+    known, unknown = looking(world), Adaptive(ARMS, other.right)
     assert play(known, world, 4, 300).arms == play(unknown, other, 4, 300).arms
     assert json.dumps(known.state()) == json.dumps(unknown.state())
-    unknown = Bandit(ARMS, world.profile)
+    unknown = Adaptive(ARMS)
     assert unknown.choose(4, 300.0, BOTH, [63] * 4) in ARMS, "nor where it has no such arms"
 
 
@@ -415,11 +398,11 @@ def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
     world = World()
     eagle = Strategy("eagle", 4)
     mixed, alone = looking(world), looking(world)
-    for bandit in (mixed, alone):
-        bandit.choose(2, 300.0, BOTH)
+    for tuner in (mixed, alone):
+        tuner.choose(2, 300.0, BOTH)
     for _ in range(20):
-        mixed.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 3], True, [16, 0]))
-        alone.record(RoundResult(eagle, 1.0, [3], True))
+        mixed.record(RoundResult(eagle._replace(ahead=16), 1.0, 0.1, 34, [17, 3], True, [16, 0]))
+        alone.record(RoundResult(eagle, 1.0, 0.1, 10, [3], True))
     assert mixed.tokens(eagle) == pytest.approx(alone.tokens(eagle), rel=0.02)
 
 
@@ -433,25 +416,25 @@ def test_the_strategies_begin_with_plain_decoding_and_differ() -> None:
 
 def test_its_state_survives_json() -> None:
     world = World()
-    bandit, back = looking(world), looking(world)
-    play(bandit, world, lambda turn: 1 + turn % 40, 500)
-    play(bandit, world, 16, 300)
-    play(bandit, world, 4, 100, offers=lambda turn: [16] * 4, right=0.5)
-    text = json.dumps(bandit.state())
+    tuner, back = looking(world), looking(world)
+    play(tuner, world, lambda turn: 1 + turn % 40, 500)
+    play(tuner, world, 16, 300)
+    play(tuner, world, 4, 100, offers=lambda turn: [16] * 4, right=0.5)
+    text = json.dumps(tuner.state())
     back.load_state(json.loads(text))
     assert json.dumps(back.state()) == text
-    assert back.state()["seen_ahead"]
+    assert "ahead" in back.seen.counts
 
 
 def test_a_state_with_removed_strategies_is_read() -> None:
-    bandit, world = Bandit(ARMS, World().profile), World({"eagle": 0.8, "suffix": 0.7})
-    play(bandit, world, 2, 200)
+    tuner, world = Adaptive(ARMS), World({"eagle": 0.8, "suffix": 0.7})
+    play(tuner, world, 2, 200)
     arms = [arm for arm in ARMS if arm.drafter != "eagle"]
-    fewer = Bandit(arms, World().profile)
-    fewer.load_state(json.loads(json.dumps(bandit.state())))
+    fewer = Adaptive(arms)
+    fewer.load_state(json.loads(json.dumps(tuner.state())))
     fewer.load_state({})
-    assert set(fewer.seen.seen) == {"suffix"}
-    assert {arm[0] for _, arm, _ in fewer.times.state()} == {"plain", "suffix"}
+    assert set(fewer.seen.counts) == {arm.drafter for arm in fewer.times.drafts} == {"suffix"}
+    assert fewer.times.points()[0].tolist() == tuner.times.points()[0].tolist()
     assert set(play(fewer, World(), 2, 200).arms) <= set(arms)
 
 
@@ -467,7 +450,7 @@ def test_a_fixed_strategy_is_always_chosen() -> None:
 
 
 def test_the_tuner_needs_no_torch() -> None:
-    code = "import sys, tlt.engine.bandit; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import sys, tlt.engine.choice; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -480,25 +463,109 @@ def test_the_tuner_needs_no_torch() -> None:
         ({1: 10.0, 11: 20.0, 64: 60.0}, 9),
         ({1: 20.0, 6: 10.0, 16: 20.0}, 14),
         ({1: 10.0, 4: 40.0}, 1),
+        ({}, 1),
     ],
-    ids=["rows are free", "a row that was timed", "in between", "the first ones were timed cold", "rows are dear"],
+    ids=["rows are free", "a size that was timed", "in between", "the first pass was slow", "rows are dear", "unknown"],
 )
 def test_a_brief_round_takes_at_most_1_8_times_a_round_of_one_row(seconds: dict[int, float], most: int) -> None:
-    assert Bandit([PLAIN], lambda: {rows: {PLAIN: spent} for rows, spent in seconds.items()}).brief_rows() == most
+    assert known([PLAIN], seconds).brief_rows() == most
 
 
 def test_free_rows_hardly_add_time_to_a_round() -> None:
     """At 1 % per row, three more rows are within 3 % of one."""
-    bandit = Bandit([PLAIN], lambda: {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
-    assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]
-    assert bandit.brief_rows() == 81, "not mixed up with the free rows of one row"
+    assert [known([PLAIN], {1: 1.0, 101: 2.0}).free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]
 
 
 @pytest.mark.parametrize(
     ("chance", "with_drafts", "free"), [(0.8, 1.6, 1), (0.8, 1.01, 4), (0.0, 1.6, 4), (0.1, 1.6, 4)]
 )
-def test_rows_are_not_free_if_drafts_would_be_lost(chance: float, with_drafts: float, free: int) -> None:
+def test_rows_are_not_free_if_drafts_would_be_lost(
+    chance: float, with_drafts: float, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Plain rounds of four rows and of one are equally fast. With drafts four rows take `with_drafts` times as long."""
     arm = Strategy("eagle", 1)
-    seconds = {rows: {PLAIN: 1.0, arm: 1.2 * (with_drafts if rows > 1 else 1.0)} for rows in (1, 4)}
-    assert Bandit([PLAIN, arm], lambda: seconds, {"eagle": chance}).free_rows(1) == free
+    tuner = known([PLAIN, arm], {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.2 * with_drafts - 0.2}, chance=chance)
+    tuner.times.add_draft(arm, 0.2, 2.0)
+    monkeypatch.setattr(tuner, "_most_rows", lambda rows, longer: 4)
+    assert tuner.free_rows(1) == free
+
+
+# -- times of rounds ---------------------------------------------------------------------------------------------------
+
+
+def times_of(passes: Mapping[int, float]) -> RoundTimes:
+    times = RoundTimes()
+    for tokens, seconds in passes.items():
+        times.add_pass(tokens, seconds)
+    return times
+
+
+def test_a_pass_lies_on_lines_between_timed_passes() -> None:
+    """Beyond the last one, of 16 tokens, it follows the line from that of 8 tokens, not from the one of 12."""
+    times = times_of({4: 2.0, 8: 3.0, 12: 4.9, 16: 5.0})
+    assert [times.pass_seconds(n) for n in (2, 4, 6, 16, 32)] == pytest.approx([1.5, 2.0, 2.5, 5.0, 9.0])
+    assert times.pass_seconds(0.0) == 1.0, "half of the smallest timed pass"
+    one = times_of({4: 2.0})
+    assert [one.pass_seconds(n) for n in (8, 40)] == pytest.approx([3.0, 11.0])
+    assert [one.pass_seconds(n, fixed_share=1.0) for n in (8, 40)] == [2.0, 2.0]
+
+
+def test_another_length_of_contexts_has_the_same_shape() -> None:
+    """Passes of longer contexts take twice as long, as the one of 4 tokens shows."""
+    times = times_of({4: 2.0, 8: 3.0})
+    times.context = 1
+    times.add_pass(4, 4.0)
+    assert times.pass_seconds(8) == 6.0
+    times.add_pass(8, 5.0)
+    assert times.pass_seconds(8) == 5.0
+    for times.context, seconds in ((3, 5.0), (0, 3.0)):
+        assert times.pass_seconds(8) == seconds, "from the nearest length"
+
+
+def test_the_last_32_passes_are_kept_and_a_disturbed_one_does_not_matter() -> None:
+    times = times_of({4: 2.0})
+    for seconds in (9.0, 2.0):
+        times.add_pass(4, seconds)
+    assert times.pass_seconds(4) == 2.0
+    for _ in range(32):
+        times.add_pass(4, 7.0)
+    assert (times.pass_seconds(4), times.num_passes(4)) == (7.0, 32)
+
+
+def test_a_draft_of_another_depth_is_scaled() -> None:
+    times = RoundTimes()
+    assert times.draft_cost(Strategy("eagle", 4)) == (pytest.approx(0.4), 5.0)
+    for tokens in (2.0, 3.0):
+        times.add_draft(Strategy("eagle", 2), 0.3, tokens)
+    assert times.draft_cost(Strategy("eagle", 2)) == (0.3, 2.5)
+    assert times.draft_cost(Strategy("eagle", 8)) == (pytest.approx(1.2), 7.0)
+    assert times.draft_cost(PLAIN) == (0.0, 1.0)
+
+
+# -- acceptance rates --------------------------------------------------------------------------------------------------
+
+
+def test_chains_that_were_cut_count_only_their_verified_tokens() -> None:
+    """There are chains of two: three rows accept one token and reject the next, five accept both, and two reject the
+    first. In the same round there are chains of three: one is accepted to the end, and one is rejected at the third
+    token. The numbers are worked by hand."""
+    model = AcceptanceRates()
+    model.add("eagle", [3, 3] + [2] * 10, [4, 3] + [2] * 3 + [3] * 5 + [1] * 2)
+    assert model.counts["eagle"][:4].tolist() == [[12, 10], [10, 7], [2, 1], [0, 0]]
+    one = model.rates("eagle", 4, 0.5)
+    assert one[:2] == pytest.approx([(10 + 2 * 0.5) / 14, (7 + 2 * one[0]) / 12])
+    assert one[3] == one[2], "of a level that no row reached, the one before it tells most"
+
+
+def test_counts_lose_weight_in_the_rounds_of_their_source_and_fade_in_others() -> None:
+    """8 rows accept one of two tokens, and 64 rounds later 8 rows accept none."""
+    model, kept = AcceptanceRates(), 63 / 64
+    model.add("eagle", [2] * 8, [2] * 8)
+    for _ in range(64):
+        model.next_round()
+    assert model.rates("eagle", 1, 0.5) == [9 / 10]
+    assert model.rates("eagle", 1, 0.5, fading=True) == pytest.approx([(8 * kept**64 + 1) / (8 * kept**64 + 2)])
+    model.add("eagle", [2] * 8, [1] * 8)
+    assert model.rates("eagle", 1, 0.5) == pytest.approx([(8 * kept + 1) / (8 * kept + 10)])
+    model.renew("eagle", None)
+    assert model.rates("eagle", 1, 0.5, fading=True) == [0.5]
