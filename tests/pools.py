@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt.cluster.pool import Handle, WorkerLost
 from tlt.cluster.remote import ClusterRollout, local_rollout
-from tlt.cluster.replica import Replica
+from tlt.cluster.run_worker import RunWorker
 from tlt.cluster.worker import Worker
 from tlt.config import Config, parse_config
 from tlt.engine.protocol import RolloutEngine
@@ -96,7 +96,7 @@ class Killed(BaseException):
     """End of a worker."""
 
 
-class ThreadWorker(Replica):
+class ThreadWorker(RunWorker):
     """Worker whose group is made of threads."""
 
     index, dies_at = 0, -1

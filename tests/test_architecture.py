@@ -40,7 +40,8 @@ MAX_CLASS = (250, 15, 12)
 LARGER = {
     "cluster/crew.py:Crew": (290, 27, 13),
     "cluster/drafter_training.py:DrafterTraining": (208, 19, 16),
-    "cluster/worker.py:Worker": (250, 32, 14),
+    "cluster/run_worker.py:RunWorker": (151, 18, 3),
+    "cluster/worker.py:Worker": (123, 19, 12),
     "cluster/workers.py:RayPool": (154, 18, 11),
     "draft/eagle.py:EagleLayer": (57, 7, 14),
     "draft/learned.py:EagleDrafter": (120, 12, 13),

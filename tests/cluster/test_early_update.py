@@ -17,7 +17,7 @@ from test_coordinator import config_of as four_workers
 
 from tlt.cluster.crew import Done
 from tlt.cluster.early import METHOD, EarlyUpdate
-from tlt.cluster.replica import EarlySlice
+from tlt.cluster.run_worker import EarlySlice
 from tlt.config import Config, TrainConfig
 from tlt.metrics import read_metrics
 

@@ -13,7 +13,7 @@ import torch
 from tiny import tiny_config
 
 from tlt.cluster.drafter_training import DrafterTraining
-from tlt.cluster.local_pool import LocalPool
+from tlt.cluster.local_pool import local_worker
 from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.worker import Worker
 from tlt.config import Config
@@ -60,8 +60,7 @@ def training_of(rollout: ClusterRollout) -> DrafterTraining:
 
 
 def worker_of(rollout: ClusterRollout) -> Worker:
-    assert isinstance(rollout.crew.pool, LocalPool)
-    return rollout.crew.pool.worker
+    return local_worker(rollout.crew.pool)
 
 
 def run(rollout: Any, steps: int) -> None:
@@ -157,7 +156,7 @@ def test_training_takes_its_share_of_time_and_no_more(tmp_path: Path) -> None:
         return len(asked) > 1
 
     training.take_tokens()
-    train_until(is_over, worker_of(rollout), rollout)
+    train_until(is_over, rollout)
     assert training.take_tokens() == 0, "interrupted in its first micro-batch"
     assert training.under_way is None
     assert not worker_of(rollout).is_wanted()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import random_batch, tiny_config
 
-from tlt.cluster.replica import Replica
+from tlt.cluster.run_worker import RunWorker
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Row, SamplingParams
@@ -28,8 +28,8 @@ def request(seed: int, new_tokens: int = 6, prompt: tuple[int, ...] = (7, 8, 9, 
 FIRST, SECOND = request(10), request(11)
 
 
-def looking(home: Path) -> Replica:
-    return Replica.of_run(tiny_config(home, speculation={"drafter": "off"}), 0, home / "model")
+def looking(home: Path) -> RunWorker:
+    return RunWorker.of_run(tiny_config(home, speculation={"drafter": "off"}), 0, home / "model")
 
 
 def decoded(worker: Worker, rollout: int, *requests: Request) -> dict[int, list[int]]:
@@ -115,7 +115,7 @@ def test_a_newer_draft_of_another_worker_is_not_overwritten(home: Path, how: str
 
 def test_a_worker_with_the_state_of_another_trains_on_its_own_data(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"}, cluster={"workers": 2})
-    old, new = (Replica.of_run(config, 1, config.model.path) for _ in range(2))
+    old, new = (RunWorker.of_run(config, 1, config.model.path) for _ in range(2))
     old.sync(1)
     new.take_state(old.state())
     assert new.spot.trainer is not None
@@ -135,10 +135,10 @@ SHARD = random_batch(257, responses=5)
 EITHER = pytest.mark.parametrize("epochs", [1, 2], ids=["gradients", "log-probs"])
 
 
-def updating(home: Path, epochs: int = 1) -> Replica:
+def updating(home: Path, epochs: int = 1) -> RunWorker:
     train = {"micro_batch_tokens": 1, "epochs": epochs}
     cluster, no_drafter = {"workers": 2}, {"drafter": "off"}
-    return Replica.of_run(tiny_config(home, speculation=no_drafter, train=train, cluster=cluster), 0, home / "model")
+    return RunWorker.of_run(tiny_config(home, speculation=no_drafter, train=train, cluster=cluster), 0, home / "model")
 
 
 def share_done(worker: Worker, seconds: float, number: float) -> float:

@@ -201,10 +201,14 @@ def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_toke
             found += pairs(prompts, outputs)
             await asyncio.sleep(0.5)
         assert found == expected(read_safetensors(folder), folder, replica.replica_rank, 0, prompts * 3)
-        trained = await replica.server_handle.__ray_call__.remote(lambda server: server.training.is_on)
+        trained = await replica.server_handle.__ray_call__.remote(
+            lambda server: server.decoding.coordinator.idle.training.is_on
+        )
         assert trained, "no failure has switched it off"
         await replica.sleep()
-        credit = await replica.server_handle.__ray_call__.remote(lambda server: server.training.schedule.credit)
+        credit = await replica.server_handle.__ray_call__.remote(
+            lambda server: server.decoding.coordinator.idle.training.schedule.credit
+        )
         assert credit > 0.0, "the schedule knows how long the rollout took"
 
     asyncio.run(run())

@@ -429,21 +429,25 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Crew._forget", "drop", 1, "Calls of a lost worker are forgotten."),
         ("Crew._source", "drop", 0, "A run without workers ends with an error."),
     ],
+    ("cluster.run_worker", "cluster/test_coordinator.py"): [
+        ("RunWorker.rollback", "drop", 2, "A broken update is rolled back."),
+    ],
     ("cluster.worker", "cluster/test_coordinator.py"): [
-        ("Worker.rollback", "drop", 2, "A broken update is rolled back."),
         ("Worker._enter_rollout", "drop", 2, "A new rollout drops the rows of the previous one."),
     ],
     ("cluster.worker", "cluster/test_worker.py"): [
         ("Worker.interrupt", "drop", 0, "Idle work ends when the worker is needed."),
         ("Worker._news", "drop", 2, "Each token is reported once."),
-        ("Worker._restore", "drop", 0, "Early shards of other weights are forgotten."),
+    ],
+    ("cluster.run_worker", "cluster/test_worker.py"): [
+        ("RunWorker._restore", "drop", 0, "Early shards of other weights are forgotten."),
     ],
     ("cluster.group_update", "cluster/test_coordinator.py"): [
         ("GroupUpdate.run", "drop", 14, "All workers roll back before an update is repeated."),
         ("GroupUpdate._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
     ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
-        ("Coordinator._stats", "drop", 7, "Tokens that were decoded twice count once."),
+        ("Coordinator._stats", "drop", 6, "Tokens that were decoded twice count once."),
         ("Coordinator._reclaim", "drop", 1, "Tokens of a lost worker serve as drafts for its rows."),
     ],
 }

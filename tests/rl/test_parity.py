@@ -14,7 +14,7 @@ from tiny import qwen3, random_batch, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.cluster.replica import Replica
+from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config, RolloutConfig, TrainConfig
 from tlt.data.tokenizer import load_tokenizer
 from tlt.models.decoder import Decoder
@@ -177,12 +177,12 @@ def local(config: Config) -> Callable[[], None]:
 
 
 def worker_sync(config: Config) -> Callable[[], None]:
-    worker = Replica.of_run(config, 0, config.model.path)
+    worker = RunWorker.of_run(config, 0, config.model.path)
     return lambda: worker.sync(1)
 
 
 def worker_state(config: Config) -> Callable[[], None]:
-    worker = Replica.of_run(config, 0, config.model.path)
+    worker = RunWorker.of_run(config, 0, config.model.path)
     state = worker.state()._replace(version=1)
     return lambda: worker.take_state(state)
 

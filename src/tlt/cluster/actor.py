@@ -1,4 +1,4 @@
-"""Ray actor that runs one `Replica` in its own process, with its own CPU cores, network interface and log file."""
+"""Ray actor that runs one `RunWorker` in its own process, with its own CPU cores, network interface and log file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Placement(NamedTuple):
 
 
 class Actor:
-    """Ray actor that holds a `Replica`. The first call builds the worker and raises errors of its constructor."""
+    """Ray actor that holds a `RunWorker`. The first call builds the worker and raises errors of its constructor."""
 
     def __init__(self, config: Config, index: int, policy_folder: str, placement: Placement) -> None:
         self._arguments = config, index, policy_folder
@@ -73,12 +73,12 @@ class Actor:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         import torch
 
-        from tlt.cluster.replica import Replica
+        from tlt.cluster.run_worker import RunWorker
 
         if self._placement.cores:
             torch.set_num_threads(len(self._placement.cores))
         meets = Path(self._placement.folder) if self._placement.folder else host
-        worker = Replica.of_run(*self._arguments, meets=meets)
+        worker = RunWorker.of_run(*self._arguments, meets=meets)
         gc.collect()
         gc.freeze()  # else a collection during a rollout would scan all loaded objects for 0.25 s
         return worker

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
-from tlt.cluster.pool import Handle
+from tlt.cluster.pool import Handle, Pool
 
 
 class LocalPool:
@@ -65,3 +65,9 @@ class LocalPool:
         return ""
 
     def close(self) -> None: ...
+
+
+def local_worker(pool: Pool) -> Any:
+    """Return the worker of a pool in this process."""
+    assert isinstance(pool, LocalPool), "the workers are other processes"
+    return pool.worker

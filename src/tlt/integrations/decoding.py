@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tlt.cluster.local_pool import local_worker
 from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.worker import Worker, decoding_parts
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
@@ -53,8 +54,9 @@ def decoding_worker(
     return worker, rollout
 
 
-def train_until(is_over: Callable[[], bool], worker: Worker, rollout: ClusterRollout) -> None:
+def train_until(is_over: Callable[[], bool], rollout: ClusterRollout) -> None:
     """Train the drafter until `is_over()` returns True or nothing is due. Training ends within a micro-batch."""
+    worker = local_worker(rollout.crew.pool)
     worker.is_wanted = is_over
     rollout.coordinator.idle.train_for(lambda: 0.0 if is_over() else math.inf)
     worker.is_wanted = lambda: False

@@ -94,7 +94,7 @@ class _Process:
         if self.tools:
             self.tools.begin(requests, responses)
         decoded = time.perf_counter()
-        self.others.wait(lambda is_over: train_until(is_over, self.worker, self.rollout))
+        self.others.wait(lambda is_over: train_until(is_over, self.rollout))
         waited = time.perf_counter()
         self.rollout.release()
         seconds = {"sync": synced - began, "rollout": decoded - synced, "wait": waited - decoded}

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 
-from tlt.cluster.drafter_training import DrafterTraining
+from tlt.cluster.local_pool import local_worker
+from tlt.cluster.remote import ClusterRollout
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
@@ -46,10 +47,9 @@ class Server:
         target = decoder_for(read_config(folder), getattr(torch, rollout.dtype), torch.device(device))
         target.load(folder_weights(folder, target.dtype), 0)
         self.longest = target.options.max_positions
-        self.worker, self.decoding = decoding_worker(_config(rollout, folder, replica), target, tokenizer)
-        self.training = self.decoding.coordinator.idle.training
+        worker, self.decoding = decoding_worker(_config(rollout, folder, replica), target, tokenizer)
         self.awake = True
-        self.engine = AsyncEngine(self.worker.engine, self._use_idle_time)
+        self.engine = AsyncEngine(worker.engine, self._use_idle_time)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -125,9 +125,9 @@ class Server:
         if engine.busy:
             raise RuntimeError("weights cannot be loaded while requests are active: wait for them or abort them first")
         engine.target.load(weights, engine.target.version + 1)
-        _end_rollout(self.training, engine.stats)
+        _end_rollout(self.decoding, engine.stats)
         engine.start(())
-        self.worker.spot.target_moved()
+        local_worker(self.decoding.crew.pool).spot.target_moved()
 
     async def set_global_steps(self, step: int) -> None:
         self.step = step
@@ -142,7 +142,7 @@ class Server:
         self.awake = True
 
     async def clear_kv_cache(self) -> None:
-        await self.engine.between_rounds(partial(_release, self.training))
+        await self.engine.between_rounds(partial(_release, self.decoding))
 
     release_kv_cache = clear_kv_cache
 
@@ -158,20 +158,21 @@ class Server:
     def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
         """Train the drafter while this replica has nothing to decode, until `is_over()` returns True."""
         if self.awake:
-            train_until(is_over, self.worker, self.decoding)
+            train_until(is_over, self.decoding)
 
 
-def _release(training: DrafterTraining, engine: RolloutEngine) -> None:
+def _release(decoding: ClusterRollout, engine: RolloutEngine) -> None:
     if not engine.busy:
-        _end_rollout(training, engine.stats)
+        _end_rollout(decoding, engine.stats)
         engine.release()
         engine.start(())
 
 
-def _end_rollout(training: DrafterTraining, stats: RolloutStats) -> None:
+def _end_rollout(decoding: ClusterRollout, stats: RolloutStats) -> None:
     """Tell the schedule that the rollout has ended. `stats` are empty if this was done before: verl may free the cache
     before it sends new weights."""
     if stats.rounds:
+        training = decoding.coordinator.idle.training
         training.rollout_ended(sum(stats.seconds.values()), stats.acceptance_rate.get(LEARNED))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tlt.cluster.remote import join, local_rollout
-from tlt.cluster.replica import Replica
+from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits
 from tlt.data.prompts import encoder, load_held_out, load_prompts, make_cursor
@@ -76,7 +76,7 @@ def make_parts(
 def _start(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting, Exactness]:
     if config.cluster.workers > 1:
         return _many_workers(config, folder, turns, longest_prompt)
-    worker = Replica.of_run(config, 0, folder)
+    worker = RunWorker.of_run(config, 0, folder)
     exactness = worker.check_at_start(longest_prompt)
     return local_rollout(worker, config, turns), worker.policy, exactness
 

@@ -9,7 +9,7 @@ from typing import Any
 from tlt.build import open_target
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import ClusterRollout, local_rollout
-from tlt.cluster.replica import Replica
+from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
 from tlt.draft.choose import all_drafters, make_drafters
@@ -84,7 +84,7 @@ def _rollout(engine: RolloutEngine, config: Config, turns: Turns, policy: Policy
     """Return the rollout of a worker in this process that has this engine and does not look ahead."""
     speculation = config.speculation.model_copy(update={"look_ahead": 0})
     config = config.model_copy(update={"speculation": speculation})
-    return local_rollout(Replica(config, engine, None, policy), config, turns)
+    return local_rollout(RunWorker(config, engine, None, policy), config, turns)
 
 
 class _Maker:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tlt.cluster.local_pool import LocalPool
+from tlt.cluster.local_pool import local_worker
 from tlt.cluster.remote import ClusterRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data.prompts import Cursor
@@ -82,10 +82,8 @@ def verify(config: Config, steps: int, dtype: str, json_file: Path | None) -> bo
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(config.model_copy(update={"engine": config.engine.ours}), tokenizer)
     assert isinstance(parts.rollout, ClusterRollout)
-    pool = parts.rollout.crew.pool
-    assert isinstance(pool, LocalPool)
     assert isinstance(policy, Policy)
-    target = pool.worker.target  # one copy of the weights serves every mode
+    target = local_worker(parts.rollout.crew.pool).target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
     rollouts = modes(config, target, tokenizer, parts.turns, policy)
     exactness = parts.exactness if config.engine.backend == "tlt" else Exactness()

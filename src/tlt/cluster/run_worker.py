@@ -45,7 +45,7 @@ class State(NamedTuple):
     tuner: dict[str, Any]
 
 
-class Replica(Worker):
+class RunWorker(Worker):
     """Worker with a replica of the policy.
 
     `meets`: where workers meet to form a process group. It is a folder that they share on one machine, or this
