@@ -124,7 +124,7 @@ def update_logprobs(model: Model, responses: Sequence[Response], chance: random.
     layout = by_prompt(members, prompts) if chance.random() < 0.5 else [[i] for i in members]
     micro = pack(layout, prompts, tokens, torch.device("cpu"))
     with torch.no_grad():
-        found, _ = token_logprobs(forward, micro, TEMPERATURE, 256)
+        found, _ = token_logprobs(forward, micro, TEMPERATURE)
     parts = dict(zip(micro.sequences, found.split([len(tokens[i]) for i in micro.sequences]), strict=True))
     return [x for i in members for x in parts[i].tolist()]
 
