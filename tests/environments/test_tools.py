@@ -173,9 +173,12 @@ def test_tools_that_cannot_be_read_are_an_error(monkeypatch: pytest.MonkeyPatch)
         with_tools(config("Desk"))
 
 
-def test_a_function_without_a_description_and_a_class_without_a_score_are_refused() -> None:
+def test_tools_that_cannot_be_shown_or_told_apart_and_a_class_without_a_score_are_refused() -> None:
     with pytest.raises(RewardError, match="because it has no docstring"):
         with_tools(config("Undescribed"))
+    twice = type("Twice", (tiny_environments.Desk,), {"tools": (tiny_environments.add,) * 2})
+    with pytest.raises(ValueError, match="Twice has several tools of the name add: rename all but one"):
+        twice.schemas()
     made = Tools()
     made.reset(PROMPT)
     with pytest.raises(NotImplementedError, match=r"Tools needs a method score\(prompt, answer\)"):

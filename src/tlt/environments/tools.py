@@ -41,9 +41,13 @@ class Tools:
 
     @classmethod
     def schemas(cls) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools, in the format that chat templates of transformers take."""
+        """Return the JSON schemas of the tools, in the format that chat templates of transformers take. Raises
+        ValueError if two tools have the same name."""
         from transformers.utils.chat_template_utils import get_json_schema  # its import takes seconds
 
+        names = [function.__name__ for function in cls.tools]
+        if several := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{cls.__name__} has several tools of the name {several[0]}: rename all but one")
         return [get_json_schema(function) for function in cls.tools]
 
     def score(self, prompt: Any, answer: str) -> float:
