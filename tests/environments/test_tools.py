@@ -173,7 +173,7 @@ def test_tools_that_cannot_be_read_are_an_error(monkeypatch: pytest.MonkeyPatch)
         with_tools(config("Desk"))
 
 
-def test_tools_that_cannot_be_shown_or_told_apart_and_a_class_without_a_score_are_refused() -> None:
+def test_tools_without_a_description_or_with_one_name_and_a_class_without_a_score_are_refused() -> None:
     with pytest.raises(RewardError, match="because it has no docstring"):
         with_tools(config("Undescribed"))
     twice = type("Twice", (tiny_environments.Desk,), {"tools": (tiny_environments.add,) * 2})
