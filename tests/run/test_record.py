@@ -22,6 +22,7 @@ from tiny import Crash, tiny_config
 from tlt.config import Config, ConfigError
 from tlt.config.registry import TRACKERS, maker
 from tlt.metrics import MetricsWriter, read_metrics
+from tlt.rewards import RewardError
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
 from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
@@ -376,6 +377,8 @@ def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path)
         pytest.skip("wandb is installed")
     with pytest.raises(ConfigError, match=r"run\.trackers names wandb.*pip install 'tlt-rl\[wandb\]'"):
         train(config_of(tmp_path, run={"trackers": ["wandb"]}))
+    with pytest.raises(RewardError, match=r"run\.trackers = 'no_such:Class' cannot be imported"):
+        train(config_of(tmp_path, run={"trackers": ["no_such:Class"]}))
     assert not (tmp_path / "run").exists()
 
 

@@ -40,7 +40,7 @@ from tlt.verify.look_ahead import OlderTarget
 from tlt.verify.verify import verify
 
 ATTEND = F.scaled_dot_product_attention
-INEXACT = "tlt.run.parts.check_exactness", lambda target: Exactness(True, ("attention",))
+INEXACT = "tlt.cluster.replica.check_exactness", lambda target: Exactness(True, ("attention",))
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
 MODES = {
@@ -160,7 +160,7 @@ def test_other_bits_are_allowed_only_if_the_check_at_start_says_no(
 ) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", sums_by_number_of_queries)
     if not honest:
-        monkeypatch.setattr("tlt.run.parts.check_exactness", lambda target: Exactness(True))
+        monkeypatch.setattr("tlt.cluster.replica.check_exactness", lambda target: Exactness(True))
     agree, result = verified("float32")
     differ = sum(run["logprobs_different"] for run in result["runs"])
     assert differ > 0

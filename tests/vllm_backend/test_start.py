@@ -33,11 +33,10 @@ def test_vllm_starts_with_sleep_mode_only_if_memory_is_freed(sleeps: bool) -> No
     assert arguments["enable_sleep_mode"] is sleeps
 
 
-def test_the_longest_responses_of_training_and_evaluation_fit(started: list[fake_vllm.LLM], tmp_path: Path) -> None:
-    for evaluated, longest in ((None, 39), (20, 39), (40, 49)):
-        lengths = {"rollout": {"max_new_tokens": 30}, "eval": {"max_new_tokens": evaluated}}
-        open_target(fake_vllm.by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 9}, **lengths)), None)
-        assert started[-1].longest == longest
+def test_the_longest_prompt_with_its_response_fits(started: list[fake_vllm.LLM], tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, data={"max_prompt_tokens": 9}, rollout={"max_new_tokens": 30})
+    open_target(fake_vllm.by_vllm(config), None)
+    assert started[-1].longest == 39
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float64", torch.float64), ("auto", torch.float32)])

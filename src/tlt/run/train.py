@@ -31,7 +31,7 @@ from tlt.run.on_save import OnSave
 from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Record, RunProgress
 from tlt.run.resume import Contents, allowed_changes, as_at_its_start, changes_environment, has_effect, sentence
-from tlt.run.trackers import names_of
+from tlt.run.trackers import makers_of
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
 from tlt.store.checkpoint import Checkpoint
@@ -95,7 +95,7 @@ def train(
     """Start or resume a run, and return its summary (the content of summary.json). `wrap` may replace the rollout, for
     example in tests. `force` names configuration fields that a resumed run may change although this changes the result.
     Raises a ValueError of one sentence for errors that the user can fix, and Stopped after a signal."""
-    names_of(config.run.trackers)  # raises if a tracker is not installed
+    makers_of(config)  # raises if a tracker cannot be used
     config = with_tools(settled(config))
     with stop_request(config.run.stop_within) as stop:
         try:
