@@ -168,11 +168,7 @@ def test_a_resumed_run_continues_with_its_drafter(tmp_path: Path) -> None:
     pair: Any = training_of(first), training_of(second)
     pair[0].close()
     second.load_state(json.loads(json.dumps(first.state())))
-<<<<<<< HEAD:tests/cluster/test_one_worker.py
     assert second.state()["tuner"]["times"] == first.state()["tuner"]["times"] != {}
-=======
-    assert second.engine.tuner.state()["times"] == first.engine.tuner.state()["times"] != {}
->>>>>>> d7c7c62e (The tuner times only rounds of rollouts: no start-up profile, so a first rollout is about as fast as plain decoding or faster):tests/cluster/test_local.py
     assert pair[0].version == pair[1].version > 0
     assert pair[0].schedule.state() == pair[1].schedule.state()
     for one, other in zip(*(worker_of(it).spot.trainer.in_use.parameters() for it in (first, second)), strict=True):
