@@ -163,7 +163,7 @@ def test_bounds_run_or_are_refused_by_name(place: int, bound: str, home: Path) -
 def test_all_fields_of_the_schema_are_read() -> None:
     """An open bound, a field of a section in a section, and a field of a list are examples."""
     found = {(value.key, value.bound): value.value for value in values()}
-    assert found["train.adam_beta1", "most"] == math.nextafter(1, 0)
+    assert found["train.adam_beta2", "most"] == math.nextafter(1, 0)
     assert found["speculation.training.unroll", "most"] == 16
     assert found["data.tasks.0.weight", "least"] == 5e-324
     assert set(NOT_TRIED) <= set(found)
