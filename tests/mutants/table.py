@@ -33,13 +33,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Stops.reason", "compare", 1, "A response has at most max_new_tokens tokens."),
         ("Stops.reason", "compare", 0, "A response ends at a stop token."),
     ],
-    ("engine.stops", "engine/test_spelling.py"): [
+    ("engine.stops", "test_spelling.py"): [
         ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
     ],
-    ("engine.spelling", "data/test_tokenizer.py"): [
+    ("spelling", "data/test_tokenizer.py"): [
         ("Detokenizer.__call__", "constant", 1, "Text is what the tokens spell, with no space removed."),
     ],
-    ("engine.spelling", "engine/test_spelling.py"): [
+    ("spelling", "test_spelling.py"): [
         ("Detokenizer._bytes_of", "element", 2, "A byte-fallback token spells its byte."),
     ],
     ("engine.kv_cache", "engine/test_rows.py"): [
