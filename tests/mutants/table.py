@@ -370,8 +370,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("draft.features", "draft/test_features.py"): [
         ("FeatureWindow.copy", "unwrap", 1, "A sibling claims only entries that its source still has."),
     ],
-    ("spot.buffer", "spot/test_buffer.py"): [
+    ("draft.features", "spot/test_buffer.py"): [
         ("Harvest.cut", "operand", 3, "A piece keeps its position in the sequence."),
+    ],
+    ("spot.buffer", "spot/test_buffer.py"): [
         ("HarvestBuffer.past", "element", 0, "The drafter is trained one step behind its evaluation data."),
         ("HarvestBuffer.add", "drop", 4, "The training data is bounded."),
         ("HarvestBuffer.forget", "constant", 0, "Only the last rollout is kept when the task changes."),
