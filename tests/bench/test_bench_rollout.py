@@ -26,8 +26,8 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import committing
 from tlt.engine.engine import Engine
-from tlt.engine.spelling import Detokenizer
 from tlt.models.families import decoder_options, read_config
+from tlt.spelling import Detokenizer
 from tlt.types import Prompt, Request, SamplingParams
 
 

@@ -20,9 +20,9 @@ from tlt.commands import drafting
 from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
 from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN
 from tlt.engine.engine import Engine
-from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
 from tlt.stopping import Stopped
 

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, Qwen2Config
 from tlt.config import DataConfig
 from tlt.data.prompts import DataError, encoder
 from tlt.data.tokenizer import load_tokenizer
-from tlt.engine.spelling import Detokenizer
 from tlt.files import read_json
 from tlt.models.families import ModelError
+from tlt.spelling import Detokenizer
 from tlt.store.model_files import model_files, write_files
 
 

@@ -19,11 +19,11 @@ from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.chains import Draft
 from tlt.draft.eagle import eagle_options
+from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine import drafting, noise
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
-from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 SAMPLINGS = [SamplingParams(max_new_tokens=n, stop_token_ids=stops) for n, stops in ((7, (3,)), (40, ()), (90, ()))]

@@ -17,14 +17,13 @@ from torch import Tensor
 import tlt.engine.committing
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
-from tlt.draft.features import FeatureLayout
+from tlt.draft.features import FeatureLayout, Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.placing import place_new_rows
 from tlt.engine.rows import RowTable
 from tlt.engine.tuner import Fixed
-from tlt.spot.buffer import Harvest
 from tlt.types import Request, Row
 
 TARGET = Target(seed=0)

@@ -21,6 +21,7 @@ from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_distri
 from tlt.config import EngineConfig
 from tlt.data.tables import DataError
 from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
@@ -30,7 +31,6 @@ from tlt.environments.episodes import Episodes
 from tlt.environments.instances import Environments, Turn, TurnText
 from tlt.environments.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
-from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Reply, Request, Response, Row, SamplingParams
 
 STOP, MOST, TURNS = 4, 48, 3

@@ -15,7 +15,7 @@ from tiny import qwen3
 
 from tlt.config import DrafterTrainConfig, EngineConfig, RolloutConfig, TrainConfig
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
-from tlt.draft.features import FeatureLayout
+from tlt.draft.features import FeatureLayout, Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
@@ -26,7 +26,6 @@ from tlt.models.families import decoder_options
 from tlt.models.weights import sha256
 from tlt.rl.policy import Policy
 from tlt.sampling import gumbel_noise, request_seed
-from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
 from tlt.types import Prompt, Request, SamplingParams, TrainBatch
 from tlt.verify.oracle import last_logits

@@ -33,13 +33,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Stops.reason", "compare", 1, "A response has at most max_new_tokens tokens."),
         ("Stops.reason", "compare", 0, "A response ends at a stop token."),
     ],
-    ("engine.stops", "engine/test_spelling.py"): [
+    ("engine.stops", "test_spelling.py"): [
         ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
     ],
-    ("engine.spelling", "data/test_tokenizer.py"): [
+    ("spelling", "data/test_tokenizer.py"): [
         ("Detokenizer.__call__", "constant", 1, "Text is what the tokens spell, with no space removed."),
     ],
-    ("engine.spelling", "engine/test_spelling.py"): [
+    ("spelling", "test_spelling.py"): [
         ("Detokenizer._bytes_of", "element", 2, "A byte-fallback token spells its byte."),
     ],
     ("engine.kv_cache", "engine/test_rows.py"): [
@@ -370,8 +370,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("draft.features", "draft/test_features.py"): [
         ("FeatureWindow.copy", "unwrap", 1, "A sibling claims only entries that its source still has."),
     ],
-    ("spot.buffer", "spot/test_buffer.py"): [
+    ("draft.features", "spot/test_buffer.py"): [
         ("Harvest.cut", "operand", 3, "A piece keeps its position in the sequence."),
+    ],
+    ("spot.buffer", "spot/test_buffer.py"): [
         ("HarvestBuffer.past", "element", 0, "The drafter is trained one step behind its evaluation data."),
         ("HarvestBuffer.add", "drop", 4, "The training data is bounded."),
         ("HarvestBuffer.forget", "constant", 0, "Only the last rollout is kept when the task changes."),

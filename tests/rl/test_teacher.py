@@ -12,10 +12,10 @@ from tiny import tiny_config
 
 from tlt.build import open_workplace
 from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.draft.features import Harvest, Transcript
 from tlt.engine.engine import Engine
 from tlt.rl.choose import make_policy
 from tlt.rl.teacher import PolicyTeacher, spot_trainer
-from tlt.spot.buffer import Harvest, Transcript
 from tlt.spot.recompute import Recompute
 from tlt.spot.trainer import Interrupted
 from tlt.types import Prompt, Request, SamplingParams

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
+from tlt.draft.features import Harvest
+from tlt.spot.buffer import HarvestBuffer, pieces
 
 
 def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:

@@ -11,12 +11,12 @@ import torch
 from tlt.build import open_workplace
 from tlt.config import load_config
 from tlt.draft.eagle import load_drafter
+from tlt.draft.features import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.sampling import make_requests
-from tlt.spot.buffer import Harvest
 from tlt.spot.rounds import expected_rounds
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import pack

@@ -13,9 +13,9 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.draft.features import Harvest
 from tlt.engine.engine import Engine
 from tlt.spot import trainer
-from tlt.spot.buffer import Harvest
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, Schedule
 from tlt.spot.spot import SpotTrainer

@@ -13,8 +13,8 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import Kind
+from tlt.draft.features import Harvest
 from tlt.spot import losses
-from tlt.spot.buffer import Harvest
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import bundles, pack, packs, unroll
 

@@ -11,7 +11,7 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import Kind
-from tlt.spot.buffer import Harvest
+from tlt.draft.features import Harvest
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import pack, unroll
 from tlt.spot.whitening import Moments

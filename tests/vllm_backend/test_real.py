@@ -23,11 +23,11 @@ from tlt.config import Config, load_config
 from tlt.data.prompts import reply_encoder
 from tlt.draft.eagle import EagleLayer, load_drafter, save_drafter
 from tlt.engine.engine import Engine
-from tlt.engine.spelling import Detokenizer
 from tlt.environments.episodes import Episodes
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
+from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.vllm.engine import VllmEngine

@@ -12,11 +12,11 @@ import pytest
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
 from tlt.data.prompts import reply_encoder
+from tlt.draft.features import Transcript
 from tlt.engine.engine import Engine
-from tlt.engine.spelling import Detokenizer
 from tlt.environments.episodes import Episodes
 from tlt.sampling import make_requests
-from tlt.spot.buffer import Transcript
+from tlt.spelling import Detokenizer
 from tlt.types import Response
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))

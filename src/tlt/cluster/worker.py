@@ -16,10 +16,10 @@ from tlt.build import open_engine, starting_drafter
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine, Target
-from tlt.engine.spelling import Detokenizer
 from tlt.metrics import peak_memory
 from tlt.rl.policy import Policy
 from tlt.rl.teacher import spot_trainer
+from tlt.spelling import Detokenizer
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, SpotReport
 from tlt.spot.spot_worker import SpotWorker

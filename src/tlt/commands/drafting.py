@@ -22,6 +22,7 @@ from tlt.build import load_detokenizer, open_workplace
 from tlt.config import Config, ConfigError
 from tlt.draft.choose import make_drafters
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
+from tlt.draft.features import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.backend import make_tuner
@@ -33,7 +34,7 @@ from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.progress import console, working
 from tlt.sampling import make_requests
-from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
+from tlt.spot.buffer import HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import Pack, packs
 from tlt.stopping import SignalRecord, Stopped, handled

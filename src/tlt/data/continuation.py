@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tlt.data.chat import ChatTemplate, Messages
 from tlt.data.tables import DataError
-from tlt.engine.spelling import Detokenizer
+from tlt.spelling import Detokenizer
 
 ReplyContent = str | Messages
 """Reply of an environment: a text, or a list of messages. The first message may be the model's turn with its tool

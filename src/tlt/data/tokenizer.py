@@ -13,9 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tlt.engine.spelling import Detokenizer
 from tlt.files import errors_as, read_json
 from tlt.models.families import ModelError, read_config, refuse_byte_order_marks
+from tlt.spelling import Detokenizer
 
 log = logging.getLogger(__name__)
 

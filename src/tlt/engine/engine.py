@@ -18,7 +18,7 @@ from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.draft.chains import Draft
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
+from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.committing import commit_tokens, verify_drafts
@@ -34,13 +34,12 @@ from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.scheduler import Scheduler
-from tlt.engine.spelling import Detokenizer
 from tlt.engine.state import Clock, RolloutState, Round, draft_counts
 from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
 from tlt.models.decoder import Decoder
-from tlt.spot.buffer import Harvest
+from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tlt.draft.features import FeatureWindow
-from tlt.spot.buffer import Harvest
+from tlt.draft.features import FeatureWindow, Harvest
 from tlt.types import Row
 
 _GROWN = 16  # new tokens of a row between two checks for full windows; the ring buffer has room for them

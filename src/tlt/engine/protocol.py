@@ -13,10 +13,10 @@ from torch import Tensor
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
-from tlt.engine.spelling import Detokenizer
+from tlt.draft.features import Harvest, Transcript
 from tlt.engine.tuner import Tuner
 from tlt.models.families import DecoderOptions
-from tlt.spot.buffer import Harvest, Transcript
+from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from tlt.engine.runner import Sampled
-from tlt.engine.spelling import Detokenizer
+from tlt.spelling import Detokenizer
 from tlt.types import Response, Row
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from tlt.config import Config
 from tlt.data.prompts import reply_encoder
-from tlt.engine.spelling import Detokenizer
 from tlt.environments.call_reader import call_reader
 from tlt.environments.episodes import Episodes, SingleTurn, Turns
 from tlt.environments.instances import TurnText, open_environments
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.pool import ScorePool
+from tlt.spelling import Detokenizer
 
 
 def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:

@@ -12,10 +12,10 @@ from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.worker import Worker, decoding_parts
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.engine.exactness import check_exactness
-from tlt.engine.spelling import Detokenizer
 from tlt.integrations import log
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
+from tlt.spelling import Detokenizer
 
 
 def recipe_of(

@@ -12,53 +12,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
 
-from torch import Tensor
+from tlt.draft.features import Harvest
 
 _WHOLE = 0.5  # fraction of `max_tokens` for all finished rollouts; the last rollout may use half of this
 _OLDER = 0.97  # factor on an item's sampling weight for each target version by which it is older than the newest
-
-
-class Harvest(NamedTuple):
-    """Item of training data: n consecutive entries of one sequence (prompt and response). n is at most the window of
-    `FeatureLayout`. An entry is a token position with the target's hidden states there."""
-
-    target_version: int
-    start: int
-    """position of the first entry in the sequence: 0 is the first token of the prompt"""
-    prompt_length: int
-    tokens: Tensor
-    """[n] token ids: for each entry, the token at the next position"""
-    features: Tensor
-    """[n, F] hidden states of the entries, laid out by `FeatureLayout`; the last one is after the final norm"""
-    prompt_id: int = 0
-
-    @property
-    def drafted(self) -> int:
-        """Number of entries whose draft token, two positions later, is in the response and in this item. Other entries
-        are not trained on."""
-        return max(0, self.start + len(self.tokens) - max(self.start, self.prompt_length - 2) - 1)
-
-    @property
-    def end(self) -> int:
-        """Position in the sequence after the last entry."""
-        return self.start + len(self.tokens)
-
-    def cut(self, low: int, length: int) -> Harvest:
-        """Return a part of this item: the entries [low, low + length), counted from its first entry."""
-        part = slice(low, low + length)
-        return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
-
-
-class Transcript(NamedTuple):
-    """Response without hidden states, from an engine that does not return them. `recompute.py` computes them later."""
-
-    prompt_length: int
-    tokens: tuple[int, ...]
-    """tokens of the prompt, then of the response"""
-    first: int = 0
-    """position of the first entry to train on; earlier positions belong to earlier turns of the episode"""
 
 
 class HarvestBuffer:

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tlt.draft.features import FeatureLayout
-from tlt.spot.buffer import Harvest, Transcript
+from tlt.draft.features import FeatureLayout, Harvest, Transcript
 from tlt.spot.teacher import Teacher
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
-from tlt.spot.buffer import Harvest, HarvestBuffer, Transcript, pieces
+from tlt.draft.features import Harvest, Transcript
+from tlt.spot.buffer import HarvestBuffer, pieces
 from tlt.spot.recompute import Recompute
 from tlt.spot.saving import MEAN, TrainerState, weights_of
 from tlt.spot.schedule import RULE, Evaluation, SpotReport, sum_evaluations

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from tlt.draft.eagle import EagleLayer
-from tlt.spot.buffer import Harvest, Transcript
+from tlt.draft.features import Harvest, Transcript
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, SpotReport
 from tlt.spot.spot import SpotTrainer

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.draft.eagle import EagleLayer
-from tlt.spot.buffer import Harvest
+from tlt.draft.features import Harvest
 
 _QUERIES = 256  # maximum number of queries in a block of attention
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.draft.eagle import EagleLayer
-from tlt.spot.buffer import Harvest
+from tlt.draft.features import Harvest
 
 _RIDGE = 1e-3  # fraction of the mean second moment that is added to the diagonal in the regression
 _FLOOR = 0.1  # the same for the whitening; larger, because other prompts have directions that the sample lacks

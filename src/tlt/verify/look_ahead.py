@@ -13,10 +13,10 @@ from tlt.cluster.remote import ClusterRollout
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
-from tlt.engine.spelling import Detokenizer
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.rl.early import EarlyGroups
+from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, RolloutStats
 
 MOST_TOKENS = 2**22  # capacity of an AheadStore in tokens: more than a step decodes

@@ -22,13 +22,13 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.backend import make_tuner
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
-from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.environments.episodes import Turns
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.int8 import can_quantize
 from tlt.rl.policy import Policy
+from tlt.spelling import Detokenizer
 from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget

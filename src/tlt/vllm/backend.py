@@ -9,12 +9,12 @@ from pathlib import Path
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.features import Transcript
 from tlt.engine.protocol import Target
-from tlt.engine.spelling import Detokenizer
 from tlt.models.choose import folder_weights
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.hugging_face import empty_model, is_named, names_of_ends
-from tlt.spot.buffer import Transcript
+from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget

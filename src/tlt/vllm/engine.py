@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.features import Transcript
 from tlt.draft.strategy import PLAIN
 from tlt.engine.protocol import Generates, refuse_impossible
-from tlt.engine.spelling import Detokenizer
 from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.spot.buffer import Transcript
+from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 from tlt.vllm.look_ahead import chains_for

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import tlt
-from tlt.engine.spelling import Detokenizer
 from tlt.engine.stops import Stops
+from tlt.spelling import Detokenizer
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 SPECIAL = ["<|im_end|>", "<|end|>"]
