@@ -29,7 +29,7 @@ WAYS = OF_ONE_PROCESS | _EARLY
 PATIENCE = 4.0  # seconds: cluster.patience
 _GONE_WITHIN = 20.0  # seconds for all processes and folders of an ended run to go
 _HOOKS = ROOT / "bench" / "faults"
-_WORKER, _COORDINATOR = "tlt.cluster.worker:Worker.", "tlt.cluster.coordinator:Coordinator."
+_WORKER, _COORDINATOR = "tlt.cluster.run_worker:RunWorker.", "tlt.cluster.coordinator:Coordinator."
 _ALLOCATION = "tlt.cluster.allocation:Allocation."
 _EVALUATION = "tlt.run.train:_evaluate"
 
@@ -110,7 +110,7 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "decode": {"at": (f"{_WORKER}decode", "tlt.engine.engine:Engine.round"), "call": 5},
         "look-ahead": {"at": (f"{_WORKER}look_ahead", "tlt.engine.engine:Engine.round"), "call": 3},
         "update": {"at": (f"{_WORKER}update", "tlt.rl.parallel:Processes.sum_shards"), "call": 3},
-        "sync": {"at": (f"{_WORKER}sync", "tlt.cluster.worker:take_weights")},
+        "sync": {"at": (f"{_WORKER}sync", "tlt.cluster.run_worker:take_weights")},
         "save": {"at": (f"{_WORKER}save", "tlt.rl.trained_model:save_file")},
         "evaluation": {"at": (f"{_WORKER}decode", "tlt.engine.engine:Engine.round"), "during": (_EVALUATION,)},
         "rollback": {"at": (f"{_WORKER}rollback",), "first": "update"},

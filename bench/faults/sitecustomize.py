@@ -31,13 +31,13 @@ from types import ModuleType
 from typing import Any
 
 POINTS = {
-    "tlt.cluster.worker": (
+    "tlt.cluster.run_worker": (
         *(
-            f"Worker.{method}"
+            f"RunWorker.{method}"
             for method in ("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter")
         ),
         *(
-            f"Worker.{method}"
+            f"RunWorker.{method}"
             for method in ("early_update", "update", "rollback", "sync", "save", "state", "take_state", "rendezvous")
         ),
         "take_weights",

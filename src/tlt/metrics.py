@@ -21,7 +21,7 @@ from typing import Any
 from tlt import __version__
 from tlt.energy import total_energy
 from tlt.files import parse_json, writing
-from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
+from tlt.trace import FACTS, ROLLOUT, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
 
 
@@ -155,7 +155,7 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
-        total, idle = sum(seconds.values()), sum(seconds[state] for state in (IDLE, EARLY, SPOT, AHEAD))
+        total, idle = sum(seconds.values()), sum(seconds[state] for state in STATES if FACTS[state].is_idle)
         shares = {state: spent / total if total else 0.0 for state, spent in seconds.items()}
         trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
         found.append({"seconds": seconds, "share": shares, **trained})
@@ -172,10 +172,15 @@ def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[st
         spent = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
         drafting = rollout.get("draft_seconds", 0.0)
         wasted = drafting * (1 - _share(rollout, "accepted", "drafted")) if rollout.get("drafted") else 0.0
-        useful += max(0.0, spent[ROLLOUT] - wasted) + spent[UPDATE] + spent[EARLY]
-        useful += spent[AHEAD] * _share(rollout, "seen_ahead", "ahead_tokens")
+        useful += sum(spent[state] * _useful(state, rollout) for state in STATES) - min(wasted, spent[ROLLOUT])
         total += sum(spent.values())
     return useful / total if total else 0.0
+
+
+def _useful(state: str, rollout: Mapping[str, Any]) -> float:
+    """Return the useful share of the time in this state."""
+    useful = FACTS[state].useful
+    return _share(rollout, *useful) if isinstance(useful, tuple) else float(useful)
 
 
 def _share(rollout: Mapping[str, Any], part: str, whole: str) -> float:

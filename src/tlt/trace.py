@@ -15,14 +15,39 @@ from typing import Any, NamedTuple
 
 from tlt.files import writing
 
-ROLLOUT, IDLE, EARLY, AHEAD, SPOT, UPDATE, ABSENT = STATES = (
-    *("ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT", "UPDATE", "ABSENT"),
-)
-"""States of a worker. EARLY is the early update, AHEAD is look-ahead, and SPOT is training of the drafter. A missing
-worker is ABSENT. All other names of spans are kinds of work: prefill, plain, speculative, ahead, spot, judge, early,
-update, sync, save, ..."""
-COMPARE = "COMPARE"
-"""state during the comparison with plain decoding; its seconds are not counted in the seconds by state"""
+ROLLOUT, IDLE, EARLY, AHEAD, SPOT = "ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT"
+UPDATE, ABSENT, COMPARE = "UPDATE", "ABSENT", "COMPARE"
+
+
+class StateFacts(NamedTuple):
+    """What display, metrics and report show for a state of a worker."""
+
+    colour: str
+    """colour in the live display"""
+    word: str
+    """word in the report"""
+    useful: bool | tuple[str, str] = False
+    """Whether the time in this state is useful. With two counters of the rollout, the ratio of the first to the second
+    is its useful share."""
+    is_idle: bool = False
+    """whether the worker has nothing to decode in this state"""
+
+
+FACTS = {
+    ROLLOUT: StateFacts("green", "decoding", useful=True),
+    AHEAD: StateFacts("cyan", "look-ahead", ("seen_ahead", "ahead_tokens"), is_idle=True),
+    SPOT: StateFacts("yellow", "drafter training", is_idle=True),
+    EARLY: StateFacts("bright_blue", "update", useful=True, is_idle=True),
+    UPDATE: StateFacts("blue", "update", useful=True),
+    IDLE: StateFacts("bright_black", "idle", is_idle=True),
+    ABSENT: StateFacts("bright_red", "absent"),
+    COMPARE: StateFacts("red", "comparison"),
+}
+"""All states of a worker: decoding, kinds of idle work, update, nothing to do, missing, and comparison with plain
+decoding. All other names of spans are kinds of work: prefill, plain, speculative, ahead, spot, judge, early, update,
+sync, save, ..."""
+STATES = tuple(state for state in FACTS if state != COMPARE)
+"""states whose seconds are counted; a comparison is no part of a step"""
 
 _JOINED = 0.005  # spans of the same name with a shorter gap, in seconds, are joined
 _MOST = 100_000  # largest number of spans kept; the oldest are dropped
@@ -157,7 +182,7 @@ def _event(span: Span, number: int) -> dict[str, Any]:
     """Return the trace event of a span, in whole microseconds. Start and end are rounded the same way, so that adjacent
     spans do not overlap."""
     start, end = round(span.start * 1e6), round(span.end * 1e6)
-    thread = _STATE if span.name in (*STATES, COMPARE) else _WORK
+    thread = _STATE if span.name in FACTS else _WORK
     where = {"ph": "X", "name": span.name, "pid": number, "tid": thread, "ts": start, "dur": end - start}
     return where | ({"args": span.facts} if span.facts else {})
 

@@ -157,6 +157,7 @@ def test_training_takes_its_share_of_time_and_no_more(tmp_path: Path) -> None:
 
     training.take_tokens()
     train_until(is_over, rollout)
+    rollout.release()
     assert training.take_tokens() == 0, "interrupted in its first micro-batch"
     assert training.under_way is None
     assert not worker_of(rollout).is_wanted()

@@ -40,7 +40,7 @@ from tlt.verify.look_ahead import OlderTarget
 from tlt.verify.verify import verify
 
 ATTEND = F.scaled_dot_product_attention
-INEXACT = "tlt.cluster.replica.check_exactness", lambda target: Exactness(True, ("attention",))
+INEXACT = "tlt.cluster.run_worker.check_exactness", lambda target: Exactness(True, ("attention",))
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
 MODES = {
@@ -57,7 +57,7 @@ def small(home: Path, **sections: dict[str, Any]) -> Config:
 def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1) -> tuple[bool, dict[str, Any]]:
     file = tmp_path / "verdict.json"
     config = config.model_copy(update={"eval": EvalConfig(every=1, path="missing.jsonl")})  # is not used
-    agree = verify(config, steps, dtype, file)
+    agree = verify(config, steps, dtype, False, file)
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["agree"] is agree
     return agree, result
@@ -135,7 +135,7 @@ def test_verification_passes_for_episodes_whose_replies_differ_each_time(home: P
 
 def test_a_sharded_policy_is_verified_as_a_whole(home: Path) -> None:
     config = small(home, train={"shard": True}, cluster={"workers": 2, "min_workers": 2})
-    found = runs._verify_config(config, "float64")
+    found = runs._verify_config(config, "float64", False)
     assert not Config.model_validate(found.model_dump()).train.shard
 
 
@@ -160,7 +160,7 @@ def test_other_bits_are_allowed_only_if_the_check_at_start_says_no(
 ) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", sums_by_number_of_queries)
     if not honest:
-        monkeypatch.setattr("tlt.cluster.replica.check_exactness", lambda target: Exactness(True))
+        monkeypatch.setattr("tlt.cluster.run_worker.check_exactness", lambda target: Exactness(True))
     agree, result = verified("float32")
     differ = sum(run["logprobs_different"] for run in result["runs"])
     assert differ > 0

@@ -4,6 +4,19 @@
 It serves one worker or many. It runs in the driver, as one loop that handles worker calls as they return. No token
 depends on its decisions, because any worker may decode any request, from the start or from the point where a lost
 worker stopped.
+
+    queue of rows ──> decode a slice ──> finished responses ──> rewards
+     ^      ^               │ no rows left
+     │      │               v
+     │      │         idle work (idle.py), until `break_off`: rows are queued again, or the update begins
+     │      │           1. early update       groups that are finished            ──> gradients, for the update
+     │      │           2. drafter training   hidden states of earlier rollouts   ──> drafter, for the next round
+     │      │           3. look-ahead         requests of coming steps            ──> drafts, for their rollouts
+     │      └── rows of a lost worker
+     └── turns that follow a reply of an environment
+
+The rollout waits for all responses, and for replies. The update waits until idle work has ended, and for the rewards.
+Nobody waits for drafters and drafts.
 """
 
 from __future__ import annotations

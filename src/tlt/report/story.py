@@ -11,6 +11,7 @@ import numpy as np
 
 from tlt.metrics import leaves
 from tlt.report.read import RunData
+from tlt.trace import FACTS, IDLE, ROLLOUT, UPDATE
 from tlt.wording import counted
 
 
@@ -53,18 +54,20 @@ def worker_seconds(run: RunData) -> dict[str, float]:
     """Return the seconds of each kind of work, summed over all workers. The phases of decoding (prefill, draft, verify,
     commit) are scaled down if their sum exceeds the workers' rollout time."""
     states, workers = run.states.copy(), max(1, run.workers)
-    rollout, update, early, idle = (states.pop(name, 0.0) for name in ("ROLLOUT", "UPDATE", "EARLY", "IDLE"))
+    rollout, idle = states.pop(ROLLOUT, 0.0), states.pop(IDLE, 0.0)
     found = {name: run.total(f"rollout/{name}_seconds") for name in ("prefill", "draft", "verify", "commit")}
     inside = sum(found.values())
     found = {name: spent * min(1.0, rollout / inside) for name, spent in found.items() if inside}
     found["other decoding"] = rollout - sum(found.values())
-    found["look-ahead"], found["drafter training"] = states.pop("AHEAD", 0.0), states.pop("SPOT", 0.0)
-    sync = min(update, workers * run.total("seconds/sync"))
-    found |= {"update": update + early - sync, "sync": sync}
+    for state, spent in states.items():
+        word = FACTS[state].word if state in FACTS else state.lower()
+        found[word] = found.get(word, 0.0) + spent
+    found["sync"] = min(states[UPDATE], workers * run.total("seconds/sync"))
+    found["update"] = found.get("update", 0.0) - found["sync"]
     for phase in ("reward", "save"):
         found[phase] = min(idle, workers * run.total(f"seconds/{phase}"))
         idle -= found[phase]
-    found |= {"idle": idle} | {state.lower(): spent for state, spent in states.items()}
+    found["idle"] = idle
     return {name: spent for name, spent in found.items() if spent > 0}
 
 

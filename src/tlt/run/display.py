@@ -23,8 +23,8 @@ from tlt.loop import StepResult
 from tlt.metrics import useful_share
 from tlt.progress import Work, working
 from tlt.run.closing import closing
-from tlt.run.panels import BARS, COLOURS, WorkersView, stacked
-from tlt.trace import STATES
+from tlt.run.panels import BARS, WorkersView, stacked
+from tlt.trace import FACTS, STATES
 from tlt.types import Response, StepMetrics, WorkerNow
 
 _SHOWN_STEPS = 10
@@ -198,7 +198,8 @@ class Display:
         states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
         width = self._width - 8
         useful = useful_share((m.workers, m.rollout) for m in self.history)
-        spent = stacked("workers", states, COLOURS, width).append(f"  useful\N{NO-BREAK SPACE}{useful:.0%}", "bold")
+        colours = {state: FACTS[state].colour for state in STATES}
+        spent = stacked("workers", states, colours, width).append(f"  useful\N{NO-BREAK SPACE}{useful:.0%}", "bold")
         return [stacked("time", phases, _PHASES, width), spent]
 
     def _strategies(self) -> Text:

@@ -10,20 +10,10 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE
+from tlt.trace import AHEAD, FACTS, ROLLOUT
 from tlt.types import WorkerNow
 
 BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {
-    ROLLOUT: "green",
-    EARLY: "bright_blue",
-    AHEAD: "cyan",
-    SPOT: "yellow",
-    IDLE: "bright_black",
-    UPDATE: "blue",
-    COMPARE: "red",
-    ABSENT: "bright_red",
-}
 _CELLS = 40
 _SECONDS = 0.25  # duration that a cell of a bar shows at first
 
@@ -71,20 +61,20 @@ class WorkersView:
         for index, worker in enumerate(workers):
             table.add_row(
                 str(index),
-                Text(worker.state, COLOURS[worker.state]),
+                Text(worker.state, FACTS[worker.state].colour),
                 str(len(worker.live) or ""),
                 str(max(worker.live, default="")),
                 self._strip(index, width),
-                Text(_steps(step, worker.ahead), COLOURS[AHEAD]),
+                Text(_steps(step, worker.ahead), FACTS[AHEAD].colour),
             )
         return table
 
     def _strip(self, index: int, width: int) -> Text:
-        most = dict.fromkeys(COLOURS, 1)  # by state, because look-ahead may have many more rows than the rollout
+        most = dict.fromkeys(FACTS, 1)  # by state, because look-ahead may have many more rows than the rollout
         for cell in (cell for cells in self._cells for cell in cells):
             most[cell.state] = max(most[cell.state], cell.rows)
         mine = [cells[index] for cells in self._cells[-width:] if index < len(cells)]
-        return Text.assemble(*((_bar(cell.rows, most[cell.state]), COLOURS[cell.state]) for cell in mine))
+        return Text.assemble(*((_bar(cell.rows, most[cell.state]), FACTS[cell.state].colour) for cell in mine))
 
 
 def _bar(rows: int, most: int) -> str:
