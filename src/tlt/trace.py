@@ -20,7 +20,7 @@ UPDATE, ABSENT, COMPARE = "UPDATE", "ABSENT", "COMPARE"
 
 
 class StateFacts(NamedTuple):
-    """What display, metrics and report show for a state of a worker."""
+    """Name, colour and words of a state of a worker, for display, metrics and report."""
 
     colour: str
     """colour in the live display"""

@@ -49,8 +49,8 @@ def test_workers_begin_with_equal_parts(groups: int, slots: int, dealt: list[int
 @pytest.mark.parametrize(("waiting", "ended", "taken"), [(8, 1, 0), (8, 2, 2), (1, 1, 1)])
 def test_a_full_worker_takes_rows_when_an_eighth_of_its_slots_is_free(waiting: int, ended: int, taken: int) -> None:
     """It takes all rows that wait as soon as they fit."""
-    allocation, _ = allocation_of(0, slots=16)
-    allocation.begin(16 + waiting)
+    allocation, _ = allocation_of(0, 1, slots=16)
+    allocation.begin(2 * (16 + waiting))
     allocation.queue.extend(row(seed) for seed in range(16 + waiting))
     assert len(allocation.take_rows(0)) == 16
     for seed in range(ended):

@@ -96,7 +96,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, family: str, shares
     micro = pack(layout, prompts, responses, CPU)
     found = []
     for forward in (policy.passes.forwards[id(policy.model)], TransformersForward(policy.model, autocast=False)):
-        logprobs, _ = token_logprobs(forward, micro, TEMPERATURE, 256)
+        logprobs, _ = token_logprobs(forward, micro, TEMPERATURE)
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         found.append({name: parameter.grad for name, parameter in policy.model.named_parameters()})
         policy.model.zero_grad()

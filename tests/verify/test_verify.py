@@ -57,7 +57,7 @@ def small(home: Path, **sections: dict[str, Any]) -> Config:
 def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1) -> tuple[bool, dict[str, Any]]:
     file = tmp_path / "verdict.json"
     config = config.model_copy(update={"eval": EvalConfig(every=1, path="missing.jsonl")})  # is not used
-    agree = verify(config, steps, dtype, False, file)
+    agree = verify(config, steps, dtype, file)
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["agree"] is agree
     return agree, result
@@ -135,7 +135,7 @@ def test_verification_passes_for_episodes_whose_replies_differ_each_time(home: P
 
 def test_a_sharded_policy_is_verified_as_a_whole(home: Path) -> None:
     config = small(home, train={"shard": True}, cluster={"workers": 2, "min_workers": 2})
-    found = runs._verify_config(config, "float64", False)
+    found = runs._verify_config(config, "float64")
     assert not Config.model_validate(found.model_dump()).train.shard
 
 
