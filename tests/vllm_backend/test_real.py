@@ -269,16 +269,16 @@ import sys
 sys.path[:0] = ["{tests}", "{tests}/cluster"]
 from test_workers import Killer
 from tlt.run import train as run
-from tlt.cluster import remote
+from tlt.run import parts
 from tlt.config import load_config
 
-killer, real = Killer({{(1, "rollout"): 0.3}}), remote.join
+killer, real = Killer({{(1, "rollout"): 0.3}}), parts.join
 
 def join(pool, config, *rest):
     killer.folder = pool.folder
     return real(pool, config, *rest)
 
-remote.join = join
+parts.join = join
 words = "--engine.backend vllm --engine.vllm.enforce_eager true --train.steps 2 --rollout.max_new_tokens 160"
 config = load_config("{recipe}", [*words.split(), "--cluster.workers", "2", "--run.folder", "{run}"])
 print(run.train(config, False, killer)["policy_sha256"], killer.killed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tlt.stopping import GivenUp
 
 T = TypeVar("T")
+_WAIT = 0.2  # seconds
 
 
 class HelperThread:
@@ -39,6 +40,8 @@ class HelperThread:
                 future.set_exception(error)
 
         self._calls.put(call)
+        while not wait([future], _WAIT).done:  # a signal that comes just before a wait does not end it
+            pass
         return future.result()
 
     def end(self) -> None:
