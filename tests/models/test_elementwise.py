@@ -26,7 +26,8 @@ def values(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize(
-    ("rows", "size"), [(1, 96), (171, 96), (343, 96), (700, 96), (701, 96), (2041, 96), (91, 1536), (7, 40_000)]
+    ("rows", "size"),
+    [(1, 96), (171, 96), (505, 96), (343, 96), (700, 96), (701, 96), (2041, 96), (91, 1536), (7, 40_000)],
 )
 @pytest.mark.parametrize("function", [F.silu, torch.sigmoid, partial(F.gelu, approximate="tanh")])
 def test_a_row_has_the_same_bits_alone_on_one_thread(

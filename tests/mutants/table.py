@@ -128,6 +128,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
         ("SlotAttention.bias", "compare", 0, "A token sees itself and all tokens before it."),
     ],
+    ("models.elementwise", "models/test_elementwise.py"): [
+        ("by_rows", "always", 0, "Threads share whole rows."),
+        ("by_rows", "never", 1, "Few elements per thread are computed by one thread."),
+    ],
     ("models.decoder", "models/test_decoder.py"): [
         ("RMSNorm._unit", "operand", 3, "A norm's epsilon is added to a mean."),
         ("rotary_table", "operand", 1, "Rotary embedding uses attention_scaling."),
