@@ -29,7 +29,7 @@ from tlt.types import TrainBatch
 
 
 class EarlySlice(NamedTuple):
-    """Result of `Worker.early_update`: progress of an early shard, which is a part of the step's batch."""
+    """Result of `RunWorker.early_update`: progress of an early shard, which is a part of the step's batch."""
 
     shard: int
     share_done: float

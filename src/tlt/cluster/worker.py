@@ -1,4 +1,4 @@
-"""A worker: a target with its engine, and a drafter with its trainer. `replica.py` adds the policy.
+"""A worker: a target with its engine, and a drafter with its trainer. `run_worker.py` adds the policy.
 
 It is driven by short calls. A call takes a bounded time and returns its results. The worker has no thread and no queue
 of its own. So its caller knows when the worker is idle, and notices a lost worker by a failed call. Only `interrupt`
