@@ -7,6 +7,7 @@ result may be unfinished.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ class ShardSum:
         self.totals["early"] = self.totals["tokens"]
 
 
-class Shards:
+class Shards(ABC):
     """Shards of one kind: their plan, and this worker's results. The parameters hold the gradient of one shard at a
     time. During a rollout, that is the unfinished early shard, if there is one."""
 
@@ -107,13 +108,18 @@ class Shards:
         self.passes, self.train, self.prompts = passes, passes.config, prompts
         self.early: dict[int, ShardSum] = {}
 
-    def begin(self, shard: Shard, fixed: FixedLogprobs | None = None, group: ProcessGroup | None = None) -> ShardSum:
-        """Return an empty sum."""
-        raise NotImplementedError
+    @property
+    @abstractmethod
+    def models(self) -> dict[str, Any]:
+        """Models that each micro-batch goes through, by the name of their log-probs."""
 
+    @abstractmethod
     def add(self, to: ShardSum, micro: MicroBatch) -> None:
         """Compute a micro-batch. Add its results to a sum, and its gradient to the parameters."""
-        raise NotImplementedError
+
+    def known_logprobs(self, shard: Shard) -> FixedLogprobs:
+        """Return the fixed log-probs that are known before a shard is computed."""
+        return FixedLogprobs({}, {})
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that get gradients."""
@@ -181,6 +187,11 @@ class Shards:
             self._accumulate(one, lambda: False)
         return list(found.values())
 
+    def begin(self, shard: Shard, fixed: FixedLogprobs | None = None, group: ProcessGroup | None = None) -> ShardSum:
+        """Return an empty sum. `fixed`: fixed log-probs (default: those that are known)."""
+        micro_batches = self.passes.micro_batches([*self.models.values()], shard.batch, shard.members, group)
+        return ShardSum(shard, fixed or self.known_logprobs(shard), micro_batches, TokenMetrics(self.passes.device))
+
     def forget(self) -> None:
         """Drop the results of all early shards. They are invalid once the weights have changed."""
         self.early = {}
@@ -204,12 +215,6 @@ class Shards:
         for parameter in self.trained():
             parameter.grad = None
 
-    def _empty_sum(
-        self, models: Sequence[Any], shard: Shard, fixed: FixedLogprobs, group: ProcessGroup | None
-    ) -> ShardSum:
-        micro_batches = self.passes.micro_batches(models, shard.batch, shard.members, group)
-        return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.passes.device))
-
 
 class GradientShards(Shards):
     """Shards whose results are gradients of the objective."""
@@ -220,9 +225,12 @@ class GradientShards(Shards):
     def trained(self) -> list[torch.nn.Parameter]:
         return trained_parameters(self.passes.model)
 
-    def begin(self, shard: Shard, fixed: FixedLogprobs | None = None, group: ProcessGroup | None = None) -> ShardSum:
-        fixed = fixed or FixedLogprobs(self.passes.carried(shard.batch), {})
-        return self._empty_sum([self.passes.model], shard, fixed, group)
+    @property
+    def models(self) -> dict[str, Any]:
+        return {"policy": self.passes.model}
+
+    def known_logprobs(self, shard: Shard) -> FixedLogprobs:
+        return FixedLogprobs(self.passes.carried(shard.batch), {})
 
     def add(self, to: ShardSum, micro: MicroBatch) -> None:
         passes, batch = self.passes, to.shard.batch
@@ -252,16 +260,13 @@ class LogprobShards(Shards):
 
     @property
     def models(self) -> dict[str, Any]:
-        """Models whose log-probs are computed, by field of `FixedLogprobs`."""
+        """Models whose log-probs stay fixed, by field of `FixedLogprobs`."""
         models = {"old": self.passes.model, "reference": self.passes.reference}
         return {name: models[name] for name in fixed_logprobs(self.train)}
 
     def early_shard(self, number: int, batch: TrainBatch) -> Shard:
         shard = super().early_shard(number, batch)
         return shard._replace(batch=replace(batch, advantages=[]))  # which may depend on groups that are not known yet
-
-    def begin(self, shard: Shard, fixed: FixedLogprobs | None = None, group: ProcessGroup | None = None) -> ShardSum:
-        return self._empty_sum([*self.models.values()], shard, FixedLogprobs({}, {}), group)
 
     def add(self, to: ShardSum, micro: MicroBatch) -> None:
         lengths = [to.shard.batch.num_sampled(i) for i in micro.sequences]

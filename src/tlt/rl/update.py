@@ -15,7 +15,7 @@ from tlt.rl.finite import refuse_loss
 from tlt.rl.logprobs import FixedLogprobs, exchange, old_logprobs, penalized, rollout_logprobs
 from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import ProcessGroup, numbers_of
-from tlt.rl.passes import BACKWARD_PASSES
+from tlt.rl.passes import BACKWARD_PASSES, Passes
 from tlt.rl.shards import TOTALS, GradientShards, Held, LogprobShards, Plan, ShardSum
 from tlt.rl.trained_model import TrainedModel
 from tlt.types import TrainBatch
@@ -52,8 +52,9 @@ class Update:
     held: Held
     """early shards that each member has begun, with the fraction that is done"""
 
-    def __post_init__(self) -> None:
-        self.passes = self.gradients.passes
+    @property
+    def passes(self) -> Passes:
+        return self.gradients.passes
 
     def run(self) -> dict[str, float]:
         """Take all optimizer steps. Return the mean of each metric over them."""
