@@ -139,8 +139,9 @@ def different(number: int, seed: int, counts: Counter[str]) -> str:
     requests = some_requests(chance)
     torch.set_num_threads(1)
     alone = decode(Engine(model.target, EngineConfig(max_rows=1)), requests)
-    torch.set_num_threads(chance.choice([1, 1, 2]))
+    torch.set_num_threads(threads := chance.choice([1, 1, 2]))
     counts[way] += 1
+    counts[f"threads {threads}"] += 1
     counts["tokens"] += sum(len(response.token_ids) for response in alone.values())
     if way == "update":
         responses = list(alone.values())
