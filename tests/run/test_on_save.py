@@ -54,6 +54,16 @@ def test_a_command_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert "'step_1'" in caplog.text
 
 
+def test_a_program_that_disappears_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = tmp_path / "copy"
+    program.symlink_to(sys.executable)
+    runner = OnSave(f"{program} {{checkpoint}}")
+    program.unlink()
+    runner.saved(tmp_path / "step_1")
+    runner.close()
+    assert "run.on_save cannot run (No such file or directory): " in caplog.text
+
+
 @pytest.mark.parametrize("command", ["no-such-program {checkpoint}", "cp 'half"])
 def test_a_command_that_cannot_run_ends_the_run_at_its_start(tmp_path: Path, command: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.on_save = .*(names no program|is not a command)"):

@@ -52,5 +52,8 @@ class OnSave:
             place, name = str(self._next.absolute()), self._next.name
             words = [word.replace("{checkpoint}", place).replace("{name}", name) for word in self._words]
             # a session of its own, so that Ctrl-C does not reach it
-            self._running = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
             self._next = None
+            try:
+                self._running = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+            except OSError as error:  # the program was removed or changed since the start of the run
+                _log.warning("run.on_save cannot run (%s): %s", error.strerror, words)
