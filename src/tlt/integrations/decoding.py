@@ -58,8 +58,10 @@ def train_until(is_over: Callable[[], bool], rollout: ClusterRollout) -> None:
     """Train the drafter until `is_over()` returns True or nothing is due. Training ends within a micro-batch."""
     worker = local_worker(rollout.crew.pool)
     worker.is_wanted = is_over
-    rollout.coordinator.idle.train_for(lambda: 0.0 if is_over() else math.inf)
-    worker.is_wanted = lambda: False
+    try:
+        rollout.coordinator.idle.train_for(lambda: 0.0 if is_over() else math.inf)
+    finally:
+        worker.is_wanted = lambda: False
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:
