@@ -203,7 +203,7 @@ FILES: list[tuple[dict[str, Change], str]] = [
         r"a held-out prompt with its response may reach 520 tokens.*: lower rollout\.max_new_tokens to at most 472",
     ),
     (
-        {"run/checkpoints": lambda path: (path / "step_00000001").mkdir(parents=True), "run/.lock": ""},
+        {"run/checkpoints": lambda path: (path / "step_00000001").mkdir(parents=True), "run/.tlt.lock": ""},
         r"already contains a run: continue it with --resume",
     ),
 ]

@@ -56,7 +56,7 @@ def afresh(home: Path, **sections: dict[str, Any]) -> Config:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".tlt.lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
@@ -127,7 +127,7 @@ def test_a_new_run_deletes_what_the_previous_one_wrote_and_nothing_else(home: Pa
         train(afresh(home), display=Failing(0, "update"))
     assert not (home / "run" / "checkpoints").exists()
     train(short(home))  # without a step and a checkpoint there is nothing to overwrite
-    left = ".lock latest report.html config.json reward.log metrics.jsonl completions.jsonl summary.json trace.json"
+    left = ".tlt.lock latest report.html config.json reward.log metrics.jsonl completions.jsonl summary.json trace.json"
     names = {*left.split(), "notes.txt", "checkpoints", "tensorboard"}
     assert {path.name for path in (home / "run").iterdir()} == names
 
@@ -168,7 +168,7 @@ def test_a_run_that_failed_in_its_first_step_is_started_again_by_the_same_comman
 
 def test_a_folder_with_an_incomplete_checkpoint_alone_belongs_to_no_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".step_00000001.partial").mkdir(parents=True)
-    (tmp_path / ".lock").touch()
+    (tmp_path / ".tlt.lock").touch()
     RunFolder(RunConfig(folder=str(tmp_path)), resume=False).close()
 
 
@@ -260,7 +260,7 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path, home: Path, uma
     finally:
         os.umask(before)
     paths = [path for path in (home / "run" / "checkpoints").rglob("*") if path.is_file()]
-    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*paths, home / "run" / ".lock")}
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*paths, home / "run" / ".tlt.lock")}
     assert set(found.values()) == {mode}
     assert {"model.safetensors", "optimizer.safetensors"} <= found.keys()
 

@@ -213,7 +213,7 @@ class Asking(Display):
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
     folder = home / f"early {words}"
     shutil.copytree(home / "whole", folder, symlinks=True)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".tlt.lock"}
     config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM before the first step: nothing was changed$") as stopped:
         train(config, words == "resuming", Asking(words, -1, signal.SIGTERM, seconds=60.0))

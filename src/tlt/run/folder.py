@@ -20,7 +20,7 @@ FILES = (
 """files that a run writes; the logs of the workers are not listed"""
 FOLDERS = ("checkpoints", "best", "drafter", "tensorboard")
 """folders that a run writes"""
-_LOCK, _LATEST = ".lock", "latest"
+_LOCK, _LATEST = ".tlt.lock", "latest"
 
 
 class RunFolder:
