@@ -144,3 +144,9 @@ def of_one_term(reward: dict[str, Any]) -> dict[str, Any]:
         return reward
     term = {name: reward[name] for name in fields}
     return {name: reward[name] for name in reward.keys() - fields} | {"terms": [term]}
+
+
+def read_completions(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run's completions, the oldest first."""
+    files = [path for name in ("completions.old.jsonl", "completions.jsonl") if (path := folder / name).is_file()]
+    return [json.loads(line) for path in files for line in path.read_bytes().split(b"\n")[:-1]]

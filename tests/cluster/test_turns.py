@@ -12,7 +12,7 @@ import pytest
 from pools import Loses, TestPool
 from rich.console import Console
 from test_coordinator import train as run
-from tiny import QUESTIONS, tiny_model, tiny_tree
+from tiny import QUESTIONS, read_completions, tiny_model, tiny_tree
 
 from tlt.cluster.allocation import Share
 from tlt.cluster.coordinator import Coordinator
@@ -24,7 +24,6 @@ from tlt.environments.episodes import Episodes
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.run.display import Display
-from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
 
 QUIET = Console(quiet=True)

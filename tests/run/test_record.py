@@ -17,7 +17,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import tiny
-from tiny import Crash, tiny_config
+from tiny import Crash, read_completions, tiny_config
 
 from tlt.config import Config, ConfigError
 from tlt.config.registry import TRACKERS, maker
@@ -26,7 +26,7 @@ from tlt.rewards import RewardError
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
 from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
-from tlt.store.completions import CompletionsWriter, read_completions
+from tlt.store.completions import CompletionsWriter
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,6 @@ def record(response: Response) -> dict[str, Any]:
 def runs_of(proposed: str) -> str:
     """Return a text with one letter per token in run-length encoding: `sss..a` becomes `3s2.1a`."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))
-
-
-def read_completions(folder: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of completions.old.jsonl and completions.jsonl of a run, the oldest first."""
-    found = []
-    for path in (folder / OLDER, folder / NAME):
-        lines: Sequence[bytes] = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
-        found += [json.loads(line) for line in lines]
-    return found
 
 
 def _cut(path: Path, first_step: int) -> None:
