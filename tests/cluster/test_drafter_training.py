@@ -21,6 +21,7 @@ from tlt.build import starting_drafter
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.drafter_training import DrafterTraining
 from tlt.cluster.idle import IdleWork
+from tlt.cluster.local_pool import LocalPool
 from tlt.cluster.pool import ClusterError
 from tlt.config import Config
 from tlt.draft.strategy import Strategy
@@ -93,7 +94,7 @@ class Calls:
     """Crew that records the calls to its workers."""
 
     def __init__(self, workers: int = 3) -> None:
-        self.present, self.size = list(range(workers)), workers
+        self.present, self.size, self.pool = list(range(workers)), workers, LocalPool(None)
         self.made: list[tuple[Any, ...]] = []
 
     def free(self) -> list[int]:
@@ -115,7 +116,7 @@ class Calls:
 def training_of(config: Config, workers: int = 3) -> Any:
     """Return the driver of a training that is always due, with `Calls` as its crew."""
     options = decoder_options(read_config(config.model.path))
-    training = DrafterTraining(Calls(workers), lambda value: value, config, options, starting_drafter(config, options))
+    training = DrafterTraining(Calls(workers), config, options, starting_drafter(config, options))
     training.schedule.credit = 1e9
     return training
 
@@ -181,7 +182,7 @@ def test_a_run_with_a_trained_drafter_begins_at_rest(home: Path, rate: float | N
     layer = starting_drafter(config, options := decoder_options(read_config(config.model.path)))
     assert layer
     layer.acceptance_rate = rate
-    training = DrafterTraining(Calls(), lambda value: value, config, options, layer)
+    training = DrafterTraining(Calls(), config, options, layer)
     assert training.schedule.rests == training.report()["rests"] == (rate is not None)
 
 

@@ -44,20 +44,12 @@ Start = Callable[[int, Collection[int], float], bool]
 class DrafterTraining(FaultBarrier):
     """Driver of drafter training: it trains and evaluates on workers, publishes drafters, and saves published ones.
 
-    `layer` is the drafter that the run starts with; None if none is trained. `put` stores a value and returns a handle
-    of it, for use as an argument of calls.
+    `layer` is the drafter that the run starts with; None if none is trained.
     """
 
     passes_on = (ClusterError,)
 
-    def __init__(
-        self,
-        crew: Crew,
-        put: Callable[[Any], Handle],
-        config: Config,
-        target: DecoderOptions,
-        layer: EagleLayer | None,
-    ) -> None:
+    def __init__(self, crew: Crew, config: Config, target: DecoderOptions, layer: EagleLayer | None) -> None:
         training = config.speculation.training
         self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
         at_rest = layer is not None and layer.trained
@@ -71,7 +63,6 @@ class DrafterTraining(FaultBarrier):
         """worker that runs a call of one of `METHODS`; None if there is no such call"""
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
-        self._put = put
         self._to_publish: float | None = None  # acceptance rate of the candidate whose state was requested
         self._unable = set[int]()  # workers with too little training data in this rollout
         self._evaluation: Evaluation | None = None  # last evaluation since the last report
@@ -161,7 +152,7 @@ class DrafterTraining(FaultBarrier):
             self.baton.taken(worker, None)
             self.schedule.begin_stretch()
             return
-        handle = self._put(state)
+        handle = self.crew.pool.put(state)
         self.baton.taken(worker, handle)
         if acceptance is not None and self.saver:
             self.version += 1
@@ -234,7 +225,7 @@ class DrafterTraining(FaultBarrier):
             )
             return
         if saved:
-            self.version, handle = saved.number, self._put(saved.state)
+            self.version, handle = saved.number, self.crew.pool.put(saved.state)
             self.baton.restart(handle)
             self._draft_with(handle, saved.layer.acceptance_rate)
         self.schedule.load_state(state)
@@ -254,4 +245,4 @@ class DrafterTraining(FaultBarrier):
 def training_of(crew: Crew, config: Config) -> DrafterTraining:
     """Return the driver of a recipe's drafter training."""
     options = decoder_options(read_config(config.model.path))
-    return DrafterTraining(crew, crew.pool.put, config, options, starting_drafter(config, options))
+    return DrafterTraining(crew, config, options, starting_drafter(config, options))

@@ -131,7 +131,7 @@ def local_rollout(worker: Worker, config: Config, turns: Turns | None = None) ->
     """Return the rollout of one worker in this process."""
     crew = Crew(LocalPool(worker))
     layer = worker.spot.trainer.in_use if worker.spot.trainer else None
-    training = DrafterTraining(crew, crew.pool.put, config, worker.target.options, layer)
+    training = DrafterTraining(crew, config, worker.target.options, layer)
     return ClusterRollout(Coordinator(crew, config, turns, training))
 
 
