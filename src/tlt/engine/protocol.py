@@ -29,6 +29,16 @@ class Target(Protocol):
     device: torch.device
     version: int
 
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens of a prompt with its response."""
+        ...
+
+    def text_logits(self, tokens: Tensor, with_drafts: bool, /) -> Tensor:
+        """Return logits [n, V], up to an additive constant in each row, at the last n tokens of a text [N], for a check
+        of the model. If `with_drafts`, tokens are verified as drafts, if the target can do so."""
+        ...
+
     def load(self, weights: Mapping[str, Tensor], version: int, /) -> None:
         """Load all weights, given by their Hugging Face names. If this raises ModelError, the old weights are kept."""
         ...

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.attention.backend import HeadShape
+from tlt.attention.choose import attention_for
+from tlt.attention.key_counts import rounded_up
 from tlt.models.elementwise import by_rows
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.product import Product
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_RIGHT = 4  # number of text tokens in each verification pass of `text_logits`
 
 
 class Attend(Protocol):
@@ -162,6 +167,31 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] for hidden states [..., D], in the model's dtype."""
         return self.to_logits(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], len(self.head))
+
+    @property
+    def longest(self) -> int:
+        return self.options.max_positions
+
+    def text_logits(self, tokens: Tensor, with_drafts: bool = False) -> Tensor:
+        """Decode a text [N] as the engine does, and return the logits at each token [N, V].
+
+        The first pass prefills the text, or its first half if `with_drafts`. Each further pass verifies a few tokens as
+        a draft. A pass ends with a wrong token, unless the text ends with it. The next pass overwrites the keys and
+        values of this token."""
+        tokens = tokens.to(self.device)
+        store = attention_for(HeadShape.of(self.options, self.dtype, self.device))
+        store.resize(1, rounded_up(len(tokens), store.key_counts))
+        done, found = 0, list[Tensor]()
+        while done < len(tokens):
+            end = done + _RIGHT if done else max(1, len(tokens) // (1 + with_drafts))
+            wrong = (tokens[end : end + 1] + 1) % self.options.vocab_size
+            draft = torch.cat([tokens[done:end], wrong])[None]
+            plan = store.plan(0, [done], draft.shape[1])
+            positions = done + torch.arange(draft.shape[1], device=self.device)[None]
+            hidden = self.forward(draft, positions, partial(store.attend, plan))
+            found.append(self.logits(hidden)[0, : end - done])
+            done = end
+        return torch.cat(found)
 
 
 def rotary_table(options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> Tensor:

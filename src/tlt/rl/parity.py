@@ -6,20 +6,14 @@ model and decode with another unnoticed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import HeadShape
-from tlt.attention.choose import attention_for
-from tlt.attention.key_counts import rounded_up
 from tlt.engine.memory import return_freed_memory
 from tlt.engine.protocol import Target
-from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
-from tlt.vllm.target import VllmTarget
 
 
 class Weighed(Protocol):
@@ -36,7 +30,6 @@ ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
 """Largest total variation between two next-token distributions that rounding explains. The value for float64 is
 large, because transformers computes norms and rotary angles in float32."""
 _TOKENS = 16  # length of the text in tokens, unless the target's context is shorter
-_RIGHT = 4  # number of text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
@@ -51,17 +44,12 @@ def take_weights(target: Target, policy: Weighed, version: int) -> None:
 def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> None:
     """Compare the next-token distributions of target and policy on a short text.
 
-    They are compared at each token, or with vLLM at the last token only. If `with_drafts`, the second half of the text
-    is verified as draft tokens and not prefilled. vLLM prefills all of it. Raises ModelError if the distributions
-    differ by more than rounding explains. If the policy is sharded, all its members make this call."""
-    in_vllm = isinstance(target, VllmTarget)
-    count = min(_TOKENS, target.longest - 1 if in_vllm else target.options.max_positions)
+    They are compared at each token whose logits the target returns. If `with_drafts`, part of the text is verified as
+    draft tokens, if the target can do so. Raises ModelError if the distributions differ by more than rounding explains.
+    If the policy is sharded, all its members make this call."""
+    count = min(_TOKENS, target.longest - 1)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
-    if in_vllm:
-        decoded = target.text_logits(tokens)
-    else:
-        assert isinstance(target, Decoder), "targets are decoders or vLLM"
-        decoded = speculative_logits(target, tokens.to(target.device), count // (1 + with_drafts))
+    decoded = target.text_logits(tokens, with_drafts)
     before = count - len(decoded)
     trained = policy.logits(tokens)[before:]
     apart = _distributions(trained, "policy", target.version) - _distributions(decoded, "engine", target.version)
@@ -77,26 +65,6 @@ def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> N
             f"{before + int(apart.argmax()) + 1} tokens their next-token distributions differ by {worst:.2g} in total "
             f"variation, and rounding in {dtype} explains at most {allowed:g}: {remedy}"
         )
-
-
-def speculative_logits(target: Decoder, tokens: Tensor, prefilled: int) -> Tensor:
-    """Decode a text [N] as the engine does, and return the logits at each token [N, V].
-
-    The first pass prefills `prefilled` tokens. Each further pass verifies a few tokens as a draft. A pass ends with a
-    wrong token, unless the text ends with it. The next pass overwrites the keys and values of this token."""
-    store = attention_for(HeadShape.of(target.options, target.dtype, target.device))
-    store.resize(1, rounded_up(len(tokens), store.key_counts))
-    done, found = 0, list[Tensor]()
-    while done < len(tokens):
-        end = done + _RIGHT if done else max(1, prefilled)
-        wrong = (tokens[end : end + 1] + 1) % target.options.vocab_size
-        draft = torch.cat([tokens[done:end], wrong])[None]
-        plan = store.plan(0, [done], draft.shape[1])
-        positions = done + torch.arange(draft.shape[1], device=target.device)[None]
-        hidden = target.forward(draft, positions, partial(store.attend, plan))
-        found.append(target.logits(hidden)[0, : end - done])
-        done = end
-    return torch.cat(found)
 
 
 def _distributions(logits: Tensor, whose: str, version: int) -> Tensor:

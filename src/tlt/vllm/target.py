@@ -87,8 +87,9 @@ class VllmTarget:
         drafter. The entries of live rows in the drafter's cache are not recomputed."""
         self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
 
-    def text_logits(self, tokens: Tensor) -> Tensor:
-        """Return logits [1, V], up to an additive constant, of the token that follows the token ids `tokens` [n].
+    def text_logits(self, tokens: Tensor, with_drafts: bool = False) -> Tensor:
+        """Return logits [1, V], up to an additive constant, of the token that follows the token ids `tokens` [n]. All
+        of them are prefilled.
 
         vLLM must have no running requests. Raises VllmError if vLLM's sample is not the one given by the shared noise.
         """
