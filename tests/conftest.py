@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TLT_AUDIT", "1")  # every engine checks its key-value cache after every round
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: tiny.py
+sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")}))  # for each other
 
 import pytest
 import torch
