@@ -123,7 +123,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotMemory.wipe", "element", 4, "Wiping a slot keeps the tokens before its start."),
     ],
     ("attention.slots", "attention/test_slots.py"): [
-        ("SlotAttention._attend_span", "always", 1, "A row attends to its own tokens only."),
+        ("SlotAttention._call", "operand", 1, "A row attends to its own tokens only."),
         ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
         ("SlotAttention.bias", "compare", 0, "A token sees itself and all tokens before it."),

@@ -23,7 +23,7 @@ def padded_plan(slots: SlotAttention, lengths: Tensor, tokens: int, new: int) ->
     positions = committed + order[:new]
     bias = slots.bias(order[:tokens] - committed, new)
     places = _places(slots, row, positions.flatten())
-    return SlotPlan(0, 0, new, places, [RowSpan(0, rows, tokens)], [bias], None, positions, {})
+    return SlotPlan(0, 0, new, places, [RowSpan(0, rows, tokens)], [bias], {}, None, positions)
 
 
 def level_plan(slots: SlotAttention, rows: Tensor, positions: Tensor, seen: Tensor) -> SlotPlan:
@@ -32,7 +32,7 @@ def level_plan(slots: SlotAttention, rows: Tensor, positions: Tensor, seen: Tens
     The pass writes M cache entries: position `positions[m]` of row `rows[m]`. A row of -1 is padding, which is not
     kept. `seen` [B * K, 1, T] is the attention bias: 0 where a row attends, -inf elsewhere."""
     span = RowSpan(0, len(seen) // slots.shape.num_kv_heads, slots.tokens)
-    return SlotPlan(0, 0, 1, _places(slots, rows, positions), [span], [seen], None)
+    return SlotPlan(0, 0, 1, _places(slots, rows, positions), [span], [seen], {}, None)
 
 
 def _places(slots: SlotAttention, rows: Tensor, positions: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt.attention.backend import HeadShape
 from tlt.attention.key_counts import key_counts, rounded_up
-from tlt.attention.slots import QUERIES, in_full
+from tlt.attention.slots import QUERIES, in_fours, in_full
 
 
 class Segment(NamedTuple):
@@ -84,7 +84,9 @@ class SequenceAttention:
             q = q.transpose(1, 2).reshape(rows, heads, -1, size)
             k, v = (x[:, batch.keys].view(heads, rows, -1, size).transpose(0, 1) for x in (key, value))
             found = [
-                in_full(q[:, :, low:high], k[:, :, :tokens], v[:, :, :tokens], batch.mask[:, :, low:high, :tokens])
+                in_full(
+                    q[:, :, low:high], k[:, :, :tokens], v[:, :, :tokens], in_fours(batch.mask[:, :, low:high, :tokens])
+                )
                 for low, high, tokens in batch.blocks
             ]
             mixed = torch.cat(found, dim=2).view(rows, heads, -1, self._group, size).transpose(1, 2)

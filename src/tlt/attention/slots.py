@@ -12,7 +12,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,19 @@ class RowSpan(NamedTuple):
     tokens: int
 
 
+class KernelCall(NamedTuple):
+    """A call of PyTorch's attention: rows [low, high) of a pass attend with the queries [first, last) of each key-value
+    head to the first `tokens` indices of their slots."""
+
+    low: int
+    high: int
+    first: int
+    last: int
+    tokens: int
+    mask: Tensor | None
+    """[rows, K, 1 or the number of queries, T]: 0 where a query attends, -inf elsewhere; None if it attends to all"""
+
+
 class SlotPlan(NamedTuple):
     """Plan of a pass: where keys and values are written, and what each token attends to. All layers share it."""
 
@@ -54,12 +67,12 @@ class SlotPlan(NamedTuple):
     biases: Sequence[Tensor | None]
     """attention bias of each span, [rows * K, 1 or N * H/K, T]: 0 where a token attends, -inf elsewhere; None if
     it attends to everything"""
+    calls: dict[int | None, list[list[KernelCall]]]
+    """window in tokens, or None -> calls of each span, filled at first use"""
     ahead: _Ahead | None
     """state from which `deeper` plans the next pass of a draft; None in the plan of a target pass"""
     positions: Tensor | None = None
     """[B, N] positions of the new tokens in a target pass; None in a draft"""
-    windowed: dict[int, list[Tensor | None]] | None = None
-    """biases of layers with an attention window: window in tokens -> one bias per span; filled at first use"""
 
 
 class _Ahead(NamedTuple):
@@ -97,7 +110,7 @@ class SlotAttention(SlotMemory):
         beyond = torch.arange(max(s.tokens for s in spans), device=committed.device) - committed
         biases = [self.bias(beyond[s.low : s.high, : s.tokens], new) for s in spans]
         positions = committed + torch.arange(new, device=committed.device)
-        return SlotPlan(first, 0, new, self._both(places), spans, biases, None, positions, {})
+        return SlotPlan(first, 0, new, self._both(places), spans, biases, {}, None, positions)
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
@@ -112,7 +125,7 @@ class SlotAttention(SlotMemory):
             ahead = ahead._replace(seen=self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)), 1))
         span = RowSpan(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
-        return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
+        return SlotPlan(0, 0, 1, self._both(places), [span], [bias], {}, ahead)
 
     def deeper(self, plan: SlotPlan) -> SlotPlan:
         ahead, old = plan.ahead, plan.old + 1
@@ -127,7 +140,7 @@ class SlotAttention(SlotMemory):
         if ahead.seen is not None:  # the previous pass is over, so its bias is changed in place
             ahead.seen.view(-1).index_fill_(0, places[: len(ahead.seen)], 0.0)
             bias = ahead.seen[..., : span.tokens]
-        return SlotPlan(0, old, 1, places, [span], [bias], ahead)
+        return SlotPlan(0, old, 1, places, [span], [bias], {}, ahead)
 
     # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
     # longer than all of its work here.
@@ -171,16 +184,22 @@ class SlotAttention(SlotMemory):
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def _biases(self, plan: SlotPlan, window: int | None) -> Sequence[Tensor | None]:
-        """Return the attention biases, one per span, of a layer whose window is `window` tokens (None: no window)."""
-        if window is None or plan.positions is None or plan.windowed is None:
-            return plan.biases
-        if window not in plan.windowed:
-            plan.windowed[window] = [
-                self._within(window, plan.positions[span.low : span.high, :, None], span.tokens, bias)
-                for span, bias in zip(plan.spans, plan.biases, strict=True)
-            ]
-        return plan.windowed[window]
+    def _cut(self, plan: SlotPlan, span: RowSpan, bias: Tensor | None, window: int | None) -> Iterator[KernelCall]:
+        """Yield the calls of a span. On a CPU, each has numbers of queries and keys for which the kernel has one order
+        of summation."""
+        if window is not None and plan.positions is not None:
+            bias = self._within(window, plan.positions[span.low : span.high, :, None], span.tokens, bias)
+        mask = None if bias is None else bias.view(span.high - span.low, self.shape.num_kv_heads, -1, span.tokens)
+        count, tokens = plan.new * self.queries_per_kv, span.tokens
+        for first in range(0, count, QUERIES if self._on_cpu else count):
+            last = min(first + QUERIES, count) if self._on_cpu else count
+            if self._on_cpu:  # the last query attends to no later token
+                end = span.tokens - plan.new + (last - 1) // self.queries_per_kv + 1
+                tokens = min(span.tokens, rounded_up(end, self.key_counts))
+            shown = None if mask is None else mask[..., :tokens]
+            if shown is not None and shown.shape[2] > 1:
+                shown = in_fours(shown[:, :, first:last]) if self._on_cpu else shown
+            yield KernelCall(span.low, span.high, first, last, tokens, shown)
 
     def _within(self, window: int, positions: Tensor, tokens: int, bias: Tensor | None) -> Tensor | None:
         if tokens <= window:
@@ -192,53 +211,44 @@ class SlotAttention(SlotMemory):
     def attend(
         self, plan: SlotPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
     ) -> Tensor:
-        both, size = self.layers[layer], self.shape.head_dim
+        both, heads, size = self.layers[layer], self.shape.num_kv_heads, self.shape.head_dim
         self.memory[layer].view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
         # queries that share a key-value head become rows of one matmul, so that keys are never repeated
         if plan.new > 1:
-            query = query.view(-1, plan.new, self.shape.num_kv_heads, self.queries_per_kv, size).transpose(1, 2)
-        folded = query.reshape(-1, plan.new * self.queries_per_kv, size)
-        parts = [
-            self._attend_span(folded, both, plan, span, bias)
-            for span, bias in zip(plan.spans, self._biases(plan, window), strict=True)
-        ]
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+            query = query.view(-1, plan.new, heads, self.queries_per_kv, size).transpose(1, 2)
+        query = query.reshape(-1, heads, plan.new * self.queries_per_kv, size)
+        if window not in plan.calls:
+            spans = zip(plan.spans, plan.biases, strict=True)
+            plan.calls[window] = [[*self._cut(plan, span, bias, window)] for span, bias in spans]
+        parts = [[self._call(query, both, plan, call) for call in calls] for calls in plan.calls[window]]
+        mixed = _joined([_joined(part, 2) for part in parts], 0)
         if plan.new > 1:
-            mixed = mixed.view(-1, self.shape.num_kv_heads, plan.new, self.queries_per_kv, size).transpose(1, 2)
+            mixed = mixed.view(-1, heads, plan.new, self.queries_per_kv, size).transpose(1, 2)
         return mixed.reshape(-1, self.shape.num_heads * size)
 
-    def _attend_span(self, query: Tensor, both: Tensor, plan: SlotPlan, span: RowSpan, bias: Tensor | None) -> Tensor:
-        """Return the attention output of the span's rows. `query` has the rows of all spans, [B * K, N * H/K, E]."""
-        heads, rows = self.shape.num_kv_heads, span.high - span.low
-        if rows * heads < len(query):
-            query = query.narrow(0, span.low * heads, rows * heads)
-        both = both[:, plan.first + span.low : plan.first + span.high, :, : span.tokens]
-        mask = None if bias is None else bias.view(rows, heads, -1, span.tokens)
-        query = query.view(rows, heads, -1, self.shape.head_dim)
-        if not self._on_cpu:
-            return F.scaled_dot_product_attention(query, *both, attn_mask=mask).flatten(0, 1)
-        count, parts = query.shape[2], []
-        for low in range(0, count, QUERIES):
-            high = min(low + QUERIES, count)
-            last = (high - 1) // self.queries_per_kv  # token of the last query, which attends to no later token
-            tokens = min(span.tokens, rounded_up(span.tokens - plan.new + last + 1, self.key_counts))
-            shown = None if mask is None else mask[..., :tokens]
-            if shown is not None and shown.shape[2] > 1:
-                shown = shown[:, :, low:high]
-            keys, values = both[:, :, :, :tokens]
-            parts.append(in_full(query[:, :, low:high], keys, values, shown))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
+    def _call(self, query: Tensor, both: Tensor, plan: SlotPlan, call: KernelCall) -> Tensor:
+        """Return the attention output [rows, K, queries, E] of a call. `query` [B, K, n, E] has all queries."""
+        keys, values = both[:, plan.first + call.low : plan.first + call.high, :, : call.tokens]
+        query = query[call.low : call.high, :, call.first : call.last]
+        if self._on_cpu:
+            return in_full(query, keys, values, call.mask)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=call.mask)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Return the attention output of `query` [B, K, n, E], computed with a multiple of 4 queries. `key` and `value` are
-    [B, K, T, E], and `mask` is [B, 1 or K, 1 or n, T]."""
-    count = query.shape[2]
-    if more := -count % _FULL:
-        query = F.pad(query, (0, 0, 0, more))
-        if mask is not None and mask.shape[2] > 1:
-            mask = F.pad(mask, (0, 0, 0, more))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, :count]
+    [B, K, T, E], and `mask` is [B, 1 or K, 1 or a multiple of 4, T]."""
+    return F.scaled_dot_product_attention(in_fours(query), key, value, attn_mask=mask)[:, :, : query.shape[2]]
+
+
+def in_fours(x: Tensor) -> Tensor:
+    """Return `x` [B, K, n, E], padded to a multiple of 4 queries."""
+    more = -x.shape[2] % _FULL
+    return F.pad(x, (0, 0, 0, more)) if more else x
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
