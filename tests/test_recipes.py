@@ -54,7 +54,7 @@ def test_the_data_are_the_output_of_their_scripts(tmp_path: Path) -> None:
     load_script(FOLDER / "make_data.py").write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 8
 
 
 keywords, forecast = load_script(FOLDER / "keywords.py"), load_script(FOLDER / "forecast.py")
