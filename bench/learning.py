@@ -23,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tlt.config import Config, load_config
-from tlt.metrics import provenance, write_json
+from tlt.metrics import provenance, read_metrics, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RISE = 0.2
@@ -70,6 +70,8 @@ def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
         summary = train(config, False, Display(Console(file=sys.stderr)))
     mean = f"mean@{config.eval.samples}"
     first, last = summary["eval_first"].get(mean), summary["eval_last"].get(mean)
+    lines = read_metrics(Path(config.run.folder))
+    held_out = {line["step"]: line["eval"][mean] for line in lines if line["eval"]}
     rise = summary["reward_last_tenth"] - summary["reward_first_tenth"]
     return {
         "recipe": recipe,
@@ -78,6 +80,8 @@ def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
         "reward_first_tenth": summary["reward_first_tenth"],
         "reward_last_tenth": summary["reward_last_tenth"],
         "rise": rise,
+        "rewards": [line["reward"] for line in lines],
+        "held_out": held_out if last is None else {**held_out, config.train.steps: last},
         "held_out_first": first,
         "held_out_last": last,
         "holds": rise < RISE if shuffled else rise >= RISE and (first is None or last > first),
@@ -93,7 +97,7 @@ def runs_of(recipe: Path, seeds: int, overrides: Sequence[str]) -> Iterator[dict
             with tempfile.TemporaryDirectory() as folder:
                 config = load_config(recipe, [*overrides, "--run.seed", str(seed), "--run.folder", folder])
                 if config.data.tasks or config.eval.path:  # before the first step, and at the end
-                    held_out = config.eval.model_copy(update={"every": config.train.steps})
+                    held_out = config.eval.model_copy(update={"every": config.eval.every or config.train.steps})
                     config = config.model_copy(update={"eval": held_out})
                 yield run(recipe.name, config, shuffled)
 

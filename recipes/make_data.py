@@ -1,7 +1,7 @@
-"""Write recipes/data: word problems in the manner of GSM8K, series to forecast, and texts that must hold given words.
-The files are the same on every machine.
+"""Write recipes/data: word problems in the manner of GSM8K, series to forecast, texts that must hold given words, and
+sums. The files are the same on every machine.
 
-python recipes/make_data.py [FOLDER [ROWS]]    # ROWS prompts in each file (default 100), and 20 that are held out
+python recipes/make_data.py [FOLDER [ROWS]]    # ROWS prompts in each file (default 100), and others held out
 """
 
 from __future__ import annotations
@@ -95,11 +95,24 @@ def keywords(r: random.Random) -> dict[str, str]:
     return {"question": text, "answer": ", ".join(words)}
 
 
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def sums(r: random.Random) -> dict[str, str]:
+    terms = [r.randint(1, 7) for _ in range(4)]
+    return {"question": " + ".join(map(str, terms)), "answer": str(sum(terms))}
+
+
 def write(folder: Path, count: int = 100) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make in (("word_problems", word_problem), ("forecast", series), ("keywords", keywords)):
+    for name, make, held_out in (
+        ("word_problems", word_problem, 20),
+        ("forecast", series, 20),
+        ("keywords", keywords, 20),
+        ("sums", sums, 64),
+    ):
         r = random.Random(name)
-        rows = [json.dumps(make(r)) + "\n" for _ in range(count + 20)]
+        rows = [json.dumps(make(r)) + "\n" for _ in range(count + held_out)]
         (folder / f"{name}.jsonl").write_text("".join(rows[:count]), encoding="utf-8")
         (folder / f"{name}_held_out.jsonl").write_text("".join(rows[count:]), encoding="utf-8")
 
