@@ -128,6 +128,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
         ("SlotAttention.bias", "compare", 0, "A token sees itself and all tokens before it."),
     ],
+    ("models.product", "models/test_product.py"): [
+        ("Product.__init__", "never", 1, "A product with few outputs sums in one order."),
+        ("Product.__call__", "operand", 3, "Rows are padded to a number that sums in one order."),
+    ],
     ("models.elementwise", "models/test_elementwise.py"): [
         ("by_rows", "always", 0, "Threads share whole rows."),
         ("by_rows", "never", 1, "Few elements per thread are computed by one thread."),
