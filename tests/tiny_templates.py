@@ -77,12 +77,13 @@ MISTRAL = (  # version 3: ids have nine characters, and results name the id of t
     '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
     "{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
 )
-MISTRAL_11 = re.sub(
+MISTRAL_13 = re.sub(
     r"\[TOOL_CALLS\].*?\{% endfor %\}\]",
     "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
     "{% endfor %}",
     MISTRAL,
 )
+MISTRAL_11 = MISTRAL_13.replace("[ARGS]", "[CALL_ID]{{ call.id }}[ARGS]")  # version 11, of Mistral Small 3.1 and 3.2
 GEMMA3 = (  # no tools; the assistant is the model
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
     "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
@@ -131,7 +132,14 @@ LLAMA2 = (
 )
 ENDS = {
     **{"QWEN3": "<|im_end|>", "CODER": "<|im_end|>", "SMOL": "<|im_end|>", "LLAMA3": "<|eot_id|>", "MISTRAL": "</s>"},
-    **{"MISTRAL_11": "</s>", "GEMMA3": "<end_of_turn>", "GPT_OSS": "<|end|>", "GLM4": "<|user|>", "DEEPSEEK": "<end>"},
+    **{
+        "MISTRAL_11": "</s>",
+        "MISTRAL_13": "</s>",
+        "GEMMA3": "<end_of_turn>",
+        "GPT_OSS": "<|end|>",
+        "GLM4": "<|user|>",
+        "DEEPSEEK": "<end>",
+    },
     **{"COHERE": "</TURN>", "PHI3": "<|end|>", "LLAMA2": "</s>"},
 }
 """token that ends a turn of the model without calls, by the name of the template"""

@@ -14,7 +14,7 @@ from tlt.data.continuation import Call, Continuation, calling
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 
 CONTENTS = ("12", 'the word "low"', '{"temp": 7}', "  indented\n", "<html>&", "back\\slash", "low\nlow", "é 🙂", "")
-CALLERS = ["QWEN3", "CODER", "SMOL", "LLAMA3", "MISTRAL", "MISTRAL_11", "GPT_OSS", "GLM4", "DEEPSEEK"]
+CALLERS = ["QWEN3", "CODER", "SMOL", "LLAMA3", "MISTRAL", "MISTRAL_11", "MISTRAL_13", "GPT_OSS", "GLM4", "DEEPSEEK"]
 GO = [{"role": "user", "content": "go"}]
 
 
@@ -69,7 +69,7 @@ def test_results_of_tools_are_those_of_the_whole_conversation(name: str, words: 
         for content in CONTENTS:
             turn = [calling(*calls), *(call.result(content) for call in calls)]
             last = {"CODER": "</tool_call>", "MISTRAL": "]", "LLAMA3": "}}", "DEEPSEEK": "</tool_call>"}
-            last = {"MISTRAL_11": "}", "GPT_OSS": "}"} | last
+            last = {"MISTRAL_11": "}", "MISTRAL_13": "}", "GPT_OSS": "}"} | last
             tokens, found = whole(tokenizer, [*GO, *turn], encode), encode(turn, end, GO)
             check(tokenizer, tokens, found, CALL_ENDS[name], last.get(name, "</tool_call>"))
             tokens, found = whole(tokenizer, [*GO, *turn, *turn], encode), encode(turn, end, GO, [("", turn)])

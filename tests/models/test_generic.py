@@ -118,6 +118,12 @@ def test_a_window_may_be_shorter_than_a_draft(monkeypatch: pytest.MonkeyPatch) -
     assert families.try_family("gemma3_text") == ""
 
 
+def test_an_empty_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.MORE, "sliding_window", 0)
+    assert "layer 0 has sliding_window = 0, and so no token to attend to" in families.try_family("gemma3_text")
+    assert families.try_family("qwen2_moe") == "", "its config has 0 if no layer has a window"
+
+
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
 def test_an_attention_with_an_argument_that_the_engine_lacks_is_refused(name: str) -> None:
     query, settings = torch.zeros(1, 2, 3, 8), {name: 1.0}

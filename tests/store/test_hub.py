@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hub_server import Files, Hub, files_in
 from huggingface_hub import constants, file_download
@@ -278,6 +279,22 @@ def test_a_card_cannot_name_files_of_this_machine(hub: Hub, tmp_path: Path) -> N
         local_data("org/sums")
 
 
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_rows_are_those_that_datasets_loads(hub: Hub, tmp_path: Path, case: str) -> None:
+    files, choice, expected = CHOICES[case]
+    for file, content in files.items():
+        place = tmp_path / "copy" / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    names = datasets.get_dataset_config_names(str(tmp_path / "copy"))
+    subset, _, split = choice.partition("@")[0][1:].partition("/")
+    if not split and subset not in names:
+        subset, split = "default" if "default" in names else names[0], subset
+    loaded: Any = datasets.load_dataset(str(tmp_path / "copy"), subset, cache_dir=str(tmp_path / "cache"))
+    rows = loaded[split or ("train" if "train" in loaded else min(loaded))]
+    assert list(rows["question"]) == expected
+
+
 def test_other_files_of_the_same_commit_are_not_left_from_another_choice(hub: Hub) -> None:
     hub.commit(DATA, DESCRIBED)
     assert len(questions("org/sums:all")) == 5
@@ -301,6 +318,14 @@ def test_an_unknown_subset_or_split_is_an_error_that_names_all(hub: Hub) -> None
         (
             with_names("train.csv"),
             r"org/sums .* has train\.csv in this split, but tlt reads only \.jsonl, .* of the data set itself: c",
+        ),
+        (
+            with_names("train.jsonl") | card(subset("default", train="train.jsonl") | {"field": "rows"}),
+            r"org/sums .* has field = 'rows' on its card, which tlt does not apply: load it with datasets, save",
+        ),
+        (
+            {"train.parquet": b""} | card(subset("default", train="*.parquet") | {"filters": [["level", ">", 1]]}),
+            r"org/sums .* has filters = \[\['level', '>', 1\]\] on its card, which tlt does not apply",
         ),
         (with_names("a.jsonl") | {"README.md": b"---\nconfigs: [3]\n---"}, r"org/sums .* cannot be read by datasets"),
     ],

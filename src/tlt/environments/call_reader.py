@@ -64,11 +64,12 @@ FORMS = (
         close_pattern=r"(?<=[\]}]\s{0,9})</tool_call>|</tool_call>(?=\s*(?:<|$))",  # arguments may contain the tag
         content="json",
     ),
-    _form(  # Mistral's tokenizers since version 11
-        open_pattern=r"(?:\[TOOL_CALLS\]\s*+|^)(?P<name>[\w.-]+)\s*(?:\[ARGS\])?(?=\{\s*[\"}])",
+    _form(  # Mistral's tokenizers since version 11; version 11 writes the id of a call too
+        open_pattern=r"(?:\[TOOL_CALLS\]\s*+|^)(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+)|(?P<id>))"
+        r"(?:\[ARGS\])?(?=\{\s*[\"}])",
         close_pattern=r"(?=\[TOOL_CALLS\])|</s>|$",
         content="json",
-        transform=_NAMED,
+        transform=_NAMED | {"id": "{id}"},
     ),
     _form(  # Llama 3, and Mistral before version 11
         open_pattern=rf"(?:\[TOOL_CALLS\]|<\|python_tag\|>)\s*+(?={_OBJECT}|{_PYTHON})"

@@ -123,7 +123,7 @@ class GenericDecoder(Decoder):
 
     def _check_layers(self) -> None:
         """Run two tokens through the model. Raise ValueError if the model has state other than keys and values, if the
-        sizes of its queries or keys differ from config.json, or if it does not pass on its sliding window."""
+        sizes of its queries or keys differ from config.json, or if its sliding window is empty or not passed on."""
         o, layers, windows = self.options, list[int](), 0
 
         def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
@@ -133,6 +133,8 @@ class GenericDecoder(Decoder):
                 raise ValueError(
                     f"the model's queries and keys have [heads, dimensions] {sizes}, but config.json has {named}"
                 )
+            if window is not None and window < 1:
+                raise ValueError(f"layer {layer} has sliding_window = {window}, and so no token to attend to")
             nonlocal windows
             layers.append(layer)
             windows += window is not None

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,11 +191,25 @@ def _files_of_split(name: _Name, folder: Path) -> Sequence[str]:
     if subset not in subsets:
         raise _unknown(name, "subsets", subsets)
     builder: Any = datasets.load_dataset_builder(str(folder), subset, cache_dir=f"{folder}.cache")
+    _refuse_reader_options(name, builder.config)
     splits = {str(split): files for split, files in builder.config.data_files.items()}
     split = split or ("train" if len(splits) > 1 else next(iter(splits)))
     if split not in splits:
         raise _unknown(name, "splits", [f"{subset}/{known}" for known in splits])
     return splits[split]
+
+
+def _refuse_reader_options(name: _Name, config: Any) -> None:
+    """Raise HubError if the card of a data set asks its reader for a choice of rows or columns, such as `filters`."""
+    import datasets
+
+    general = {field.name for field in fields(datasets.BuilderConfig)} | {"features"}
+    for field in fields(config):
+        if field.name not in general and (value := getattr(config, field.name)) not in (field.default, None):
+            raise HubError(
+                f"{name.repository} on the Hugging Face hub has {field.name} = {value!r:.100} on its card, which tlt "
+                "does not apply: load it with datasets, save the rows with to_json, and give that file"
+            )
 
 
 def _unknown(name: _Name, what: str, known: Sequence[str]) -> HubError:
