@@ -78,7 +78,7 @@ def of_a_column(prompt, answer, solution):
 def raises(prompt, answer):
     raise KeyError("answer")
 """
-MODULES = {"own_rewards": REWARDS, "breaks": "1 / 0\n", "exits": "import os; os._exit(0)\n"}
+MODULES = {"own_rewards": REWARDS, "breaks": "f = 1 / 0\n", "exits": "import os; f = os._exit(0)\n"}
 DEEP = "(" * 3000 + ")" * 3000
 OPTIONS = {
     "--bogus": "--bogus",

@@ -17,7 +17,7 @@ from tlt.draft.choose import make_drafters
 from tlt.engine.backend import make_tuner
 from tlt.engine.choice import Adaptive
 from tlt.models.choose import make_target
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 from tlt.run.about import about_model
 from tlt.run.parts import make_parts
 

@@ -14,14 +14,16 @@ from tlt.data.limits import refuse_foreign_tokens
 from tlt.data.prompts import encoder, load_prompts
 from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
-from tlt.draft.eagle import DrafterError, EagleLayer, eagle_options, load_drafter
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import Harvest, Transcript
 from tlt.engine.protocol import Backend, RolloutEngine, Target
 from tlt.environments.tools import with_tools
 from tlt.models.choose import load_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores
-from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
+from tlt.models.families import DecoderOptions, decoder_options, read_config
+from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_model

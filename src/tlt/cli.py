@@ -15,11 +15,14 @@ from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
 from tlt.commands.options import GENERATES, OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
 from tlt.commands.train import add_train
-from tlt.config import ConfigError, load_config, load_generation
+from tlt.config import Config, ConfigError, EvalConfig, load_config, load_generation
 from tlt.config.show import SECTIONS, commented, resolved
+from tlt.files import refuse_to_overwrite
 from tlt.progress import loading, shown
 from tlt.report import add_report
+from tlt.run.mistakes import refuse_generation_mistakes, refuse_mistakes
 from tlt.stopping import Stopped
+from tlt.store.hub import from_hub
 
 LOST = 75
 """exit code of a run that lost its workers or its Ray cluster, or ran out of memory (EX_TEMPFAIL in sysexits.h)"""
@@ -150,8 +153,10 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
         config = load_config(arguments.recipe, overrides)
         if not arguments.out:
             raise ConfigError("give --out FOLDER, the folder for the drafter")
+        refuse_to_overwrite(arguments.out)
     else:  # for a learned drafter
         config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])
+    config = _checked(config)
     with loading():
         from tlt.commands.drafting import eval_drafter, train_drafter
 
@@ -167,6 +172,7 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config, data = load_generation(arguments.model, overrides)
     if not arguments.prompt and not arguments.data:
         raise ConfigError("no prompt given: use --prompt TEXT or --data FILE")
+    refuse_generation_mistakes(config, arguments.data, data, arguments.out)
     with loading():
         from tlt.commands.generate import Asked, generate
 
@@ -211,10 +217,19 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(arguments.recipe, overrides)
     if config.engine.backend == "vllm" and arguments.dtype == "float64":
         raise ConfigError("vLLM has no float64: give tlt verify --dtype float32")
+    config = _checked(config)
     with loading():
         from tlt.verify.verify import verify
 
     return 0 if verify(config, arguments.steps, arguments.dtype, arguments.json) else 1
+
+
+def _checked(config: Config) -> Config:
+    """Return the configuration without evaluations, and with local paths of what it names on the hub. Raises ValueError
+    for a mistake in it."""
+    config = from_hub(config.model_copy(update={"eval": EvalConfig()}))
+    refuse_mistakes(config)
+    return config
 
 
 def _at_least_one(option: str, value: float) -> None:

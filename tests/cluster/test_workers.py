@@ -36,7 +36,7 @@ from tlt.cluster.sweeper import marked
 from tlt.cluster.worker import DecodeWork
 from tlt.cluster.workers import RayPool, _gpus_of_worker, share_of_cores
 from tlt.config import Config, ConfigError
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 from tlt.models.weights import sha256
 from tlt.run import parts
 from tlt.run import train as run_module

@@ -15,7 +15,7 @@ from tlt.config import DataConfig
 from tlt.data.prompts import DataError, encoder
 from tlt.data.tokenizer import load_tokenizer
 from tlt.files import read_json
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.store.model_files import model_files, write_files
 

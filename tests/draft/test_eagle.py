@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from twin import Model, make_layer, make_model
 
-from tlt.draft.eagle import DrafterError, Kind, load_drafter, save_drafter
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import Kind, load_drafter, save_drafter
 
 CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 

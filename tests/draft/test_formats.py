@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tiny import decoder_options
 from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3Config
 
-from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options
 from tlt.draft.formats import write_drafter
 from tlt.models.families import decoder_options as families_options
 

@@ -11,7 +11,7 @@ from small import PROMPTS, Target, build, make_requests
 from tlt.config import SpeculationConfig
 from tlt.draft.choose import make_drafters
 from tlt.draft.drafter import Candidates, Level
-from tlt.draft.eagle import DrafterError
+from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.quantized import QuantizedDrafter
 from tlt.draft.strategy import Strategy
 from tlt.engine.backend import make_tuner

@@ -23,7 +23,8 @@ from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.integrations import trl_terms
 from tlt.integrations.trl import Rollout
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options
+from tlt.models.families import decoder_options
+from tlt.models.model_folder import ModelError
 from tlt.spot.saving import write
 from tlt.spot.spot import SpotTrainer
 from tlt.types import SamplingParams

@@ -21,9 +21,10 @@ import families
 
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED, GenericDecoder, attend
 from tlt.models.hugging_face import as_in_files
+from tlt.models.model_folder import ModelError
 from tlt.rl.parity import take_weights
 
 CPU = torch.device("cpu")

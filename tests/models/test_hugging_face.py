@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.files import read_json
-from tlt.models.families import ModelError
 from tlt.models.hugging_face import is_tied, load_model, save_model
+from tlt.models.model_folder import ModelError
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 

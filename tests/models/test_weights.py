@@ -15,7 +15,8 @@ from tiny import qwen3
 from torch import Tensor
 
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options
+from tlt.models.families import decoder_options
+from tlt.models.model_folder import ModelError
 from tlt.models.weights import num_weights, sha256
 
 CPU = torch.device("cpu")

@@ -342,6 +342,16 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("models.hugging_face", "models/test_hugging_face.py"): [
         ("save_model", "operand", 2, "A saved model keeps the config that was published."),
     ],
+    ("run.mistakes", "run/test_mistakes.py"): [
+        ("refuse_mistakes", "drop", 1, "A wrong model folder is refused before torch is imported."),
+        ("refuse_mistakes", "drop", 2, "A missing reward function is refused before torch is imported."),
+        ("refuse_mistakes", "never", 0, "A missing file of held-out prompts is refused before torch is imported."),
+        ("_refuse_data", "never", 1, "A missing right answer is refused before torch is imported."),
+    ],
+    ("rewards.scores", "run/test_mistakes.py"): [
+        ("_find_definition", "never", 4, "A function that a module does not define is refused without its import."),
+        ("_find_definition", "always", 4, "A function that a module defines is not refused."),
+    ],
     ("store.hub", "store/test_hub.py"): [
         ("_write_outline", "never", 0, "The card of a data set defines its splits."),
     ],
@@ -406,7 +416,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("PaddedPass.__call__", "less", 0, "A padding row writes to no slot."),
     ],
     ("draft.eagle", "draft/test_eagle.py"): [
-        ("load_drafter", "never", 10, "A drafter that is not finite is refused."),
+        ("load_drafter", "never", 8, "A drafter that is not finite is refused."),
     ],
     ("spot.unroll", "spot/test_trainer.py"): [
         ("_blocks", "compare", 1, "The attention window in training is that of inference."),

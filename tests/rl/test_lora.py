@@ -21,8 +21,9 @@ from tlt.commands.export import export
 from tlt.config import ConfigError, RolloutConfig, TrainConfig, parse_config
 from tlt.metrics import read_metrics
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import is_tied, load_model
+from tlt.models.model_folder import ModelError
 from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
 from tlt.rl.update import Update

@@ -18,8 +18,8 @@ import families
 
 from tlt.config import ConfigError, RolloutConfig, TrainConfig, parse_section
 from tlt.config.sections import LoraConfig
-from tlt.models.families import ModelError
 from tlt.models.hugging_face import empty_model, load_model
+from tlt.models.model_folder import ModelError
 from tlt.rl import lora_targets
 from tlt.rl.dry_run import memory_needed
 from tlt.rl.lora import AdaptedPolicy, merged_state, whole_model

@@ -18,7 +18,8 @@ from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config, RolloutConfig, TrainConfig
 from tlt.data.tokenizer import load_tokenizer
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
+from tlt.models.model_folder import ModelError
 from tlt.models.weights import read_safetensors
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy

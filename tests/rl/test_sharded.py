@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
+from tlt.models.model_folder import ModelError
 from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 from tlt.rl import dry_run

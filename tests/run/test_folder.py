@@ -23,7 +23,7 @@ from tlt.config.run import RunConfig
 from tlt.data.prompts import DataError
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rl.update import Update

@@ -18,7 +18,8 @@ from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
 from tlt.engine.engine import Engine
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
+from tlt.models.model_folder import ModelError
 from tlt.models.weights import read_safetensors
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Any, Protocol
+
+from tlt.config import ConfigError
+from tlt_rl import install_hint
 
 Handle = Any
 """Handle of a worker call or of a stored value. As an argument of a call it stands for the result or value."""
@@ -16,6 +20,12 @@ class WorkerLost(Exception):
 
 class ClusterError(ValueError):
     """Error because the workers cannot start or cannot continue. The message gives the remedy."""
+
+
+def refuse_no_ray() -> None:
+    """Raise ConfigError if Ray, which runs several workers, is not installed."""
+    if not find_spec("ray"):
+        raise ConfigError(f"cluster.workers above 1 needs Ray: {install_hint('cluster')}")
 
 
 class Pool(Protocol):

@@ -22,12 +22,11 @@ import torch
 
 from tlt.cluster.actor import Actor, Placement, last_log_line
 from tlt.cluster.control import ALLOW_NO_TOKEN, Control, accepts_no_token, allows_no_token, refuse_unreachable
-from tlt.cluster.pool import ClusterError, Handle, WorkerLost
+from tlt.cluster.pool import ClusterError, Handle, WorkerLost, refuse_no_ray
 from tlt.cluster.signals import HelperThread, unwrap_given_up
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
 from tlt.files import first_line
-from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
 _CONCURRENT = "concurrent"  # Ray's concurrency group for calls that run while another call runs
@@ -236,10 +235,9 @@ def _import_ray(alone: bool) -> Any:
     if alone and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError(f"cluster.workers above 1 needs Ray: {install_hint('cluster')}") from None
+    refuse_no_ray()
+    import ray
+
     return ray
 
 

@@ -14,7 +14,9 @@ from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
 from tlt.files import errors_as
 from tlt.progress import loading
+from tlt.run.mistakes import refuse_mistakes
 from tlt.stopping import Stopped
+from tlt.store.hub import from_hub
 from tlt.wording import counted
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--steps must be a number of at least 1, not {arguments.steps}")
     workers = [] if arguments.workers is None else [f"--cluster.workers={arguments.workers}"]
     config = load_config(arguments.recipe, [*overrides, *workers, "--run.compare_every=1"])
+    config = from_hub(_without_extras(config))
+    refuse_mistakes(config)
     with loading():
         import_module("tlt.run.train")  # `estimate` needs it
     from rich.console import Console
@@ -59,20 +63,26 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
     from tlt.run.train import train  # imported after the recipe is checked, because it imports torch
 
     with _temporary_folder(Path(config.run.folder).absolute()) as folder:
-        run = {"folder": folder, "save_every": 0, "trackers": [], "completions_mb": 0}
+        measured = _without_extras(config)
         changes = {
-            "run": config.run.model_copy(update={**run, "on_save": None, "overwrite": True}),
+            "run": measured.run.model_copy(update={"folder": folder, "overwrite": True}),
             "train": config.train.model_copy(update={"steps": steps}),
-            "eval": config.eval.model_copy(update={"every": 0, "path": None}),
         }
         try:
-            return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
+            return expected(train(measured.model_copy(update=changes), False, display), config.train.steps)
         except Stopped as stopped:
             raise Stopped("stopped before all steps were measured: nothing is kept", stopped.number) from None
         except (Exception, KeyboardInterrupt) as error:
             # a note says how to continue the run from the temporary folder, which is deleted
             error.__notes__ = [note for note in getattr(error, "__notes__", ()) if folder not in note]
             raise
+
+
+def _without_extras(config: Config) -> Config:
+    """Return the configuration without evaluations, saves and trackers, which are not measured."""
+    run = {"save_every": 0, "trackers": [], "completions_mb": 0, "on_save": None}
+    evaluation = config.eval.model_copy(update={"every": 0, "path": None})
+    return config.model_copy(update={"run": config.run.model_copy(update=run), "eval": evaluation})
 
 
 def _temporary_folder(near: Path) -> tempfile.TemporaryDirectory[str]:

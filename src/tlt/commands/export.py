@@ -18,11 +18,13 @@ from safetensors import SafetensorError
 from tlt.commands.export_check import Facts, check_drafter, check_export
 from tlt.data.sampling_params import stop_token_ids
 from tlt.data.tokenizer import load_tokenizer
-from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.formats import Format, method, write_drafter
 from tlt.files import errors_as, read_json, refuse_to_overwrite, share
-from tlt.models.families import ModelError, decoder_options, model_folder, read_config
+from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import load_model, save_model
+from tlt.models.model_folder import ModelError, model_folder
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
 from tlt.rl.lora import FILE as ADAPTERS

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tlt.data.tokenizer import PROBES, load_tokenizer
-from tlt.draft.eagle import DrafterError
+from tlt.draft.drafter_folder import DrafterError
 from tlt.files import first_line, read_json
-from tlt.models.families import DecoderOptions, ModelError, decoder_options
+from tlt.models.families import DecoderOptions, decoder_options
 from tlt.models.hugging_face import is_tied
+from tlt.models.model_folder import ModelError
 from tlt.models.weights import sha256
 
 _ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # maximum total variation distance of next-token distributions

@@ -10,7 +10,10 @@ from pathlib import Path
 from tlt.commands.options import RECIPE
 from tlt.config import ConfigError, load_config
 from tlt.progress import loading, shown
-from tlt.run.folder import has_checkpoints
+from tlt.run.folder import RunFolder, has_checkpoints
+from tlt.run.mistakes import refuse_mistakes
+from tlt.run.trackers import makers_of
+from tlt.store.hub import from_hub
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
 _OTHER_DATA = ("--data.tasks=[]",)
@@ -61,6 +64,10 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if starts_anew:  # the folder has no checkpoint to lose
         config = load_config(arguments.recipe, [*overrides, "--run.overwrite", "true"])
     with shown(not arguments.json):
+        makers_of(config)  # raises if a tracker cannot be used
+        with RunFolder(config.run, resume):
+            config = config if resume else from_hub(config)  # a resumed run loads the commit in its checkpoint
+            refuse_mistakes(config)
         with loading():
             from tlt.run.display import Display, JsonLines
             from tlt.run.train import train

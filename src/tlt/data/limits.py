@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tlt.config import Config
 from tlt.data.tables import DataError
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
+from tlt.models.model_folder import ModelError
 from tlt.types import Prompt
 
 

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
 from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
 from tlt.data.continuation import Continuation
-from tlt.data.tables import DataError, files_of, read_rows
+from tlt.data.tables import DataError, read_rows
 from tlt.files import is_text
 from tlt.types import Prompt, column
 from tlt_rl import install_hint
@@ -29,7 +29,7 @@ Question = str | Messages
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
-_MOST_TASKS = 50
+_MOST_TASKS, _FIRST_ROWS = 50, 1000
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # added to seeds; far apart, because item i of a task uses seed + i
 
 
@@ -96,15 +96,22 @@ def shown_to_model(question: Question, config: DataConfig) -> Question:
     return question
 
 
-def refuse_missing_files(config: DataConfig, held_out: EvalConfig) -> None:
-    """Raise DataError, with the name of the field, if a data file does not exist. This fast check is made before the
-    model is loaded."""
-    for key, path in (("data.path", config.path), ("eval.path", held_out.path)):
-        try:
-            if path:
-                files_of(path)
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from None
+def first_prompts(config: DataConfig) -> list[Prompt]:
+    """Return the prompts of the first 1,000 rows of data.path, without token ids. Raises DataError for a missing file
+    or column, as `load_prompts` does. It is fast, and needs no tokenizer."""
+    rows = list(islice(_questions(config), _FIRST_ROWS))
+    if len(rows) < _FIRST_ROWS:  # these are all rows
+        _refuse_no_answers(config, rows)
+    shown = [(shown_to_model(question, config), data) for question, data in _with_answers(config, rows)]
+    texts = [asked if isinstance(asked, str) else text_of(asked) for asked, _ in shown]
+    return [Prompt(row, text, (), shown[row][1], config.answer_column) for row, text in enumerate(texts)]
+
+
+def held_out_data(config: DataConfig, held_out: EvalConfig) -> DataConfig:
+    """Return the section [data] for the held-out prompts."""
+    tasks = [] if held_out.path else config.tasks
+    changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
+    return config.model_copy(update=changes)
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
@@ -113,11 +120,9 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
     eval.every is 0, return an empty list. Raises DataError."""
     if not held_out.every:
         return []
-    tasks = [] if held_out.path else config.tasks
-    changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
     seen = {prompt.text for prompt in training}
     try:
-        found = load_prompts(config.model_copy(update=changes), encode)
+        found = load_prompts(held_out_data(config, held_out), encode)
     except DataError as error:
         raise DataError(f"held-out prompts: {error}") from None
     new = [prompt for prompt in found if prompt.text not in seen]
@@ -265,8 +270,19 @@ def _stage_sizes(config: DataConfig) -> dict[int, int]:
 
 
 def _file_rows(config: DataConfig) -> list[Row]:
+    rows = list(_questions(config))
+    if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
+        log.warning("the tools in the rows of %s are not in the prompts: set data.chat_arguments.tools", config.path)
+    for name in re.findall(r"(?<!\w)\{(\w+)\}", config.template):
+        if name != "question" and any(name in row for _, row in rows):
+            log.warning("data.template has {%s}, and shows it as it is: only {question} is replaced", name)
+    _refuse_no_answers(config, rows)
+    return _with_answers(config, rows)
+
+
+def _questions(config: DataConfig) -> Iterator[Row]:
+    """Yield the question and all columns of each row of data.path. Raises DataError if a row has no question."""
     assert config.path is not None, "the configuration has either tasks or a path"
-    rows: list[Row] = []
     for where, row in read_rows(config.path):
         question = column(row, config.prompt_column)
         messages = messages_of(question, where)
@@ -275,15 +291,14 @@ def _file_rows(config: DataConfig) -> list[Row]:
             if not isinstance(row, dict):
                 raise DataError(f"{problem}, because the row is not a JSON object: write one JSON object per line")
             raise DataError(f"{problem}: set data.prompt_column to one of its columns, {', '.join(row)}")
-        rows.append((messages or question, row))
-    if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
-        log.warning("the tools in the rows of %s are not in the prompts: set data.chat_arguments.tools", config.path)
-    for name in re.findall(r"(?<!\w)\{(\w+)\}", config.template):
-        if name != "question" and any(name in row for _, row in rows):
-            log.warning("data.template has {%s}, and shows it as it is: only {question} is replaced", name)
+        yield messages or question, row
+
+
+def _refuse_no_answers(config: DataConfig, rows: Sequence[Row]) -> None:
+    """Raise DataError if data.path has no rows, or no right answers although the recipe sets data.answer_column."""
     if not rows:
         raise DataError(f"{config.path} contains no prompts: it needs one JSON object per line, or one row per prompt")
-    answers = [column(row, config.answer_column) for _, row in rows]
+    answers = (column(row, config.answer_column) for _, row in rows)
     has_answers = any(answer is not None for answer in answers) or any("ground_truth" in row for _, row in rows)
     if "answer_column" in config.model_fields_set and not has_answers:
         names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
@@ -291,8 +306,12 @@ def _file_rows(config: DataConfig) -> list[Row]:
             f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: set it to one of its "
             f"columns, {names}, or remove it if no reward needs right answers"
         )
-    # a column named "answer" is kept, even if data.answer_column names another one
-    return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]
+
+
+def _with_answers(config: DataConfig, rows: Sequence[Row]) -> list[Row]:
+    """Add the right answer to each row as `answer`. A column of this name is kept, even if data.answer_column names
+    another one."""
+    return [(question, {"answer": column(row, config.answer_column), **row}) for question, row in rows]
 
 
 # -- the cursor --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 
 from tlt.config import Config, RolloutConfig
 from tlt.files import errors_as, read_json
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
+from tlt.models.model_folder import ModelError
 from tlt.types import SamplingParams
 
 

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tlt.files import errors_as, read_json
-from tlt.models.families import ModelError, read_config, refuse_byte_order_marks
+from tlt.models.families import read_config
+from tlt.models.model_folder import ModelError, refuse_byte_order_marks, refuse_no_tokenizer
 from tlt.spelling import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     path = Path(folder)
     if not (path / "adapter_config.json").is_file():
         read_config(path)  # transformers would report an error in config.json as one of the tokenizer
-    # without these files transformers would make an empty tokenizer for some model families
-    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):
-        raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
+    refuse_no_tokenizer(path)
     with errors_as(ModelError, f"{path} has no tokenizer that can be loaded"):
         refuse_byte_order_marks(path)
         for name in ("tokenizer_config.json", "special_tokens_map.json"):

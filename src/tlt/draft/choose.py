@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from tlt.config import SpeculationConfig
 from tlt.config.registry import DRAFTERS, learned, maker
 from tlt.draft.drafter import Drafter, Sources
-from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.features import FeatureLayout
 from tlt.models.decoder import Decoder
 

@@ -28,17 +28,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tlt.draft.drafter_folder import DrafterError, drafter_config, unreadable
 from tlt.draft.features import FeatureLayout
-from tlt.files import errors_as, read_json
+from tlt.files import errors_as
 from tlt.models.families import DecoderOptions
 
 Kind = Literal["eagle1", "eagle3"]
 _DRAFT_VOCABULARY = 8192  # reduced, because the head takes most of the time of a draft level and of a training step
 _VOCABULARY = "vocabulary"
-
-
-class DrafterError(ValueError):
-    """Error of a drafter or its folder. The message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -188,17 +185,13 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     """Load a drafter from a folder. Raises DrafterError if the folder has no drafter, or if the drafter does not fit
     the target."""
     path = Path(folder)
-    if not path.is_dir():
-        raise DrafterError(f"{path} is not a folder: give the folder of a drafter, or train one with tlt draft train")
+    config = drafter_config(path)
     try:
-        config = read_json(path / "config.json")
-        if "tlt_drafter" not in config:
-            raise ValueError("config.json is not that of a drafter; a run saves its drafters in drafter/ of its folder")
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**config["tlt_drafter"])))
         acceptance_rate = config["acceptance_rate"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DrafterError(f"{path} has no readable drafter ({error}): train one with tlt draft train") from None
+        raise unreadable(path, error) from None
     for name in ("hidden_size", "vocab_size", "head_dim", "max_positions"):
         if getattr(options, name) != getattr(target, name):
             raise DrafterError(

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer, EagleOptions, checkpoint_tensors
 from tlt.models.families import FAMILIES, base_of
 
 Format = Literal["vllm", "sglang"]

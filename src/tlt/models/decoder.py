@@ -21,7 +21,8 @@ from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.attention.key_counts import rounded_up
 from tlt.models.elementwise import by_rows
-from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.families import DecoderOptions
+from tlt.models.model_folder import ModelError
 from tlt.models.product import Product
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -7,7 +7,7 @@ import os
 import torch
 
 from tlt.config import Config, ModelConfig
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:

@@ -6,7 +6,6 @@ The fused decoder (decoder.py) supports the families in FAMILIES. For other caus
 
 from __future__ import annotations
 
-import codecs
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,16 +17,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tlt.files import errors_as, read_json
+from tlt.files import errors_as
+from tlt.models.model_folder import ModelError, raw_config
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 LAYERS = {"full_attention", "sliding_attention"}  # layer types whose only state is keys and values
 
 ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-
-
-class ModelError(ValueError):
-    """Error for a model that cannot be used. The message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +52,10 @@ class DecoderOptions:
     """name of the config.json field that limits `max_positions`"""
 
 
-def model_folder(folder: str | Path) -> Path:
-    """Return `folder` as a Path. Raises ModelError if it does not contain a model's config.json."""
-    path = Path(folder)
-    if (path / "config.json").is_file():
-        return path
-    if (path / "adapter_config.json").is_file():
-        raise ModelError(f"{path} holds only adapters: run tlt export {path} FOLDER to merge them, and give FOLDER")
-    if path.exists():
-        raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
-    raise ModelError(
-        f"there is no folder {path}: give the folder of a Hugging Face checkpoint, or a name on the hub such as "
-        "Qwen/Qwen3-0.6B"
-    )
-
-
 def read_config(folder: str | Path) -> PreTrainedConfig:
     """Return the checked Hugging Face config of a local model folder. Raises ModelError."""
-    path = model_folder(folder)
-    with errors_as(ModelError, f"{path} cannot be read"):
-        refuse_byte_order_marks(path)
-        raw = read_json(path / "config.json")
-    _refuse_run(path, raw)
+    path, raw = Path(folder), raw_config(folder)
     _check_family(path, raw.get("model_type"))
-    if raw.get("auto_map"):
-        raise ModelError(
-            f"{path}: config.json asks for remote code (auto_map), which tlt never runs: remove that entry"
-        )
     with errors_as(ModelError, f"{path / 'config.json'} does not describe a valid model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_family(path, config.model_type)  # transformers turns a mistral with layer_types into a ministral
@@ -93,23 +66,6 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         )
     _refuse_padding(path, config)
     return config
-
-
-def refuse_byte_order_marks(folder: Path) -> None:
-    """Raise ModelError if a .json file in the folder begins with a byte-order mark. transformers would fail, and its
-    error may name another file."""
-    for file in sorted(folder.glob("*.json")):
-        with file.open("rb") as content:
-            if content.read(3).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise ModelError(f"{file} begins with a byte-order mark: save it as UTF-8 without one")
-
-
-def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
-    """Raise ModelError if the folder belongs to a run, because its config.json is a recipe, not the config of a
-    model."""
-    saved = sorted((path / "checkpoints").glob("step_*"))
-    if "model_type" not in raw and saved:
-        raise ModelError(f"{path} is the folder of a run: give {saved[-1] / 'policy'}, or a folder from tlt export")
 
 
 def _refuse_padding(path: Path, config: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.files import errors_as, read_json
-from tlt.models.families import ModelError, refuse_byte_order_marks
+from tlt.models.model_folder import ModelError, refuse_byte_order_marks
 from tlt.models.weights import weight_files
 
 _CONFIG = "config.json"

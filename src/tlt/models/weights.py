@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlt.files import errors_as, read_json
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 
 _SINGLE = "model.safetensors"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import inspect
@@ -12,7 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,8 @@ from tlt_rl import install_hint
 Score = Callable[[Prompt, Answer], Any]
 """reward function of (prompt, answer) that returns a number, or None if it does not apply to this prompt"""
 Asked = Sequence[tuple[Prompt, Answer]]
+_MAKES_NAMES = ("*", "__getattr__", "__dict__", "globals", "locals", "vars", "setattr", "exec")
+"""names in a module's source that may define further names, which the source does not contain"""
 
 
 class Term(NamedTuple):
@@ -206,6 +210,11 @@ def sources_sha256(config: RewardConfig) -> str:
 
 def _source(module: str, folder: str) -> Path | None:
     """Return the file of a module as `imported` would find it, or None if there is none. Do not import the module."""
+    found = _spec(module, folder)
+    return Path(found.origin) if found and found.origin else None
+
+
+def _spec(module: str, folder: str) -> ModuleSpec | None:
     places = [os.path.abspath(folder), os.path.abspath("."), *sys.path]
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):
@@ -213,7 +222,39 @@ def _source(module: str, folder: str) -> Path | None:
         if found is None:
             return None
         places = list(found.submodule_search_locations or ())
-    return Path(found.origin) if found and found.origin else None
+    return found
+
+
+def refuse_missing_functions(config: RewardConfig) -> None:
+    """Raise RewardError if a module that the recipe names for rewards does not exist, has a syntax error, or does not
+    define the function or the class. The modules are not imported, because that may take long."""
+    named = [("reward.terms" if config.terms else "reward.name", term.name, "function") for term in config.all_terms]
+    named += [("reward.environment", config.environment, "Class")] if config.environment else []
+    for field, path, kind in named:
+        module, _, name = path.partition(":")
+        if not name:
+            continue
+        try:
+            _find_definition(module, name, config.folder)
+        except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+            raise _not_imported(path, field, f"module:{kind}", error) from None
+
+
+def _find_definition(module: str, name: str, folder: str) -> None:
+    """Raise the error that the import of a name would raise, as far as the module's source shows it."""
+    top = module.partition(".")[0]
+    spec = _spec(module, folder)
+    if spec is None:
+        is_found_otherwise = not _spec(top, folder) and (top in sys.modules or find_spec(top))
+        if not is_found_otherwise:
+            raise ModuleNotFoundError(f"No module named {module!r}")
+    elif spec.origin and spec.origin.endswith(".py"):
+        names = set[str]()
+        for node in ast.walk(ast.parse(Path(spec.origin).read_bytes(), spec.origin)):
+            fields = (getattr(node, field, None) for field in ("id", "name", "asname"))
+            names.update(field for field in fields if isinstance(field, str))
+        if not names & {name, *_MAKES_NAMES}:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any]:
@@ -227,8 +268,12 @@ def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:
-        problem = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
-        raise RewardError(f"{problem}: correct the file or the name, whose form is {form!r}") from error
+        raise _not_imported(path, field, form, error) from error
     if not callable(found):
         raise RewardError(f"{field} = {path!r} is not a {form.partition(':')[2].lower()}: write {form!r}")
     return found
+
+
+def _not_imported(path: str, field: str, form: str, error: Exception) -> RewardError:
+    problem = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
+    return RewardError(f"{problem}: correct the file or the name, whose form is {form!r}")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt.files import read_json
-from tlt.models.families import ModelError
 from tlt.models.hugging_face import is_tied, load_model
+from tlt.models.model_folder import ModelError
 from tlt.models.weights import folder_sha256
 from tlt.rl.lora_targets import adapted_weights, add_adapters, import_peft, without_adapters
 from tlt.rl.policy import Policy

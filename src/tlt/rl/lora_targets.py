@@ -11,8 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tlt.config.sections import LoraConfig
-from tlt.models.families import ModelError
 from tlt.models.hugging_face import is_named, names_of_ends
+from tlt.models.model_folder import ModelError
 from tlt_rl import install_hint
 
 _ALL = "all-linear"

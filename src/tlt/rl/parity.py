@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt.engine.memory import return_freed_memory
 from tlt.engine.protocol import Target
-from tlt.models.families import ModelError
+from tlt.models.model_folder import ModelError
 
 
 class Weighed(Protocol):

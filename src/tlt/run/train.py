@@ -13,7 +13,7 @@ import torch
 
 from tlt.build import refuse_wrong_folders, settled
 from tlt.config import Config
-from tlt.data.prompts import Cursor, DataError, fingerprints, refuse_missing_files
+from tlt.data.prompts import Cursor, DataError, fingerprints
 from tlt.data.sampling_params import eval_sampling
 from tlt.data.tokenizer import load_tokenizer
 from tlt.environments.tools import with_tools
@@ -26,6 +26,7 @@ from tlt.run.about import about_folder
 from tlt.run.display import Display
 from tlt.run.evaluate import evaluate
 from tlt.run.folder import RunFolder
+from tlt.run.mistakes import refuse_mistakes
 from tlt.run.model_card import model_card
 from tlt.run.on_save import OnSave
 from tlt.run.parts import Lasting, make_parts
@@ -157,7 +158,7 @@ def _prepare(
 ) -> Run:
     if on_save := OnSave(config.run.on_save) if config.run.on_save else None:
         ending.callback(on_save.close)
-    refuse_missing_files(config.data, config.eval)
+    refuse_mistakes(config)
     refuse_wrong_folders(config)
     has_ended = found is not None and found.state["step"] == config.train.steps
     if not config.train.lora.rank and not has_ended:  # adapters are small, and a run that has ended saves nothing

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, load_drafter, save_drafter
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer, EagleOptions, load_drafter, save_drafter
 from tlt.files import flush, share
 from tlt.models.families import DecoderOptions
 

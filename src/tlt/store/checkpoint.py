@@ -105,9 +105,14 @@ def policy_in(folder: str | Path) -> Path:
     in its newest complete checkpoint; if it is a checkpoint, the policy in it; otherwise `folder` itself. Raises
     CheckpointError."""
     path = Path(folder)
-    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
+    if is_of_run(path):
         return latest(path / "checkpoints").folder / "policy"
     return path / "policy" if (path / "policy" / "config.json").is_file() else path
+
+
+def is_of_run(path: Path) -> bool:
+    """Return whether a path is the folder of a run."""
+    return (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
 
 
 def _folders(root: Path) -> list[Path]:

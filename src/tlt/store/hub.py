@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from tlt.config import Config
 from tlt.data.tables import KINDS
 from tlt.files import first_line
+from tlt.models.model_folder import FILES
 from tlt.progress import working
-from tlt.store.model_files import PATTERNS
 from tlt_rl import install_hint
 
 _REPOSITORY = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 _NAME = re.compile(rf"({_REPOSITORY})(?::(\w[\w.+-]*(?:/\w[\w.+-]*)?))?(?:@(\w[\w./-]*))?")
-_MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", *PATTERNS)
+_MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", *FILES)
 _CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")  # files that describe subsets and splits
 
 
@@ -59,6 +59,11 @@ def from_hub(config: Config, state: Mapping[str, Any] | None = None) -> Config:
         if hub:
             found[section] = values.model_copy(update={"path": path, "hub": hub})
     return config.model_copy(update=found)
+
+
+def is_on_hub(path: str) -> bool:
+    """Return whether a path in a recipe is a name on the hub."""
+    return not path.endswith(KINDS) and _name_of(path, "") is not None
 
 
 def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None]:

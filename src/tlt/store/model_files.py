@@ -12,11 +12,7 @@ from typing import Any
 
 from tlt.data.tokenizer import adds
 from tlt.files import read_json
-
-PATTERNS = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
-    *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json"),
-)
+from tlt.models.model_folder import FILES
 
 
 def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
@@ -26,7 +22,7 @@ def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
     tokenizer_config.json and chat_template.jinja are completed, so that transformers 4 and 5 load the same
     tokenizer."""
     path = Path(folder)
-    found = [file for pattern in PATTERNS for file in path.glob(pattern) if file.is_file() and file.suffix != ".py"]
+    found = [file for pattern in FILES for file in path.glob(pattern) if file.is_file() and file.suffix != ".py"]
     files = {str(file.relative_to(path)): file.read_bytes() for file in found}
     config = read_json(path / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     completed = _completed(config, tokenizer, "tokenizer.json" in files)

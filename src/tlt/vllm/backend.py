@@ -12,8 +12,9 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Transcript
 from tlt.engine.protocol import Target
 from tlt.models.choose import folder_weights
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import empty_model, is_named, names_of_ends
+from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.vllm.engine import VllmEngine
