@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models.elementwise import by_rows
+from tlt.models.elementwise import by_rows, by_vectors
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,21 @@ def test_a_row_has_the_same_bits_alone_on_one_thread(
     alone = torch.cat([function(row) for row in x.split(1)])
     torch.set_num_threads(threads)
     assert torch.equal(by_rows(function, x), alone)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("rows", "size"), [(3, 1), (700, 1), (67, 4), (33, 80), (9001, 4), (701, 100), (5, 128)])
+@pytest.mark.parametrize("function", [torch.sigmoid, F.softplus, F.silu])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_of_any_size_has_the_same_bits_alone(
+    dtype: torch.dtype, function: Callable[[Tensor], Tensor], rows: int, size: int, threads: int
+) -> None:
+    x = values(1, rows, size, dtype=dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([by_vectors(function, row) for row in x.split(1, dim=1)], dim=1)
+    torch.set_num_threads(threads)
+    assert torch.equal(by_vectors(function, x), alone)
+    assert torch.allclose(alone, function(x), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 349, 1021])

@@ -135,6 +135,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("models.elementwise", "models/test_elementwise.py"): [
         ("by_rows", "always", 0, "Threads share whole rows."),
         ("by_rows", "never", 1, "Few elements per thread are computed by one thread."),
+        ("by_vectors", "always", 0, "Rows of any size are computed by vectors."),
+    ],
+    ("models.packed", "models/test_packed.py"): [
+        ("_OwnRowAlone.__torch_function__", "never", 1, "A gate is computed by vectors."),
+        ("pack", "never", 3, "Layers that call PyTorch's functions themselves are intercepted."),
     ],
     ("models.decoder", "models/test_decoder.py"): [
         ("RMSNorm._unit", "operand", 3, "A norm's epsilon is added to a mean."),

@@ -1,13 +1,14 @@
-"""Matrix products inside transformers' own models, replaced by ones whose bits depend on their own row alone.
+"""Operations inside transformers' own models, replaced by ones whose bits depend on their own row alone.
 
-Linear layers and experts get a `Product`. Routers of experts multiply by a parameter of their own, so their rows are
-padded.
+Linear layers and experts get a `Product`. Routers, gates and some feed-forward layers call PyTorch's functions
+themselves, so these calls are intercepted.
 
 Shapes: M tokens, D hidden size, E experts, k experts per token, F feed-forward size.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -16,22 +17,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
-from tlt.models.elementwise import by_rows
+from tlt.models.elementwise import by_vectors
 from tlt.models.product import Product
 
 EXPERTS = "tlt_engine"
 """name of the experts' implementation in transformers' registry"""
 _ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
-_ROWS = 16  # MKL sums in one order for multiples of this number of rows, with several threads too
+_BY_VECTORS = frozenset({torch.sigmoid, Tensor.sigmoid, F.silu, F.gelu, F.softplus})
+"""functions that PyTorch computes with other last bits by vectors than one by one"""
+_INTERCEPTED = frozenset({"linear", *(function.__name__ for function in _BY_VECTORS)})
 
 
 class PackedLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self.product = Product(linear.weight, linear.bias)
+        self.product = Product(linear.weight.t() if isinstance(linear, Conv1D) else linear.weight, linear.bias)
 
     @property
     def weight(self) -> Tensor:
@@ -43,11 +48,13 @@ class PackedLinear(nn.Module):
 
 
 class PackedExperts:
-    """Products of a layer's experts. They replace its parameters [E, 2 F, D] and [E, D, F]."""
+    """Products of a layer's experts. They replace its parameters [E, 2 F, D] and [E, D, F], or transposed ones."""
 
     def __init__(self, experts: Any) -> None:
-        self.up = [Product(weight) for weight in experts.gate_up_proj]
-        self.down = [Product(weight) for weight in experts.down_proj]
+        self.up, self.down = (
+            [Product(weight.t() if experts.is_transposed else weight) for weight in weights]
+            for weights in (experts.gate_up_proj, experts.down_proj)
+        )
         del experts.gate_up_proj, experts.down_proj
 
     def __call__(self, experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -72,56 +79,59 @@ def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
 
 
-class _PaddedProducts(TorchFunctionMode):
-    """Mode in which linear functions get a multiple of `_ROWS` rows."""
+class _OwnRowAlone(TorchFunctionMode):
+    """Mode in which linear functions are a `Product`, and elementwise functions are computed by vectors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear:
-            return func(*args, **kwargs or {})
-        x, *rest = args
-        rows = x.reshape(-1, x.shape[-1])
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
-        return func(padded, *rest, **kwargs or {})[: len(rows)].view(*x.shape[:-1], -1)
+        if func is F.linear:
+            x, *weight_and_bias = args
+            product = Product(*weight_and_bias, **kwargs or {}, shared=True)
+            return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        if func in _BY_VECTORS:
+            return by_vectors(lambda x: func(x, *args[1:], **kwargs or {}), args[0])
+        return func(*args, **kwargs or {})
 
 
-def _padded(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def call(*args: Any, **settings: Any) -> Any:
-        with _PaddedProducts():
+        with _OwnRowAlone():
             return forward(*args, **settings)
 
     return call
 
 
-def _by_tokens(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return by_rows(activation, x.flatten(0, -2)).view(x.shape)
+def _calls_intercepted(module: nn.Module) -> bool:
+    """Return whether a method of a module's class calls a function that must be intercepted. The whole model does not
+    count, because to intercept all its calls would take a fifth of its time."""
+    kinds = [] if isinstance(module, PreTrainedModel) else type(module).__mro__
+    codes = (getattr(inspect.unwrap(f), "__code__", None) for kind in kinds for f in vars(kind).values() if callable(f))
+    return any(_INTERCEPTED & {*code.co_names} for code in codes if code is not None)
 
 
 def pack(model: nn.Module) -> None:
-    """Replace a model's linear layers and experts by `Product`, pad the rows of its routers, and cut the inputs of its
-    activation functions by rows."""
+    """Replace a model's linear layers and experts by `Product`, compute its activation functions by vectors, and
+    intercept the functions that other layers call."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear or type(child) is Conv1D:
                 setattr(module, name, PackedLinear(child))
-        weight = module._parameters.get("weight")
         if hasattr(module, "has_gate"):
             _pack_experts(module)
-        elif isinstance(module, _ACTIVATIONS):
-            module.forward = partial(_by_tokens, module.forward)
-        elif weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
-            module.forward = _padded(module.forward)
+        if isinstance(module, _ACTIVATIONS):
+            module.forward = partial(by_vectors, module.forward)
+        elif _calls_intercepted(module):
+            module.forward = _intercepted(module.forward)
 
 
 def _pack_experts(experts: Any) -> None:
-    """Pack a layer's experts. Experts with biases, norms, another layout or no gate keep transformers' own loop."""
+    """Pack a layer's experts. Experts with biases, norms or no gate keep transformers' own loop."""
     if not next(experts.parameters()).is_cpu:
         return
-    if experts.has_gate and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm):
+    if experts.has_gate and not (experts.has_bias or experts.has_post_expert_norm):
         experts.packed = PackedExperts(experts)
     else:
         experts.config._experts_implementation = "eager"
-        experts.forward = _padded(experts.forward)
 
 
 def products_in(model: nn.Module) -> list[Product]:
