@@ -16,6 +16,7 @@ from tiny import load_script
 
 from tlt.config import load_config
 from tlt.models.weights import read_safetensors
+from tlt.run import opening
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
@@ -37,7 +38,7 @@ class Saving:
         self.root = home / name / "checkpoints"
         config = load_config(home / "recipe.toml", ["--run.folder", str(home / name), "--run.keep", "2"])
         folder = RunFolder(config.run, resume=False)
-        self.run = run_module._prepare(config, folder, Display(Console(quiet=True)), None, ExitStack())
+        self.run = opening._prepare(config, folder, Display(Console(quiet=True)), None, ExitStack())
         for step in (1, 2):
             self.save(step)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
+from tlt.commands.evaluation import add_eval
 from tlt.commands.options import GENERATES, OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
 from tlt.commands.train import add_train
 from tlt.config import Config, ConfigError, EvalConfig, load_config, load_generation
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_train(commands.add_parser("train", help="train a policy", epilog=OVERRIDES))
 
+    add_eval(commands.add_parser("eval", help="measure a run's policy on held-out prompts", epilog=OVERRIDES))
     _add_generate(commands.add_parser("generate", help="sample responses to prompts", epilog=GENERATES))
     add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
     _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))

@@ -54,12 +54,15 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     **{"step": int, "reward": _NUMBER, "accept_length": _NUMBER, "tokens": int, "tokens_per_second": _NUMBER},
     **{"seconds": dict, "rollout": dict},
 }
-"""required fields of a line of metrics.jsonl, with their types; a resume and the summary read them"""
+"""required fields of a step's line of metrics.jsonl, with their types; a resume and the summary read them"""
+LAST_EVALUATION = {"step", "eval"}
+"""fields of the last line of metrics.jsonl, which has the evaluation after the last step"""
 
 
 class MetricsWriter:
-    """Writer of metrics.jsonl, one line per step. It first removes the lines from `first_step` on, which a resumed run
-    writes again. `last` is the line of the step before, from the checkpoint. It is added if the file lacks it."""
+    """Writer of metrics.jsonl: one line per step, and one for the evaluation after the last step. It first removes the
+    lines from `first_step` on, which a resumed run writes again. `last` is the line of the step before, from the
+    checkpoint. It is added if the file lacks it."""
 
     def __init__(self, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         self.path = folder / "metrics.jsonl"
@@ -72,19 +75,27 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append the line of a step. Raises MetricsError."""
+        self._append(asdict(metrics))
+
+    def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
+        """Append the evaluation after the last step. `step` is the number of steps. Raises MetricsError."""
+        self._append({"step": step, "eval": evaluation})
+
+    def _append(self, line: dict[str, Any]) -> None:
         with writing(self.path, MetricsError), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(metrics)) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of metrics.jsonl. A killed run may have left an incomplete last line, which is ignored.
-    Raises MetricsError."""
+    """Read the complete lines of steps in metrics.jsonl. A killed run may have left an incomplete last line, which is
+    ignored. Raises MetricsError."""
     path = folder / "metrics.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     try:
-        return [_line(words) for words in text[: text.rfind("\n") + 1].splitlines()]
+        lines = [_line(words) for words in text[: text.rfind("\n") + 1].splitlines()]
     except ValueError as error:
         raise MetricsError(f"{path} is damaged ({error}): repair or remove that line") from None
+    return [line for line in lines if line.keys() != LAST_EVALUATION]
 
 
 def _line(words: str) -> dict[str, Any]:
@@ -93,7 +104,7 @@ def _line(words: str) -> dict[str, Any]:
     if not isinstance(line, dict):
         raise ValueError(f"the line that begins with {words[:40]!r} is not a JSON object")
     for name, kind in _NEEDED.items():
-        if not isinstance(line.get(name), kind):
+        if line.keys() != LAST_EVALUATION and not isinstance(line.get(name), kind):
             raise ValueError(f"the line that begins with {words[:40]!r} has no valid {name!r}")
     return line
 

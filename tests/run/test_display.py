@@ -136,13 +136,16 @@ def test_the_line_of_a_step_names_a_trained_drafter_and_look_ahead_if_it_gave_to
             assert display._line(metrics).count("look-ahead") == said
 
 
+LENGTHS = {"length_mean": 9999.0, "truncated": 0.25, "without_reward": 3}
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
     display = Display(Console(file=io.StringIO(), width=width, height=45))
     with display.live(tiny_config(tmp_path), 0, lambda: NOW):
         for step in range(996, 1003):
             display.step(StepResult([], [], step_metrics(step, seconds_left=98765.0)))
-        display.evaluation(1000, {"mean@16": 0.123, "pass@1": 0.1, "pass@16": 0.5, "length_mean": 9999.0})
+        display.evaluation(1000, {"mean@16": 0.123, "half_width": 0.01, "pass@1": 0.1, "pass@16": 0.5} | LENGTHS)
         picture = shown(display, width)
     lines = picture.splitlines()
     assert all(len(line) == width for line in lines)

@@ -39,6 +39,7 @@ def test_a_summary_by_hand() -> None:
             "pass@1": 0.125,  # a quarter and none
             "pass@2": 0.25,  # 1 - C(3, 2) / C(4, 2) = 0.5, and none
             "pass@4": 0.5,
+            "half_width": 1.96 * 0.1875,  # means of 0.375 and 0: deviation 0.375 / sqrt(2), divided by sqrt(2)
             "length_mean": 4.0,
             "length_max": 6,
             "truncated": 0.5,

@@ -23,7 +23,9 @@ from tlt.data.prompts import DataError
 from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import read_safetensors, sha256
+from tlt.report.read import read_run
 from tlt.rl.policy import Policy
+from tlt.run import opening
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.stopping import Stopped
@@ -332,7 +334,7 @@ def summary_of(home: Path) -> dict[str, Any]:
 def test_a_missing_file_is_refused_before_the_model_is_read(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: pytest.fail("the model is read"))
+    monkeypatch.setattr(opening, "load_tokenizer", lambda path: pytest.fail("the model is read"))
     missing = {"path": str(tmp_path / "nowhere.jsonl")} | ({"every": 1} if section == "eval" else {})
     with pytest.raises(DataError, match=r"there is no file .*nowhere\.jsonl"):
         train(tiny_config(tmp_path, **{section: missing}))
@@ -347,6 +349,10 @@ def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:
     assert set(lines[0]["eval"]) >= {"mean@2", "pass@1", "pass@2", "length_mean"}
     assert summary["eval_first"] == lines[0]["eval"]
     assert summary["eval_last"] not in (summary["eval_first"], {})
+    last = (home / "evaluated" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    assert json.loads(last) == {"step": STEPS, "eval": summary["eval_last"]}
+    mean = read_run(home / "evaluated").column("eval/mean@2")
+    assert mean == {0: lines[0]["eval"]["mean@2"], 3: lines[3]["eval"]["mean@2"], STEPS: summary["eval_last"]["mean@2"]}
     assert 2 * lines[3]["seconds"]["total"] == pytest.approx(sum(lines[3]["seconds"].values()), rel=1e-9)
     again = copy_of_the_run(home, "evaluated again", 2)
     assert train(whole(home, again.name, eval=evaluated), resume=True)["eval_last"] == summary["eval_last"]

@@ -41,6 +41,9 @@ def add_train(train: argparse.ArgumentParser) -> None:
         help="with --resume: allow this field to change, such as train.learning_rate, although the result changes; the "
         "run records it; repeat it for several fields",
     )
+    train.add_argument(
+        "--check", action="store_true", help="check paths, columns, template, reward and memory, and train nothing"
+    )
     train.add_argument("--json", action="store_true", help="print one JSON object per line for each event and step")
     train.set_defaults(command=_train)
 
@@ -48,6 +51,8 @@ def add_train(train: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.force and not arguments.resume:
         raise ConfigError("--force needs --resume: a new run may use any recipe")
+    if arguments.check and arguments.resume:
+        raise ConfigError("--check is for a new run: leave out --resume")
     loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
     if not arguments.recipe and loose:  # argparse of Python 3.11 does not find a recipe after an option
         arguments.recipe = loose[0]
@@ -70,8 +75,11 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             refuse_mistakes(config)
         with loading():
             from tlt.run.display import Display, JsonLines
-            from tlt.run.train import train
+            from tlt.run.train import check, train
         view = JsonLines(sys.stdout) if arguments.json else Display()
+        if arguments.check:
+            check(config, view)
+            return 0
         if starts_anew:
             view.note(f"there is no checkpoint in {config.run.folder}: starting a new run")
         summary = train(config, resume, view, force=arguments.force)

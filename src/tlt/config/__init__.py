@@ -4,7 +4,15 @@ known key.
 This package imports neither torch nor transformers, so that errors in a recipe are reported at once."""
 
 from tlt.config.data import DataConfig, TaskConfig
-from tlt.config.recipe import ConfigError, load_config, load_generation, parse_config, parse_section, section_of
+from tlt.config.recipe import (
+    ConfigError,
+    config_of_run,
+    load_config,
+    load_generation,
+    parse_config,
+    parse_section,
+    section_of,
+)
 from tlt.config.rewards import RewardConfig, RewardTerm
 from tlt.config.sections import (
     ClusterConfig,
@@ -34,6 +42,7 @@ __all__ = [
     "SpeculationConfig",
     "TaskConfig",
     "TrainConfig",
+    "config_of_run",
     "load_config",
     "load_generation",
     "parse_config",

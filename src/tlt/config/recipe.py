@@ -65,6 +65,13 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
     return _resolve_paths(parse_config(tree, str(path), own), path.parent)
 
 
+def config_of_run(tree: Mapping[str, Any], overrides: Sequence[str], **sections: Mapping[str, Any]) -> Config:
+    """Return the configuration of a run, which `tree` has, with other values: first fields of `sections`, then
+    `--section.key value` overrides. Raises ConfigError."""
+    changed = {**tree, **{name: {**tree[name], **values} for name, values in sections.items()}}
+    return parse_config(_overridden(deepcopy(changed), overrides), "the command line")
+
+
 def load_generation(model: str, overrides: Sequence[str]) -> tuple[GenerationConfig, dict[str, Any]]:
     """Return the configuration of `tlt generate`, and the fields of [data] that were given, not yet validated. Without
     a drafter it is `suffix`, or the learned one if its folder is given. Raises ConfigError."""

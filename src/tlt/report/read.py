@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.files import parse_json, read_json
-from tlt.metrics import leaves
+from tlt.metrics import LAST_EVALUATION, leaves
 
 FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl")
 
@@ -27,6 +27,8 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    last_evaluation: dict[str, Any] = field(default_factory=dict)
+    """evaluation after the last step: `step` (the number of steps) and `eval`"""
     completions: list[dict[str, Any]] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
     """state of a worker -> seconds in it, summed over all workers and steps"""
@@ -50,7 +52,7 @@ class RunData:
     def columns(self) -> dict[str, dict[int, float]]:
         """Path of a metric in metrics.jsonl, such as `seconds/rollout` -> step -> number."""
         found: dict[str, dict[int, float]] = {}
-        for step in self.steps:
+        for step in [*self.steps, *([self.last_evaluation] if self.last_evaluation else [])]:
             for path, value in leaves(step, "/"):
                 if isinstance(value, (int, float)) and isfinite(value):
                     found.setdefault(path, {})[step["step"]] = value
@@ -114,6 +116,9 @@ def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any
 def _read_metrics(run: RunData) -> None:
     seen: set[tuple[int, ...]] = set()
     for line in _lines(run, "metrics.jsonl"):
+        if line.keys() == LAST_EVALUATION:
+            run.last_evaluation = line
+            continue
         for prompt in map(tuple, line.pop("prompts", ())):
             run.replayed += prompt in seen
             seen.add(prompt)

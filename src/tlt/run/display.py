@@ -146,9 +146,7 @@ class Display:
 
     def _held_out(self) -> str:
         step, found = self.evaluations[-1]
-        missing = f"  without reward: {found['without_reward']}" if found.get("without_reward") else ""
-        shares = "".join(f"  {name} {value:.3f}" for name, value in found.items() if "@" in name)
-        return f"held out, after step {step}{shares}{missing}  length {found['length_mean']:.0f} mean"
+        return f"held out, after step {step}  {held_out_line(found)}"
 
     def _time_left(self) -> str:
         """Return text with the estimated remaining time of the run. While a step runs, the estimate falls by at most
@@ -260,6 +258,17 @@ class JsonLines(Display):
 
     def _write(self, event: str, facts: dict[str, Any]) -> None:
         print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
+
+
+def held_out_line(found: dict[str, float]) -> str:
+    """Return text with the metrics of an evaluation."""
+    shares = [f"{name} {value:.3f}" for name, value in found.items() if "@" in name]
+    if "half_width" in found:
+        shares[0] += f" \N{PLUS-MINUS SIGN} {found['half_width']:.3f}"
+    missing = [f"without reward: {found['without_reward']:.0f}"] * bool(found["without_reward"])
+    return "  ".join(
+        [*shares, *missing, f"length {found['length_mean']:.0f} mean", f"{found['truncated']:.0%} cut off"]
+    )
 
 
 def _version(m: StepMetrics) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
@@ -44,7 +44,8 @@ def evaluate(
 def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
     """Return the metrics of an evaluation by name. Each group has `samples` responses to one prompt. A response counts
     as right if its reward is at least `solved`. Responses without a reward do not count in mean@k and pass@k. Their
-    number is the metric `without_reward`. A metric without data is missing."""
+    number is the metric `without_reward`. `half_width` is half of the 95 % confidence interval of mean@k. A metric
+    without data is missing."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
     lengths = [r.num_sampled for group in groups for r in group]
@@ -53,6 +54,9 @@ def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float
     for k in _powers_of_two(samples):
         values[f"pass@{k}"] = [pass_at(n, right, k) for n, right in counts if n >= k]
     found = {name: fmean(mine) for name, mine in values.items() if mine}
+    by_prompt = [fmean(group) for group in rewards if group]
+    if len(by_prompt) > 1:  # responses to one prompt are alike, so prompts are the sample
+        found["half_width"] = 1.96 * stdev(by_prompt) / math.sqrt(len(by_prompt))
     truncated = [r.is_truncated for group in groups for r in group]
     lengths_found = {"length_mean": fmean(lengths), "length_max": max(lengths), "truncated": fmean(truncated)}
     return {**found, **lengths_found, "without_reward": len(lengths) - len(everything)}

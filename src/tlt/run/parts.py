@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tlt.cluster.remote import join, local_rollout
 from tlt.cluster.run_worker import RunWorker
@@ -18,8 +18,9 @@ from tlt.engine.exactness import Exactness
 from tlt.environments import Turns, make_turns
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
-from tlt.rewards import make_reward, refuse_special_tokens, refuse_unanswered
+from tlt.rewards import Reward, make_reward, refuse_special_tokens, refuse_unanswered
 from tlt.run.about import about_adapters, about_memory, about_model, about_prompts
+from tlt.types import Prompt, SamplingParams
 
 
 class Lasting(Trainable, Protocol):
@@ -41,12 +42,19 @@ class Lasting(Trainable, Protocol):
     def sha256(self) -> str: ...
 
 
-def make_parts(
-    config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
-) -> tuple[Parts, Lasting]:
-    """Build and return the parts of the training loop and the policy. Quick checks come first. The engine gets the
-    policy's weights. `policy_folder` is the policy of a checkpoint (default: model.path). `note` logs a line."""
-    folder = policy_folder or config.model.path
+class Inputs(NamedTuple):
+    """Parts of a run that need no weights."""
+
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    reward: Reward
+    turns: Turns
+    sampling: SamplingParams
+
+
+def read_inputs(config: Config, tokenizer: Any, note: Callable[[str], None] = lambda text: None) -> Inputs:
+    """Read the prompts and make the reward, with all checks that need no weights. `note` logs a line. Raises a
+    ValueError of one sentence for errors that the user can fix."""
     encode = encoder(tokenizer, config.data)
     prompts = load_prompts(config.data, encode)
     held_out = load_held_out(config.data, config.eval, encode, prompts)
@@ -60,11 +68,21 @@ def make_parts(
     turns = make_turns(config, tokenizer, log)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     sampling = replace(sampling, continues=config.reward.environment is not None)
-    cursor = make_cursor(config.data, prompts, config.run.seed)
     note(about_model(config))
     if config.train.lora.rank:
         note(about_adapters(config))
     note(about_memory(config))
+    return Inputs(prompts, held_out, reward, turns, sampling)
+
+
+def make_parts(
+    config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> tuple[Parts, Lasting]:
+    """Build and return the parts of the training loop and the policy. Quick checks come first. The engine gets the
+    policy's weights. `policy_folder` is the policy of a checkpoint (default: model.path). `note` logs a line."""
+    folder = policy_folder or config.model.path
+    prompts, held_out, reward, turns, sampling = read_inputs(config, tokenizer, note)
+    cursor = make_cursor(config.data, prompts, config.run.seed)
     with working("start the policy and its workers"):
         rollout, policy, exactness = _start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
     note(exactness.meaning)

@@ -39,9 +39,9 @@ class Record:
         self.trackers.log(metrics.step, asdict(metrics))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Send the metrics of the evaluation after the last step to the trackers. They are in summary.json, but not in
-        metrics.jsonl, which has one line per step."""
+        """Write the metrics of the evaluation after the last step. `step` is the number of steps."""
         if evaluation:
+            self.metrics.write_last_evaluation(step, evaluation)
             self.trackers.log(step, {"eval": evaluation})
 
     def close(self) -> None:

@@ -1,0 +1,67 @@
+"""`tlt eval` gives the figures of the run's own evaluation, also for other prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import QUESTIONS, tiny_config, train
+
+from tlt.cli import main
+
+
+def write_prompts(path: Path, *questions: str) -> None:
+    path.write_text("".join(json.dumps({"question": q, "answer": q[0]}) + "\n" for q in questions), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run that has evaluated itself before and after two steps."""
+    home = tmp_path_factory.mktemp("home")
+    write_prompts(home / "held_out.jsonl", "unseen", "other", "more", QUESTIONS[0])
+    held_out = {"every": 2, "samples": 3, "path": str(home / "held_out.jsonl"), "size": 2}
+    train(tiny_config(home, eval=held_out, train={"steps": 2}, speculation={"drafter": "suffix"}))
+    return home
+
+
+def measured(home: Path, *words: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(home / "run"), "--json", str(home / "found.json"), *words])
+    assert ended.value.code == 0
+    return json.loads((home / "found.json").read_text(encoding="utf-8"))
+
+
+def test_it_repeats_the_last_evaluation_of_the_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(home.rglob("run/**/*"))
+    found = measured(home)
+    summary = json.loads((home / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert {name: found[name] for name in summary["eval_last"]} == summary["eval_last"]
+    assert found["prompts"] == 2
+    assert f"run after 2 steps: 2 held-out prompts of {home / 'held_out.jsonl'}, 3 responses to each" in (
+        capsys.readouterr().out
+    )
+    assert sorted(home.rglob("run/**/*")) == before
+
+
+def test_all_prompts_of_another_file_are_evaluated_but_those_that_trained(home: Path) -> None:
+    write_prompts(home / "others.jsonl", "x", "y", "z", *QUESTIONS)
+    found = measured(home, "--data", str(home / "others.jsonl"), "--eval.samples", "2")
+    assert (found["prompts"], found["data"]) == (3, str(home / "others.jsonl"))
+    assert "mean@2" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["NOWHERE"], "there is no checkpoint in NOWHERE/checkpoints"),
+        (["HOME/run", "--data", "none.jsonl"], "eval.path: there is no file none.jsonl"),
+        (["HOME/run", "--eval.sample", "2"], "unknown key eval.sample: did you mean eval.samples?"),
+    ],
+)
+def test_mistakes_are_one_sentence(home: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *(word.replace("HOME", str(home)) for word in words)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
