@@ -17,7 +17,7 @@ from torch import Tensor
 import tlt.attention.slots
 from tlt.attention.backend import Entries, HeadShape
 from tlt.attention.padded import padded_plan
-from tlt.attention.slots import SlotAttention
+from tlt.attention.slots import SlotAttention, in_fours, in_full
 
 CPU = torch.device("cpu")
 LAYERS, QUERY_HEADS, HEADS, SIZE = 2, 4, 2, 4
@@ -171,6 +171,24 @@ def test_attention_in_bfloat16_sums_in_float32() -> None:
     query, key, value = (torch.ones(1, heads, SIZE).bfloat16() for heads in (QUERY_HEADS, HEADS, HEADS))
     mixed = slots.attend(slots.plan(0, [400], 1), 0, query, key, value)
     assert torch.equal(mixed, torch.ones_like(mixed))
+
+
+@pytest.mark.parametrize(
+    ("threads", "size", "queries", "tokens"), [(2, 16, 16, 2048), (3, 128, 4, 1024), (8, 64, 12, 1024), (8, 128, 8, 64)]
+)
+def test_a_single_row_with_one_head_has_the_same_bits_on_several_threads(
+    threads: int, size: int, queries: int, tokens: int
+) -> None:
+    """Some rows of many, because few have sums that several threads round to other bits in bfloat16."""
+    random, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    shapes = ((queries, size), (tokens, size), (tokens, size))
+    query, key, value = (torch.randn(40, 1, *shape, generator=random).bfloat16() for shape in shapes)
+    mask = torch.zeros(1, 1, in_fours(query).shape[2], tokens).bfloat16()
+    together = in_full(query, key, value, mask)
+    torch.set_num_threads(threads)
+    alone = [in_full(query[i : i + 1], key[i : i + 1], value[i : i + 1], mask) for i in range(40)]
+    torch.set_num_threads(before)
+    assert torch.equal(torch.cat(alone), together)
 
 
 def test_resized_slots_keep_positions_that_fit_and_are_zero_elsewhere() -> None:

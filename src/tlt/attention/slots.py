@@ -28,6 +28,7 @@ from tlt.types import MAX_DRAFT_TOKENS
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
 QUERIES = 128  # most queries per key-value head in a call on a CPU; from 192 on, the kernel sums in another order
 _FULL = 4  # the kernel has one order for each multiple of 4 queries, and others for a rest of 1 to 3
+_PART = 32  # queries of a head that a thread takes; if there are no more, the threads share its sums, in another order
 
 
 class RowSpan(NamedTuple):
@@ -240,9 +241,12 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention output of `query` [B, K, n, E], computed with a multiple of 4 queries. `key` and `value` are
-    [B, K, T, E], and `mask` is [B, 1 or K, 1 or a multiple of 4, T]."""
-    return F.scaled_dot_product_attention(in_fours(query), key, value, attn_mask=mask)[:, :, : query.shape[2]]
+    """Return the attention output of `query` [B, K, n, E], computed with a multiple of 4 queries, and with work for two
+    threads. `key` and `value` are [B, K, T, E], and `mask` is [B, 1 or K, 1 or a multiple of 4, T]."""
+    rows, heads, queries, _ = query.shape
+    if rows * heads == 1 and queries <= _PART and torch.get_num_threads() > 1:
+        query, key, value = (x.expand(2, -1, -1, -1) for x in (query, key, value))
+    return F.scaled_dot_product_attention(in_fours(query), key, value, attn_mask=mask)[:rows, :, :queries]
 
 
 def in_fours(x: Tensor) -> Tensor:
