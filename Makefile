@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+USER_STAMP := .venv/.installed-for-users
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
@@ -9,14 +10,18 @@ export HF_HUB_OFFLINE := 1
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
-$(STAMP): pyproject.toml constraints.txt
+$(USER_STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,cluster,tensorboard]'
+	touch $@
+
+$(STAMP): $(USER_STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,math,data,cluster,lora,tensorboard,dev]'
 	touch $@
 
 # A worker on each core, up to eight; each with one thread, as the model is tiny.
-demo: all
+demo: $(USER_STAMP)
 	$(BIN)/tlt train recipes/longtail.toml --workers $$($(BIN)/python -c "import os; print(min(8, os.cpu_count()))") \
 		--train.steps 30 --run.compare_every 5 --run.folder runs/demo --run.overwrite true
 

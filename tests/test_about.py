@@ -49,6 +49,14 @@ def test_an_unused_file_for_evaluations_is_named(tmp_path: Path, every: int) -> 
     assert ("eval.path is not used (eval.every above 0 uses it)" in said) == (not every)
 
 
+@pytest.mark.parametrize(("strings", "named"), [([], True), (["\n"], False)])
+def test_a_game_whose_turns_end_only_at_end_tokens_is_named(tmp_path: Path, strings: list[str], named: bool) -> None:
+    reward = {"name": None, "environment": "tiny_environments:Counts", "turns": 2}
+    config = tiny_config(tmp_path, reward=reward, rollout={"stop_strings": strings})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=None))
+    assert ("a turn ends only at an end token of the model" in said) == named
+
+
 @pytest.mark.parametrize(("weight", "named"), [(0.5, True), (0.0, False)])
 def test_a_router_loss_that_the_update_does_not_add_is_named(tmp_path: Path, weight: float, named: bool) -> None:
     MixtralConfig(num_hidden_layers=1, hidden_size=32, router_aux_loss_coef=weight).save_pretrained(tmp_path)

@@ -202,13 +202,13 @@ def test_with_importance_weights_a_different_reward_is_found(verified: Verified,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_bits_agree_and_the_last_line_is_the_verdict(verified: Verified, capsys: Capture, dtype: str) -> None:
+def test_all_bits_agree_and_the_first_line_is_the_verdict(verified: Verified, capsys: Capture, dtype: str) -> None:
     agree, result = verified(dtype)
     assert (agree, result["exact"], result["dtype"]) == (True, True, dtype)
     assert {r["mode"] for r in result["runs"]} == MODES
     assert {(r["tokens_different"], r["logprobs_different"]) for r in result["runs"]} == {(0, 0)}
     lines = printed(capsys)
-    assert lines[-1] == f"verdict: all {len(MODES)} modes agree in every token and log-prob"
+    assert lines[0] == f"verdict: all {len(MODES)} modes agree in every token and log-prob"
     assert "…" not in "".join(lines)
     table = [line for line in lines if any(line.strip().startswith(mode) for mode in MODES)]
     assert len(table) == len(MODES)
@@ -313,7 +313,7 @@ def test_a_bug_that_changes_tokens_but_no_reward_is_found(
     assert not agree
     apart = [r["mode"] for r in result["runs"] if r["tokens_different"]]
     verdict = f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});"
-    assert printed(capsys)[-1].startswith(verdict)
+    assert printed(capsys)[0].startswith(verdict)
 
 
 SLOWER: dict[str, tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = {
@@ -334,7 +334,7 @@ def test_a_bug_that_only_costs_speed_is_found(
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
     assert any(o["accepted"] < o["drafted"] for o in result[part])
     assert not agree
-    assert printed(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; ")
+    assert printed(capsys)[0].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; ")
 
 
 V, SEED = 8, 2**63 + 5

@@ -28,6 +28,8 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     hints = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
     if config.eval.path and not config.eval.every:
         hints += "; eval.path is not used (eval.every above 0 uses it)"
+    if config.reward.environment and not config.data.chat and not config.rollout.stop_strings:
+        hints += "; a turn ends only at an end token of the model (rollout.stop_strings ends it at a text)"
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
     return f"{shown} of {source}{hints}; {per_step} per step; reward {config.reward.named}"
 

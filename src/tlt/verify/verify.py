@@ -97,6 +97,7 @@ def verify(config: Config, steps: int, dtype: str, json_file: Path | None) -> bo
         found.oracle, found.look_ahead = oracle_checks(*in_float64), look_ahead_checks(*in_float64)
     checks = _checks(found)
     agree = all(checks.values())
+    console.print(_verdict(found, checks), style="bold green" if agree else "bold red", soft_wrap=True)
     _print(console, found, checks)
     if json_file:
         result = {
@@ -274,8 +275,6 @@ def _print(console: Console, found: Comparison, checks: dict[str, bool]) -> None
         )
     for check, holds in checks.items():
         console.print(f"{check}: {'yes' if holds else 'NO'}", style="green" if holds else "bold red", soft_wrap=True)
-    agree = all(checks.values())
-    console.print(_verdict(found, checks), style="bold green" if agree else "bold red", soft_wrap=True)
 
 
 def _accepted(check: dict[str, Any]) -> str:
