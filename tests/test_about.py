@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, tiny_tree
 from transformers import MixtralConfig
 
+from tlt.config import parse_config
 from tlt.run.about import about_folder, about_memory, about_model, about_prompts
 
 
@@ -51,8 +52,8 @@ def test_an_unused_file_for_evaluations_is_named(tmp_path: Path, every: int) -> 
 
 @pytest.mark.parametrize(("strings", "named"), [([], True), (["\n"], False)])
 def test_a_game_whose_turns_end_only_at_end_tokens_is_named(tmp_path: Path, strings: list[str], named: bool) -> None:
-    reward = {"name": None, "environment": "tiny_environments:Counts", "turns": 2}
-    config = tiny_config(tmp_path, reward=reward, rollout={"stop_strings": strings})
+    tree = tiny_tree(tmp_path, rollout={"stop_strings": strings})
+    config = parse_config(tree | {"reward": {"environment": "tiny_environments:Echo", "turns": 2}})
     said = about_prompts(config, [], SimpleNamespace(chat_template=None))
     assert ("a turn ends only at an end token of the model" in said) == named
 
