@@ -38,7 +38,8 @@ def test_useful_share_of_a_run_weighs_steps_by_their_seconds() -> None:
     assert useful_share([([], {})]) == 0.0, "a line of an earlier version"
 
 
-def test_the_speed_up_of_each_compared_step() -> None:
+def test_compared_steps_are_summed() -> None:
     counts = {"tokens": 1, "responses": 1, "differ": 0}
     lines = [{"compared": counts, "seconds": {"rollout": 2.0, "compare": seconds}} for seconds in (4.0, 6.0)]
-    assert _compared([*lines, {"seconds": {}}])["times"] == [2.0, 3.0]
+    seconds = {"rollout_seconds": 4.0, "plain_seconds": 10.0}
+    assert _compared([*lines, {"seconds": {}}]) == {"steps": 2, "tokens": 2, "responses": 2, "differ": 0, **seconds}

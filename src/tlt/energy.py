@@ -75,6 +75,16 @@ class CpuTime:
         me = psutil.Process()
         self._processes = [me, *me.children(recursive=True)]
 
+    def read_waiting(self) -> float:
+        """Return the seconds so far in which threads were ready to run and waited for a free core. Only Linux counts
+        them."""
+        nanoseconds = 0
+        for process in self._processes:
+            for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                with suppress(OSError):  # the thread has ended
+                    nanoseconds += int(file.read_text(encoding="ascii").split()[1])
+        return nanoseconds / 1e9
+
     def read(self) -> float:
         """Return the CPU seconds so far."""
         seconds = 0.0
@@ -91,7 +101,9 @@ class Meter:
         """Find the counters of this machine, unless `sources` is given."""
         self._cpu = CpuTime() if sources is None else None
         if self._cpu:
-            sources = {"cpu_seconds": self._cpu.read, "cpu_joules": rapl(), "gpu_joules": nvml()}
+            waiting = self._cpu.read_waiting if Path("/proc/self/schedstat").is_file() else None
+            sources = {"cpu_seconds": self._cpu.read, "cpu_wait_seconds": waiting}
+            sources |= {"cpu_joules": rapl(), "gpu_joules": nvml()}
         self._sources = {name: source for name, source in (sources or {}).items() if source}
 
     def find_descendants(self) -> None:
@@ -100,7 +112,8 @@ class Meter:
             self._cpu.find_descendants()
 
     def read(self) -> Counters:
-        """Return the current value of each available counter: `cpu_seconds`, `cpu_joules`, `gpu_joules`."""
+        """Return the current value of each available counter: `cpu_seconds`, `cpu_wait_seconds`, `cpu_joules`,
+        `gpu_joules`."""
         found: Counters = {}
         for name, source in list(self._sources.items()):
             try:

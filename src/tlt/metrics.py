@@ -21,6 +21,7 @@ from typing import Any
 from tlt import __version__
 from tlt.energy import total_energy
 from tlt.files import parse_json, writing
+from tlt.gain import gain_of
 from tlt.trace import FACTS, ROLLOUT, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
 
@@ -130,7 +131,7 @@ def summarize(
             seconds[key] = seconds.get(key, 0.0) + value
     tokens = sum(line["tokens"] for line in lines)
     passes = sum(line["rollout"]["row_passes"] for line in lines)
-    compared = _compared(lines)
+    gain = gain_of(lines)
     summary = {
         "steps": len(lines),
         "reward_tenth_steps": tenth,
@@ -148,10 +149,10 @@ def summarize(
         "useful_share": useful_share((line.get("workers", []), line["rollout"]) for line in lines),
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
         "by_step": _by_step(lines),
-        "compared": compared,
+        "compared": _compared(lines),
+        "gain": gain._asdict() if gain else None,
         "energy": total_energy(lines),
         "accept_length": tokens / passes if passes else 1.0,
-        "times_plain": compared["plain_seconds"] / compared["rollout_seconds"] if compared else None,
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
@@ -200,8 +201,7 @@ def _share(rollout: Mapping[str, Any], part: str, whole: str) -> float:
 
 def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return sums over the steps that were also decoded with plain decoding: number of steps, tokens, responses,
-    responses that differ, and seconds with and without speculation. `times` has the speed-up in each of these steps.
-    Return {} if there are no such steps."""
+    responses that differ, and seconds with and without speculation. Return {} if there are no such steps."""
     found = [line for line in lines if line.get("compared")]
     if not found:
         return {}
@@ -212,7 +212,6 @@ def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **counts,
         "rollout_seconds": seconds["rollout"],
         "plain_seconds": seconds["compare"],
-        "times": [line["seconds"]["compare"] / line["seconds"]["rollout"] for line in found],
     }
 
 

@@ -86,6 +86,8 @@ class PassCounts:
 
     row_passes: int = 0
     """number of target passes, counted once for each row in a pass"""
+    draft_passes: int = 0
+    """number of `row_passes` with a draft"""
     drafted: int = 0
     accepted: int = 0
     ahead_passes: int = 0
@@ -101,6 +103,7 @@ class PassCounts:
         """Count one target pass over a row. `committed` includes the target's own token. `ahead` says that the draft
         came from look-ahead."""
         self.row_passes += 1
+        self.draft_passes += bool(drafted or accepted)
         self.drafted += drafted
         self.accepted += accepted
         if ahead:

@@ -16,48 +16,78 @@ from tiny import tiny_config, tiny_tree, write_recipe
 from tlt import cli
 from tlt.commands.estimate import estimate, expected
 from tlt.config import ConfigError
+from tlt.gain import gain_of
 from tlt.run.display import Display
 from tlt.stopping import Stopped
-
-SUMMARY: dict[str, Any] = {
-    "steps": 2,
-    "compared": {
-        **{"rollout_seconds": 8.0, "plain_seconds": 16.0, "differ": 0, "responses": 8, "steps": 2},
-        "times": [2.5, 1.5],
-    },
-    **{"exact": False, "exactness": "not exact: attention"},
-    "seconds": {"rollout": 8.0, "reward": 0.5, "update": 3.0, "sync": 0.5, "save": 99.0, "eval": 99.0},
-}
-
 
 COMPARED = {"compare_every": 1}
 
 
+def line(step: int, rollout: float = 4.0, plain: float = 8.0, update: float = 1.5, **others: Any) -> dict[str, Any]:
+    """Return the metrics of a step with 2 s of other phases. Saving and evaluations are not part of a step."""
+    seconds = {"rollout": rollout, "compare": plain, "reward": 0.25, "update": update, "sync": 0.25}
+    rollouts = {"draft_passes": 10, "accepted": 20}
+    return {"step": step, "seconds": {**seconds, "save": 99.0, "eval": 99.0}, "rollout": rollouts, **others}
+
+
+def said(lines: list[dict[str, Any]], steps: int = 600, differ: int = 0) -> list[str]:
+    gain = gain_of(lines)
+    assert gain
+    compared = {"differ": differ, "responses": 8}
+    summary = {"compared": compared, "gain": gain._asdict(), "exact": False, "exactness": "not exact: attention"}
+    return expected(summary, lines, steps)
+
+
 def test_the_expected_times_by_hand() -> None:
-    """A step has 4 s of rollout (8 s with plain decoding), and 2 s of other phases. Saving is not part of a step."""
-    said = expected(SUMMARY, 600)
-    assert said == [
-        "measured on 2 steps, same tokens:",
-        "  rollout   4.0 s per step, 8.0 s with plain decoding: 2.00 times as fast (1.50 to 2.50 in single steps)",
+    """A step has 4 s of rollout (8 s with plain decoding), and 2 s of other phases."""
+    lines = [line(0), line(1, plain=8.4), line(2, plain=7.6), line(3)]
+    assert said(lines) == [
+        "measured on 3 steps after the first, same tokens:",
+        "  rollout   4.0 s per step, 8.0 s with plain decoding",
         "  the rest  2.0 s per step (reward, update, sync)",
-        "  a step    6.0 s: 1.67 times as fast as with plain decoding",
+        "  start-up  0.0 s once",
+        "rollouts were 2.00 times as fast as plain decoding (median; 1.90 to 2.10 times in 3 steps)",
+        "a step takes 6.0 s, 1.67 times as fast as with plain decoding",
         "600 steps would take 1:00:00, with plain decoding 1:40:00; evaluations and saves come on top",
     ]
 
 
+def test_the_start_up_is_counted_once() -> None:
+    """The first rollout took 30 s more, because it measured the drafters. It was charged to each of the steps."""
+    lines = [line(0, rollout=34.0), line(1, plain=8.4), line(2, plain=7.6), line(3)]
+    assert "  start-up  30.0 s once" in said(lines)
+    assert said(lines)[-1].startswith("600 steps would take 1:00:30, with plain decoding 1:40:00;")
+
+
+def test_a_single_step_claims_nothing() -> None:
+    lines = said([line(0, rollout=34.0), line(1)])
+    assert lines[0] == "measured on 1 step after the first, same tokens:"
+    assert "no gain over plain decoding was measured (2.00 to 2.00 times in 1 step): a gain needs 3 compar" in lines[4]
+    assert lines[5] == "600 steps would take 1:00:30; evaluations and saves come on top"
+
+
+def test_busy_cores_leave_no_number() -> None:
+    used = {"cpu_seconds": 1.0, "cpu_wait_seconds": 1.0}
+    lines = [line(step, energy={"phases": {"compare": used, "rollout": used}}) for step in range(4)]
+    header, warning = said(lines)
+    assert header == "measured on 3 steps after the first, same tokens:"
+    assert "cannot be trusted: the run's threads waited 50% of their time" in warning
+    assert "OMP_NUM_THREADS=1" in warning
+
+
 def test_a_small_gain_is_explained() -> None:
-    update_bound = expected({**SUMMARY, "seconds": {**SUMMARY["seconds"], "update": 30.0}}, 10)
+    update_bound = said([line(step, update=30.0) for step in range(4)])
     assert "decoding is less than half of a step" in update_bound[-1]
-    no_gain = expected({**SUMMARY, "compared": {**SUMMARY["compared"], "plain_seconds": 8.0}}, 10)
+    no_gain = said([line(step, plain=4.0) for step in range(4)])
     assert "tlt draft train" in no_gain[-1]
+    assert "no gain over plain decoding was measured" in no_gain[4]
 
 
 def test_responses_that_differ_are_counted_with_the_reason() -> None:
-    compared = {**SUMMARY["compared"], "differ": 3}
-    lines = expected({**SUMMARY, "steps": 1, "compared": compared}, 1)
-    assert lines[0] == "measured on 1 step, 3 of 8 responses differ:"
-    assert lines[4].startswith("1 step would take")
-    assert lines[5] == "not exact: attention. The two times are of different responses"
+    lines = said([line(0), line(1)], 1, differ=3)
+    assert lines[0] == "measured on 1 step after the first, 3 of 8 responses differ:"
+    assert lines[5].startswith("1 step would take")
+    assert lines[6] == "not exact: attention. The two times are of different responses"
 
 
 def test_a_stopped_estimate_keeps_nothing(tmp_path: Path) -> None:
@@ -82,19 +112,22 @@ def test_an_error_does_not_say_how_to_resume_from_the_deleted_folder(tmp_path: P
     assert failed.value.__notes__ == []
 
 
-def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_measured_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Held-out prompts are not decoded: their file does not even exist. Nothing is copied or tracked, and no line names
     a file that is deleted."""
     run = {"on_save": f"touch {tmp_path}/saved", "trackers": ["wandb"]}
     tree = tiny_tree(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
     recipe, before = write_recipe(tmp_path / "recipe.toml", tree), sorted(tmp_path.iterdir())
+    monkeypatch.setattr("tlt.gain._BUSY", 2.0)  # tests may run on a busy machine
     with patch.dict(sys.modules, {"wandb": None}), pytest.raises(SystemExit) as ended:
         cli.main(["estimate", str(recipe), "--steps", "2"])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "measured on 2 steps, same tokens:" in said
-    assert "2 steps would take" in said
-    assert "tlt-estimate-" not in said
+    printed = capsys.readouterr().out
+    assert "measured on 2 steps after the first, same tokens:" in printed
+    assert "2 steps would take" in printed
+    assert "tlt-estimate-" not in printed
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -348,6 +348,19 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("models.hugging_face", "models/test_hugging_face.py"): [
         ("save_model", "operand", 2, "A saved model keeps the config that was published."),
     ],
+    ("gain", "test_gain.py"): [
+        ("gain_of", "never", 4, "Busy cores leave no claim."),
+        ("gain_of", "never", 5, "Without drafts no gain is claimed."),
+        ("gain_of", "never", 6, "Few steps are not enough for a claim."),
+        ("gain_of", "never", 7, "An interval that contains 1.00 is no gain."),
+        ("gain_of", "constant", 9, "No claim exceeds the accept length of the drafts."),
+        ("gain_of", "never", 2, "The first step, with its start-up, is left out."),
+        ("_interval", "less", 3, "The interval covers the median with 95 %."),
+    ],
+    ("commands.estimate", "commands/test_estimate.py"): [
+        ("expected", "never", 0, "If the cores were busy, the estimate has no number."),
+        ("expected", "operator", 1, "The start-up is what the first step took longer than the others."),
+    ],
     ("run.mistakes", "run/test_mistakes.py"): [
         ("refuse_mistakes", "drop", 1, "A wrong model folder is refused before torch is imported."),
         ("refuse_mistakes", "drop", 2, "A missing reward function is refused before torch is imported."),

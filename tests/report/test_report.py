@@ -16,8 +16,8 @@ from tlt import cli, report
 from tlt.report import Page, ReportError, write_report
 from tlt.report import page as page_module
 from tlt.report.page import MOST_POINTS, thinned
-from tlt.report.read import FILES, RunData, read_run
-from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
+from tlt.report.read import FILES, read_run
+from tlt.report.story import advice, differences, useful_share, worker_seconds
 from tlt.store.completions import runs_of
 
 
@@ -28,21 +28,14 @@ def shown(path: Path) -> list[dict[str, Any]]:
     return json.loads(found[1], parse_constant=pytest.fail)["runs"]
 
 
-def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_slower_steps(tmp_path: Path) -> None:
-    found = read_run(make_run(tmp_path / "run", steps=8))
-    measured = ratio(found)
-    assert (measured.plain, measured.ours, measured.steps, measured.lost) == (4 * 6 + 3, 5 * 4, 5, 1)
-    assert measured.times == pytest.approx(27 / 20)
-    assert measured.interval[0] < 27 / 20 < measured.interval[1]
-    assert ratio(RunData(tmp_path, steps=found.steps[1:2])) is None, "no step was also decoded with plain decoding"
-
-
-@pytest.mark.parametrize("odd", range(6))
-def test_the_interval_is_a_bootstrap_over_all_steps(tmp_path: Path, odd: int) -> None:
-    steps = [{"step": i, "seconds": {"compare": 12.0 if i == odd else 4.0, "rollout": 4.0}} for i in range(6)]
-    interval = ratio(RunData(tmp_path, steps=steps)).interval
-    assert interval == pytest.approx([1, (3 * 12 + 3 * 4) / (6 * 4)])  # by the binomial, odd up to 3 times
-    assert ratio(RunData(tmp_path, steps=steps[:3])).interval is None
+def test_the_page_has_the_verdict_on_speed(tmp_path: Path) -> None:
+    """Steps 2, 4, 5 and 6 are compared: plain decoding takes 6 s, 6 s, 3 s and 6 s instead of 4 s."""
+    page = shown(write_report([make_run(tmp_path / "run", steps=8)]))[0]
+    gain = page["gain"]
+    assert (gain["times"], gain["median"], gain["low"], gain["high"], gain["pairs"]) == (None, 1.5, 0.75, 1.5, 4)
+    assert gain["verdict"] in page["sentences"][1]
+    assert "no gain over plain decoding was measured (0.75 to 1.50 times in 4 steps)" in gain["verdict"]
+    assert page["results"]["times plain decoding"] is None
 
 
 def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from tlt.gain import gain_of
 from tlt.run.closing import closing
 
 SUMMARY: dict[str, Any] = {
@@ -15,7 +18,7 @@ SUMMARY: dict[str, Any] = {
     "tokens_per_second": 100.0,
     "accept_length": 2.0,
     "useful_share": 0.85,
-    "times_plain": None,
+    "gain": None,
     "compared": {},
     "responses": 3840,
     "without_reward": {},
@@ -24,6 +27,15 @@ SUMMARY: dict[str, Any] = {
     "exact": False,
     "exactness": "not exact: attention",
 }
+
+
+def gain(*times: float, passes: int = 10) -> dict[str, Any]:
+    """Return the gain of a run in which plain decoding took these times as long."""
+    rollout = {"draft_passes": passes, "accepted": 2 * passes}
+    lines = [{"step": 1, "seconds": {"compare": each, "rollout": 1.0}, "rollout": rollout} for each in times]
+    found = gain_of(lines)
+    assert found
+    return found._asdict()
 
 
 def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
@@ -35,13 +47,14 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "")[0].plain
     assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
-    both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
-    measured = "rollouts took 9.0 s: 3.00 times as fast as plain decoding, measured on 1 step (2.0 s against 6.0 s), "
+    faster = gain(1.9, 2.0, 2.2)
+    both = closing(SUMMARY | {"compared": compared, "gain": faster}, "runs/x")
+    measured = "rollouts were 2.00 times as fast as plain decoding (median; 1.90 to 2.20 times in 3 steps); "
     assert both[1].plain == measured + "same tokens"
-    differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")
+    differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "gain": faster}, "runs/x")
     assert differ[1].plain == measured + "3 of 8 responses differ"
     assert differ[2].plain == "not exact: attention. The two times are of different responses"
-    bug = closing(SUMMARY | {"exact": True, "compared": compared | {"differ": 3}, "times_plain": 3.0}, "runs/x")
+    bug = closing(SUMMARY | {"exact": True, "compared": compared | {"differ": 3}, "gain": faster}, "runs/x")
     assert "so this is a bug in tlt" in bug[2].plain
     one = closing(SUMMARY | {"steps": 1, "responses": 1, "without_reward": {"error": 1}}, "runs/x")
     assert one[0].plain.startswith("1 step: mean reward")
@@ -57,12 +70,21 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     assert "red" in str(failed[1].style)
 
 
-def test_a_run_that_gained_little_gets_advice() -> None:
-    def said(times: float) -> bool:
-        lines = closing(SUMMARY | {"times_plain": times}, "runs/x")
-        return any("tlt draft train" in line.plain for line in lines)
-
-    assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
+@pytest.mark.parametrize(
+    ("times", "passes", "advised"),
+    [
+        ((0.9, 0.95, 0.99), 10, True),
+        ((1.01, 1.04, 1.05), 10, True),
+        ((1.06, 1.07, 1.08), 10, False),
+        ((0.9, 1.0, 1.1), 10, True),
+        ((0.9, 1.0, 1.1), 0, False),
+        ((0.9,), 10, False),
+    ],
+)
+def test_a_run_whose_drafts_gained_little_gets_advice(times: tuple[float, ...], passes: int, advised: bool) -> None:
+    """Without drafts or with a single pair the advice would have no ground."""
+    lines = closing(SUMMARY | {"gain": gain(*times, passes=passes), "compared": {"differ": 0}}, "runs/x")
+    assert any("tlt draft train" in line.plain for line in lines) == advised
 
 
 def test_the_last_lines_show_the_result_of_drafter_training() -> None:

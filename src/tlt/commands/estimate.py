@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
 from tlt.files import errors_as
+from tlt.gain import Gain, verdict
+from tlt.metrics import read_metrics
 from tlt.progress import loading
 from tlt.run.mistakes import refuse_mistakes
 from tlt.stopping import Stopped
@@ -27,7 +30,7 @@ _PREFIX = "tlt-estimate-"
 
 def add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help=RECIPE)
-    parser.add_argument("--steps", type=int, default=3, help="number of steps to measure")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps to measure after the first")
     parser.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     parser.set_defaults(command=_estimate)
 
@@ -58,18 +61,20 @@ def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def estimate(config: Config, steps: int, display: Display) -> list[str]:
-    """Train for `steps` steps in a temporary folder on the disk of run.folder, and return the results as sentences.
-    Nothing is kept. run.compare_every must be 1. Raises the errors of `tlt train`."""
+    """Train for one step, which includes the start-up, and then for `steps` steps in a temporary folder on the disk of
+    run.folder. Return the results as sentences. Nothing is kept. run.compare_every must be 1. Raises the errors of
+    `tlt train`."""
     from tlt.run.train import train  # imported after the recipe is checked, because it imports torch
 
     with _temporary_folder(Path(config.run.folder).absolute()) as folder:
         measured = _without_extras(config)
         changes = {
             "run": measured.run.model_copy(update={"folder": folder, "overwrite": True}),
-            "train": config.train.model_copy(update={"steps": steps}),
+            "train": config.train.model_copy(update={"steps": steps + 1}),
         }
         try:
-            return expected(train(measured.model_copy(update=changes), False, display), config.train.steps)
+            summary = train(measured.model_copy(update=changes), False, display)
+            return expected(summary, read_metrics(Path(folder)), config.train.steps)
         except Stopped as stopped:
             raise Stopped("stopped before all steps were measured: nothing is kept", stopped.number) from None
         except (Exception, KeyboardInterrupt) as error:
@@ -92,32 +97,50 @@ def _temporary_folder(near: Path) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place, ignore_cleanup_errors=True)
 
 
-def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
-    """Return lines of text about the expected time of `steps` steps. `summary` is that of a run that compared every
-    step with plain decoding."""
-    from tlt.run.closing import GAIN, NO_GAIN, same_tokens, why_they_differ
+def expected(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
+    """Return lines of text about the expected time of `steps` steps. `summary` and `lines` (of metrics.jsonl) are those
+    of a run that compared every step with plain decoding. The first step includes the start-up, which is counted once.
+    A step's time is the median of the other steps."""
+    from tlt.run.closing import NO_GAIN, gained_little, same_tokens, why_they_differ
 
-    found, measured = summary["compared"], summary["steps"]
-    ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))
-    rest = sum(summary["seconds"].get(phase, 0.0) for phase in ("reward", "update", "sync")) / measured
-    step, times = ours + rest, (plain + rest) / (ours + rest)
-    spread = f" ({min(found['times']):.2f} to {max(found['times']):.2f} in single steps)" if measured > 1 else ""
-    lines = [
-        f"measured on {counted(measured, 'step')}, {same_tokens(found)}:",
-        f"  rollout   {ours:.1f} s per step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast"
-        f"{spread}",
+    first, *others = lines
+    gain, found = Gain(**summary["gain"]), summary["compared"]
+    ours = _median(others, "rollout")
+    rest = _median(others, "reward", "update", "sync")
+    step, begin = ours + rest, max(0.0, _seconds(first, "rollout", "reward", "update", "sync") - ours - rest)
+    header = f"measured on {counted(len(others), 'step')} after the first, {same_tokens(found)}:"
+    if not gain.is_trusted:
+        return [header, f"  these times cannot be trusted: {gain.fault}"]
+    said = [
+        header,
+        f"  rollout   {ours:.1f} s per step, {_median(others, 'compare'):.1f} s with plain decoding",
         f"  the rest  {rest:.1f} s per step (reward, update, sync)",
-        f"  a step    {step:.1f} s: {times:.2f} times as fast as with plain decoding",
-        f"{counted(steps, 'step')} would take {_time(steps * step)}, with plain decoding {_time(steps * step * times)}"
-        "; evaluations and saves come on top",
+        f"  start-up  {begin:.1f} s once",
+        verdict(gain),
     ]
+    plain = ""
+    if gain.times:
+        slow = ours * gain.times + rest
+        said.append(f"a step takes {step:.1f} s, {slow / step:.2f} times as fast as with plain decoding")
+        plain = f", with plain decoding {_time(steps * slow)}"
+    said.append(
+        f"{counted(steps, 'step')} would take {_time(begin + steps * step)}{plain}; evaluations and saves come on top"
+    )
     if found["differ"]:
-        lines.append(why_they_differ(summary))
+        said.append(why_they_differ(summary))
     if ours < rest:
-        lines.append("decoding is less than half of a step, so faster rollouts gain little here")
-    if plain / ours < GAIN:
-        lines.append(NO_GAIN)
-    return lines
+        said.append("decoding is less than half of a step, so faster rollouts gain little here")
+    if gained_little(gain):
+        said.append(NO_GAIN)
+    return said
+
+
+def _seconds(line: Mapping[str, Any], *phases: str) -> float:
+    return sum(line["seconds"].get(phase, 0.0) for phase in phases)
+
+
+def _median(lines: Sequence[Mapping[str, Any]], *phases: str) -> float:
+    return median(_seconds(line, *phases) for line in lines)
 
 
 def _time(seconds: float) -> str:

@@ -172,13 +172,12 @@ const UNMEASURED = ["Not measured: set ", el("code", {}, "run.compare_every"), "
 
 function againstPlain({ gain, columns }) {
   if (!gain) return [el("p", {}, UNMEASURED)];
-  const seconds = (value) => value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) + " s";
-  const { plain, ours, times, interval, steps, lost } = gain;
-  const row = [seconds(plain), seconds(ours), el("strong", {}, times.toFixed(2)),
-    interval ? interval.map((end) => end.toFixed(2)).join(" to ") : "too few steps", steps, lost];
-  const head = ["plain decoding", "tlt", "times as fast", "95 % interval", "steps", "slower steps"];
+  const { times, median, low, high, pairs, accept_length, verdict } = gain;
+  const row = [el("strong", {}, times ? times.toFixed(2) : "no gain was measured"), median.toFixed(2),
+    `${low.toFixed(2)} to ${high.toFixed(2)}`, pairs, accept_length.toFixed(2)];
+  const head = ["times as fast", "median of steps", "interval", "steps", "accept length of drafts"];
   const line = (name, path, dots) => ({ name, points: columns[path] || [], dots });
-  return [table(head, [row]), chart("Seconds of each rollout", "s", [
+  return [el("p", {}, `${verdict}.`), table(head, [row]), chart("Seconds of each rollout", "s", [
     line("tlt", "seconds/rollout", false), line("plain decoding", "seconds/compare", true)])];
 }
 

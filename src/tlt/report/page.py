@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt.energy import total_energy
+from tlt.gain import gain_of, verdict
 from tlt.report import story
 from tlt.report.read import RunData
 
@@ -78,7 +79,7 @@ def page_of(runs: Sequence[RunData]) -> str:
 
 def content_of(run: RunData) -> dict[str, Any]:
     """Return the numbers and texts of a run that the script page.js shows, as a dictionary for JSON."""
-    gain = story.ratio(run)
+    gain = gain_of(run.steps)
     return {
         "name": run.name,
         "num_steps": len(run.steps),
@@ -86,7 +87,7 @@ def content_of(run: RunData) -> dict[str, Any]:
         "advice": story.advice(run)[1:],
         "faults": run.faults,
         "results": _results(run),
-        "gain": gain._asdict() | {"times": gain.times} if gain else None,
+        "gain": gain._asdict() | {"verdict": verdict(gain)} if gain else None,
         "policy_sha256": run.summary.get("policy_sha256"),
         "proof": _proof(run),
         "useful_share": story.useful_share(run),
@@ -101,7 +102,7 @@ def content_of(run: RunData) -> dict[str, Any]:
 def _results(run: RunData) -> dict[str, float | None]:
     """Return the results of a run for the table that compares several runs: label -> number."""
     rewards = story.rewards(run)
-    gain = story.ratio(run)
+    gain = gain_of(run.steps)
     seconds = run.total("seconds/total") - run.total("seconds/compare")
     cpu_seconds = run.total("energy/cpu_seconds") - run.total("energy/phases/compare/cpu_seconds")
     per_step = "per step, without run.compare_every"

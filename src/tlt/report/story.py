@@ -5,49 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from tlt.gain import gain_of, verdict
 from tlt.metrics import leaves
 from tlt.report.read import RunData
 from tlt.trace import FACTS, IDLE, ROLLOUT, UPDATE
 from tlt.wording import counted
-
-
-class Ratio(NamedTuple):
-    """Speed-up over plain decoding, in the steps that run.compare_every also decoded with plain decoding."""
-
-    plain: float
-    """seconds of plain decoding"""
-    ours: float
-    """seconds of the run's own decoding of the same rollouts"""
-    steps: int
-    """number of steps with both times"""
-    lost: int
-    """number of steps in which plain decoding was faster"""
-    interval: list[float] | None
-    """95 % bootstrap confidence interval of `times`, resampled over steps; None with fewer than four steps"""
-
-    @property
-    def times(self) -> float:
-        return self.plain / self.ours
-
-
-def ratio(run: RunData) -> Ratio | None:
-    """Return the measured speed-up over plain decoding; None if no step was also decoded with plain decoding."""
-    plain, ours = run.column("seconds/compare"), run.column("seconds/rollout")
-    pairs = np.array([(plain[step], ours[step]) for step in plain if plain[step] and ours.get(step)])
-    num_steps, interval = len(pairs), None
-    if not num_steps:
-        return None
-    if num_steps >= 4:
-        times_drawn = np.random.default_rng(0).multinomial(num_steps, np.full(num_steps, 1 / num_steps), size=400)
-        drawn = times_drawn @ pairs
-        interval = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975)).tolist()
-    plain_sum, our_sum = pairs.sum(axis=0).tolist()
-    lost = int((pairs[:, 0] < pairs[:, 1]).sum())
-    return Ratio(plain_sum, our_sum, num_steps, lost, interval)
 
 
 def worker_seconds(run: RunData) -> dict[str, float]:
@@ -107,8 +71,8 @@ def _gain(run: RunData) -> str:
         first, last, tenth = found
         steps = "step" if tenth == 1 else f"{tenth:,} steps"
         reward = f"The mean reward went from {first:.3f} to {last:.3f} (first and last {steps}), and "
-    if gained := ratio(run):
-        return f"{reward}rollouts were {gained.times:.2f} times as fast as plain decoding."
+    if gained := gain_of(run.steps):
+        return f"{reward}{verdict(gained)}."
     return f"{reward}the speed against plain decoding was not measured."
 
 
@@ -135,14 +99,14 @@ _RULES = {
 
 def advice(run: RunData) -> list[str]:
     """Return advice on what to change in the recipe, the most important first, or a sentence that there is none."""
-    total, seconds, found = run.total, worker_seconds(run), ratio(run)
+    total, seconds, found = run.total, worker_seconds(run), gain_of(run.steps)
     without_compare = total("seconds/total") - total("seconds/compare")
     numbers = {
         "not measured": float(bool(run.steps) and not found),
         "unrewarded": total("batch/unrewarded") / (total("responses") or 1),
         "truncated": fmean(run.column("lengths/truncated").values() or [0.0]),
         "equal": fmean(run.column("batch/without_spread_share").values() or [0.0]),
-        "slower": 1 / found.times if found else 0.0,
+        "slower": 1 / found.median if found and found.is_trusted and found.high < 1 else 0.0,
         "idle": seconds.get("idle", 0.0) / (sum(seconds.values()) or 1),
         "update": total("seconds/update") / (without_compare or 1),
         "preempted": total("rollout/preemptions") / (total("responses") or 1),

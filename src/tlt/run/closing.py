@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.text import Text
 
+from tlt.gain import FEWEST, Gain, verdict
 from tlt.wording import counted
 
-GAIN = 1.05  # speed-up over plain decoding below which `NO_GAIN` is shown
+_LITTLE = 1.05  # gain over plain decoding below which `NO_GAIN` is shown
 NO_GAIN = (
     "speculation gained little or nothing, because few draft tokens were accepted for the time they took. A drafter "
     "for this model and these prompts helps most: `tlt draft train RECIPE --out FOLDER` trains one in some minutes, "
@@ -29,13 +30,13 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
             f"{summary['useful_share']:.0%} of the workers' time useful"
         )
     ]
-    if summary["compared"]:
-        lines.append(Text(_compared(summary)))
+    if summary["gain"]:
+        gain = Gain(**summary["gain"])
+        lines.append(Text(f"{verdict(gain)}; {same_tokens(summary['compared'])}"))
         if summary["compared"]["differ"]:
             lines.append(Text(why_they_differ(summary)))
-    times = summary["times_plain"]
-    if times is not None and times < GAIN:
-        lines.append(Text(NO_GAIN))
+        if gained_little(gain):
+            lines.append(Text(NO_GAIN))
     trained = sum(worker["idle_seconds_trained"] for worker in summary["workers"])
     if trained >= 0.05:  # less is shown as 0.0
         last = summary["by_step"]["drafter_version"][-1]
@@ -71,6 +72,11 @@ def _first_and_last(summary: dict[str, Any]) -> str:
     return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
 
 
+def gained_little(gain: Gain) -> bool:
+    """Return whether drafts were used and gained little or nothing."""
+    return gain.is_trusted and gain.accept_length > 1 and gain.pairs >= FEWEST and (gain.times or 1.0) < _LITTLE
+
+
 def same_tokens(compared: dict[str, Any]) -> str:
     """Return text that says whether the responses equal those of plain decoding, or how many differ."""
     if not compared["differ"]:
@@ -83,13 +89,3 @@ def why_they_differ(summary: Mapping[str, Any]) -> str:
     if summary["exact"]:
         return "the engine was exact at the start, so this is a bug in tlt: `tlt verify` shows which responses differ"
     return f"{summary['exactness']}. The two times are of different responses"
-
-
-def _compared(summary: dict[str, Any]) -> str:
-    """Return a line with the measured speed-up over plain decoding, from the steps that run.compare_every selects."""
-    found, rollouts = summary["compared"], summary["seconds"]["rollout"]
-    seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
-    return (
-        f"rollouts took {rollouts:.1f} s: {summary['times_plain']:.2f} times as fast as plain decoding, measured on "
-        f"{counted(found['steps'], 'step')} ({seconds}), {same_tokens(found)}"
-    )
