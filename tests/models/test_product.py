@@ -84,7 +84,14 @@ def test_large_inputs_do_not_overflow_and_one_that_is_not_finite_stays_in_its_ro
 @shared_or_not
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
-    [(48, 32), (960, 576), (576, 1536), (1024, 128), *((outputs, 300) for outputs in (1, 2, 3, 5, 7, 8, 9, 17))],
+    [
+        (48, 32),
+        (960, 576),
+        (576, 1536),
+        (1024, 128),
+        (64, 2095),
+        *((outputs, 300) for outputs in (1, 2, 3, 5, 7, 8, 9, 17)),
+    ],
 )
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
     dtype: torch.dtype, shared: bool, outputs: int, inputs: int

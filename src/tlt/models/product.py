@@ -28,7 +28,8 @@ class Product:
     """Function x @ weight.T + bias for a weight [N, K] in Hugging Face's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
-        """Prepare the memory layout. If `shared` is true, `weight` is not copied, so the caller must not change it."""
+        """Prepare the memory layout. If `shared` is true, `weight` may not be copied, so the caller must not change it.
+        On CPUs it is copied, because MKL has several orders of summation for a transposed weight."""
         self.shape, self.dtype, self.bias = weight.shape, weight.dtype, bias
         self.packed = _can_pack(weight)
         if self.packed:
@@ -37,7 +38,9 @@ class Product:
             if more := -len(weight) % _OUTPUTS if weight.is_cpu else 0:
                 weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
             self._bias = bias
-            self._stored = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
+            self._stored = weight.t()
+            if weight.is_cpu or not shared:
+                self._stored = self._stored.clone(memory_format=torch.contiguous_format)
 
     @property
     def weight(self) -> Tensor:
