@@ -67,15 +67,20 @@ def plain(home: Path) -> Result:
     return run(home, Rollout(speculation={"drafter": "off"}), **HARD, **EVALUATED)
 
 
+def clock(turn: float) -> SimpleNamespace:
+    """Return a clock that goes on by `turn` seconds at each call."""
+    turns = itertools.count()
+    return SimpleNamespace(monotonic=lambda: next(turns) * turn)
+
+
 @pytest.mark.parametrize("mode", ["suffix", "learned", "adaptive", "trained"])
 def test_completions_and_final_weights_do_not_depend_on_the_drafter(home: Path, plain: Result, mode: str) -> None:
     """The run has accumulation, several generations per global step, two iterations over each, and evaluations."""
-    turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
-    clock = SimpleNamespace(monotonic=lambda: next(turns) * 1e-3)
+    # a rollout takes 30 turns and training ends after turns, not seconds, so that a busy machine trains as much
     with (
         patch("tlt.spot.schedule.Schedule._spend"),
-        patch("tlt.cluster.idle.time", clock),
-        patch("tlt.cluster.coordinator.time", clock),
+        patch("tlt.cluster.idle.time", clock(0.001)),
+        patch("tlt.cluster.coordinator.time", clock(0.03)),
     ):
         found = run(home, Rollout(speculation=modes(home)[mode]), **HARD, **EVALUATED)
     assert found.completions == plain.completions
