@@ -43,8 +43,9 @@ from tlt.types import Request, Response
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi"),
     *("olmo2", "glm4", "starcoder2", "mixtral", "qwen3_moe", "granitemoe"),
+    *("qwen2_moe", "laguna", "afmoe", "gpt2", "aria_text"),
 )
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 LONGEST, MOST_NEW = 2000, 16
 TEMPERATURE = 0.9
 WAYS = ("rows", "drafts", "look-ahead", "preemption", "update")
@@ -139,7 +140,7 @@ def different(number: int, seed: int, counts: Counter[str]) -> str:
     requests = some_requests(chance)
     torch.set_num_threads(1)
     alone = decode(Engine(model.target, EngineConfig(max_rows=1)), requests)
-    torch.set_num_threads(threads := chance.choice([1, 1, 2]))
+    torch.set_num_threads(threads := chance.choice([1, 2, 3, 4]))
     counts[way] += 1
     counts[f"threads {threads}"] += 1
     counts["tokens"] += sum(len(response.token_ids) for response in alone.values())
