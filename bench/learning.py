@@ -3,8 +3,8 @@ rewards.
 
     python bench/learning.py [--recipe FILE ...] [--seeds 3] [--json FILE] [--section.key value ...]
 
-The test holds if, for every seed, the mean reward of the last tenth of steps is at least 0.2 above that of the first
-tenth, and held-out accuracy rises as well; and if the mean reward rises by less than 0.2 when each step's rewards are
+The test holds if, for every seed, the mean reward of the last steps (a tenth) is at least 0.2 above that of the first
+ones, and held-out accuracy rises as well; and if the mean reward rises by less than 0.2 when each step's rewards are
 shuffled between its responses. With shuffled rewards it need not stay the same, because random updates make the
 distribution sharper and one step has few prompts. A recipe whose data is a file without held-out prompts is judged by
 the mean reward alone.
@@ -72,13 +72,13 @@ def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
     first, last = summary["eval_first"].get(mean), summary["eval_last"].get(mean)
     lines = read_metrics(Path(config.run.folder))
     held_out = {line["step"]: line["eval"][mean] for line in lines if line["eval"]}
-    rise = summary["reward_last_tenth"] - summary["reward_first_tenth"]
+    rise = summary["reward_last"] - summary["reward_first"]
     return {
         "recipe": recipe,
         "seed": config.run.seed,
         "shuffled": shuffled,
-        "reward_first_tenth": summary["reward_first_tenth"],
-        "reward_last_tenth": summary["reward_last_tenth"],
+        "reward_first": summary["reward_first"],
+        "reward_last": summary["reward_last"],
         "rise": rise,
         "rewards": [line["reward"] for line in lines],
         "held_out": held_out if last is None else {**held_out, config.train.steps: last},
@@ -107,7 +107,7 @@ def shown(row: dict[str, Any]) -> str:
     held_out = "" if first is None else f", held out {first:.3f} to {last:.3f}"
     return (
         f"{row['recipe']}, seed {row['seed']}{', rewards shuffled' if row['shuffled'] else ''}: reward "
-        f"{row['reward_first_tenth']:.3f} to {row['reward_last_tenth']:.3f}{held_out}: "
+        f"{row['reward_first']:.3f} to {row['reward_last']:.3f}{held_out}: "
         f"{'holds' if row['holds'] else 'DOES NOT HOLD'}"
     )
 

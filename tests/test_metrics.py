@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlt.metrics import _compared, useful_share
+from tlt.metrics import _compared, first_and_last, useful_share
 from tlt.trace import ABSENT, AHEAD, IDLE, ROLLOUT, SPOT, UPDATE
 
 
@@ -43,3 +43,11 @@ def test_compared_steps_are_summed() -> None:
     lines = [{"compared": counts, "seconds": {"rollout": 2.0, "compare": seconds}} for seconds in (4.0, 6.0)]
     seconds = {"rollout_seconds": 4.0, "plain_seconds": 10.0}
     assert _compared([*lines, {"seconds": {}}]) == {"steps": 2, "tokens": 2, "responses": 2, "differ": 0, **seconds}
+
+
+def test_first_and_last_rewards_by_hand() -> None:
+    """Eight steps of which the first has no reward show the three rewards that follow it."""
+    assert first_and_last([0.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 1.0]) == (0.75, 0.625, 4)
+    assert first_and_last([1.0]) == (1.0, 1.0, 1)
+    assert first_and_last([0.0, 0.0, 3.0]) == (0.0, 3.0, 1)
+    assert first_and_last([float(i) for i in range(60)]) == (2.5, 56.5, 6)

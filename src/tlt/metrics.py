@@ -124,7 +124,7 @@ def summarize(
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
-    tenth = max(1, len(lines) // 10)
+    first, last, ends = first_and_last([line["reward"] for line in lines])
     seconds: dict[str, float] = {}
     for line in lines:
         for key, value in line["seconds"].items():
@@ -134,9 +134,9 @@ def summarize(
     gain = gain_of(lines)
     summary = {
         "steps": len(lines),
-        "reward_tenth_steps": tenth,
-        "reward_first_tenth": fmean(line["reward"] for line in lines[:tenth]),
-        "reward_last_tenth": fmean(line["reward"] for line in lines[-tenth:]),
+        "reward_first": first,
+        "reward_last": last,
+        "reward_steps": ends,
         "eval_first": evaluated[0] if evaluated else {},
         "eval_last": evaluation,
         "changes": list(changes),
@@ -159,6 +159,13 @@ def summarize(
     }
     write_json(folder / "summary.json", summary)
     return summary
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float, float, int]:
+    """Return the means of the first and of the last values, and the number of values in each mean: a tenth, or up to
+    four of a short run, because a single step says little."""
+    count = max(1, min(4, len(values) // 2), len(values) // 10)
+    return fmean(values[:count]), fmean(values[-count:]), count
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ from tlt.run.closing import closing
 
 SUMMARY: dict[str, Any] = {
     "steps": 4,
-    "reward_tenth_steps": 1,
-    "reward_first_tenth": 0.1,
-    "reward_last_tenth": 0.9,
+    "reward_steps": 1,
+    "reward_first": 0.1,
+    "reward_last": 0.9,
     "seconds": {"total": 10.0, "rollout": 9.0},
     "tokens_per_second": 100.0,
     "accept_length": 2.0,
@@ -44,7 +44,7 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
     assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
-    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "")[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_steps": 3}, "")[0].plain
     assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     faster = gain(1.9, 2.0, 2.2)

@@ -89,9 +89,9 @@ def test_a_run_leaves_its_configuration_and_its_rewards_in_tensorboard(home: Pat
 def test_summary_has_the_promised_keys(home: Path) -> None:
     summary, lines = summary_of(home), read_metrics(home / "whole")
     assert summary["steps"] == STEPS
-    assert summary["reward_tenth_steps"] == 1
-    assert summary["reward_first_tenth"] == lines[0]["reward"]
-    assert summary["reward_last_tenth"] == lines[-1]["reward"]
+    assert summary["reward_steps"] == 2
+    assert summary["reward_first"] == (lines[0]["reward"] + lines[1]["reward"]) / 2
+    assert summary["reward_last"] == (lines[-2]["reward"] + lines[-1]["reward"]) / 2
     assert len(summary["policy_sha256"]) == 64
     assert (summary["exact"], summary["exactness"].partition(":")[0]) == (True, "exact")
     tokens, passes = sum(line["tokens"] for line in lines), sum(line["rollout"]["row_passes"] for line in lines)

@@ -109,7 +109,7 @@ def _results(run: RunData) -> dict[str, float | None]:
     return {
         "steps": len(run.steps),
         f"seconds {per_step}": seconds / (len(run.steps) or 1),
-        "mean reward, last tenth": rewards[1] if rewards else None,
+        "mean reward, last steps": rewards[1] if rewards else None,
         "times plain decoding": gain.times if gain else None,
         "tokens per second of rollout": run.total("tokens") / (run.total("seconds/rollout") or 1),
         "accept length": run.total("tokens") / (run.total("rollout/row_passes") or 1),

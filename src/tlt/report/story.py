@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt.gain import gain_of, verdict
-from tlt.metrics import leaves
+from tlt.metrics import first_and_last, leaves
 from tlt.report.read import RunData
 from tlt.trace import FACTS, IDLE, ROLLOUT, UPDATE
 from tlt.wording import counted
@@ -40,10 +40,9 @@ def useful_share(run: RunData) -> float | None:
 
 
 def rewards(run: RunData) -> tuple[float, float, int] | None:
-    """Return the mean reward of the first and of the last tenth of the steps, and the number of steps in a tenth."""
+    """Return the mean rewards of the first and of the last steps, and the number of these steps."""
     values = list(run.column("reward").values())
-    tenth = max(1, len(values) // 10)
-    return (fmean(values[:tenth]), fmean(values[-tenth:]), tenth) if values else None
+    return first_and_last(values) if values else None
 
 
 def sentences(run: RunData) -> list[str]:
@@ -68,8 +67,8 @@ def _duration(seconds: float) -> str:
 def _gain(run: RunData) -> str:
     reward = ""
     if found := rewards(run):
-        first, last, tenth = found
-        steps = "step" if tenth == 1 else f"{tenth:,} steps"
+        first, last, count = found
+        steps = "step" if count == 1 else f"{count:,} steps"
         reward = f"The mean reward went from {first:.3f} to {last:.3f} (first and last {steps}), and "
     if gained := gain_of(run.steps):
         return f"{reward}{verdict(gained)}."

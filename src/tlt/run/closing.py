@@ -66,8 +66,8 @@ def _mib(peak: dict[str, float]) -> str:
 
 
 def _first_and_last(summary: dict[str, Any]) -> str:
-    """Return text with the mean rewards of the first and the last tenth of the steps, and the number of these steps."""
-    first, last, steps = (summary[f"reward_{name}"] for name in ("first_tenth", "last_tenth", "tenth_steps"))
+    """Return text with the mean rewards of the first and the last steps, and the number of these steps."""
+    first, last, steps = (summary[f"reward_{name}"] for name in ("first", "last", "steps"))
     some = "step" if steps == 1 else f"{steps} steps"
     return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
 
