@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -69,6 +70,22 @@ def test_a_response_ends_at_a_stop_token_or_at_max_new_tokens(strategy: Strategy
             (ended,) = decode(one, [request(max_new_tokens=most, stop_token_ids=stops)])
             assert (ended.token_ids, ended.finish_reason) == (whole.token_ids[:end], reason)
             assert len(ended.logprobs) == len(ended.full_logprobs) == one.stats.tokens == end
+
+
+def test_a_rollout_without_drafts_has_no_seconds_of_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of the target's tokens, which every round prepares, is here made slow."""
+    one = engine()
+    prepare = one.open_round
+
+    def slow(strategy: Strategy) -> Any:
+        time.sleep(0.02)
+        return prepare(strategy)
+
+    monkeypatch.setattr(one, "open_round", slow)
+    decode(one, [request(max_new_tokens=5)])
+    assert one.stats.rounds == 5
+    assert one.stats.seconds["draft"] < 0.02
+    assert one.stats.seconds["verify"] >= 5 * 0.02
 
 
 def test_the_text_begins_with_the_prefill_but_the_tokens_do_not() -> None:

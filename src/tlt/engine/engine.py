@@ -211,8 +211,9 @@ class Engine(Generates):
         with clock.phase("prefill"):
             preempted = self.make_room(strategy)
         began, start, slow_calls = time.time(), time.perf_counter(), Replayed.slow_calls
-        with clock.phase("draft"):
+        with clock.phase("verify"):
             now = self.open_round(strategy)
+        with clock.phase("draft"):
             drafts = self.draft(now)
         with clock.phase("verify"):
             drafts, sampled = self.verify(now, drafts)
