@@ -191,6 +191,15 @@ def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recip
         (["--no-such-option", "3"], "unknown option --no-such-option: write overrides as --section.key value"),
         (["--train.top_p", "1"], "unknown key train.top_p: the field is rollout.top_p"),
         (["--model.path.deeper", "3"], "path is a value"),
+        (
+            ["--rollout.stop_strings", "a,b"],
+            """list in TOML, such as --rollout.stop_strings '["a", "b"]' (got "a,b")""",
+        ),
+        (
+            ["--reward.terms", "[{'name': 'math'}]"],
+            """in TOML, such as --reward.terms '[{ name = "a" }]' (got "[{'na""",
+        ),
+        (["--data.chat_arguments", "a"], """in TOML, such as --data.chat_arguments '{ name = "a" }' (got "a")"""),
         (["--data.tasks.name", "a"], "tasks is a value"),
     ],
 )

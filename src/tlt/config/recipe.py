@@ -43,6 +43,9 @@ _OF_TRL = {
 }
 """name in TRL -> field that replaces it; the value may differ (docs/from_trl.md)"""
 
+_FORMS = {"list_type": '["a", "b"]', "dict_type": '{ name = "a" }'}
+"""error of pydantic for a field that needs a list or a table -> example of its form in TOML"""
+
 
 class ConfigError(ValueError):
     """Error in the configuration. The message is one sentence that names the key and the remedy."""
@@ -239,11 +242,20 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
     if fault["type"] == "missing":
         return f"{where} is missing: set it in the recipe or give --{where} VALUE"
     message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] in _FORMS and isinstance(fault["input"], str):
+        of_tables = _tables_of(_annotation(where.split(".")))
+        form = '[{ name = "a" }]' if of_tables else _FORMS[fault["type"]]
+        message += f" in TOML, such as --{where} '{form}'"
     return (
         f"{where}: {message[0].lower()}{message[1:]} (got {json.dumps(fault['input'], default=str)})"
         if where and fault["type"] != "value_error"
         else message
     )
+
+
+def _tables_of(annotation: Any) -> bool:
+    """Return whether a field is a list of tables."""
+    return any(isinstance(part, type) and issubclass(part, BaseModel) for part in get_args(annotation))
 
 
 def _hint(name: str, table: Sequence[str], known: Sequence[str]) -> str:
