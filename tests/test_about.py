@@ -12,6 +12,15 @@ from transformers import MixtralConfig
 
 from tlt.config import parse_config
 from tlt.run.about import about_folder, about_memory, about_model, about_prompts
+from tlt.types import Prompt
+
+
+def test_a_step_that_repeats_prompts_is_named(tmp_path: Path) -> None:
+    prompts = [Prompt(number, "a", (1,)) for number in range(2)]
+    for per_step, is_said in ((2, False), (3, True)):
+        config = tiny_config(tmp_path, rollout={"prompts_per_step": per_step})
+        said = about_prompts(config, prompts, SimpleNamespace(chat_template=None))
+        assert ("each step repeats prompts (rollout.prompts_per_step = 3 is above)" in said) == is_said
 
 
 def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
