@@ -55,6 +55,8 @@ class Work:
     def __init__(self, name: str, total: float | None, unit: str) -> None:
         self.name, self.total, self.unit = name, total, unit
         self.done, self.note = 0.0, ""
+        self.left: Callable[[], str] | None = None
+        """function that returns text with the time left, if it is known better than from the rate"""
         self._began = time.monotonic()
 
     def update(self, done: float, note: str = "") -> None:
@@ -72,7 +74,9 @@ class Work:
         if self.done and self.unit != _SECONDS:
             parts.append(f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.2g} {self.unit}/s")
         parts.append(f"{_clock(seconds)} so far")
-        if self.done and self.total is not None and self.done < self.total:
+        if self.left:
+            parts.append(self.left() or "time left not known yet")
+        elif self.done and self.total is not None and self.done < self.total:
             parts.append(f"{_clock((self.total - self.done) / rate)} left")
         return ", ".join([*parts, self.note] if self.note else parts)
 

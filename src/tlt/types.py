@@ -396,4 +396,4 @@ class StepMetrics:
     tokens_seen: int = 0
     """tokens of prompts and responses in all steps so far"""
     seconds_left: float = 0.0
-    """estimated seconds of the remaining steps, from the mean of the last ten steps"""
+    """estimated seconds of the remaining steps, see `tlt.run.record.RunProgress`"""

@@ -103,6 +103,7 @@ def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
     assert shown_left[:3] == ["0:00:40 left", "0:00:39 left", "0:00:38 left"]
     assert shown_left == sorted(shown_left, reverse=True)
     assert shown_left[-1] == "0:00:30 left", "a step that takes longer takes nothing off the others"
+    assert "so far, 0:00:30 left" in str(display._work), "the lines of progress have the same forecast"
 
 
 def step_metrics(step: int, **changes: Any) -> StepMetrics:

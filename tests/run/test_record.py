@@ -25,6 +25,7 @@ from tlt.metrics import MetricsWriter, read_metrics
 from tlt.rewards import RewardError
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
+from tlt.run.record import RunProgress
 from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
 from tlt.store.completions import CompletionsWriter
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
@@ -155,6 +156,24 @@ def test_tokens_seen_and_seconds_left_continue_after_a_resume(tmp_path: Path) ->
     assert whole[-1]["seconds_left"] == 0.0
     totals = [line["seconds"]["total"] - line["seconds"].get("save", 0.0) for line in whole]
     assert 0 < whole[1]["seconds_left"] == pytest.approx(2 * mean([totals[0], totals[1]]), rel=0.5)
+
+
+def test_the_time_left_does_not_jump(tmp_path: Path) -> None:
+    """The first step takes 100 s, the others 10 s. Every second step is evaluated before it, in 4 s, and every fourth
+    is saved after it, in 2 s. So the truth is known after each step."""
+    config = tiny_config(tmp_path, train={"steps": 12}, eval={"every": 2, "path": "x"}, run={"save_every": 4})
+    progress, left = RunProgress(config), []
+    for step in range(12):
+        seconds = {"total": 10.0 if step else 100.0} | ({"eval": 4.0} if step % 2 == 0 else {})
+        seconds["total"] += seconds.get("eval", 0.0)
+        metrics = types.SimpleNamespace(step=step, seconds=seconds, tokens_seen=0, seconds_left=0.0)
+        progress.add(types.SimpleNamespace(metrics=metrics, groups=[]))  # type: ignore[arg-type]
+        left.append(metrics.seconds_left)
+        if (step + 1) % 4 == 0:  # a save is added to the seconds of a step after its line was made
+            seconds |= {"save": 2.0, "total": seconds["total"] + 2.0}
+    truth = [10.0 * (11 - step) + 4.0 * ((11 - step) // 2) + 2.0 * ((11 - step) // 4) for step in range(12)]
+    assert left[4:] == truth[4:], "from the first save on, all is known"
+    assert left[2:4] == [truth[step] - 2.0 * ((11 - step) // 4) for step in (2, 3)]
 
 
 def test_every_response_is_written_once_with_its_advantage(everything: Path) -> None:

@@ -78,6 +78,7 @@ class Display:
         self._step_began = time.monotonic()
         if not self.console.is_terminal:
             with working("train", config.train.steps - first, "steps") as self._work:
+                self._work.left = self._time_left
                 yield
             return
         with Live(self, console=self.console, refresh_per_second=4) as self._live:

@@ -130,7 +130,7 @@ def _prepare(
         policy,
         Standing(0, 0, parts.cursor, parts.carried, {}),
         TraceFile(folder.path / "trace.json"),
-        RunProgress(config.train.steps, found.state["metrics"] if found else None),
+        RunProgress(config, found.state["metrics"] if found else None),
         contents,
         changes,
         on_save,

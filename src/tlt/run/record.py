@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from tlt.config import Config
@@ -50,17 +50,28 @@ class Record:
 
 class RunProgress:
     """Progress of a run: the number of tokens so far, including those before a resume, and the estimated seconds of the
-    remaining steps. `last` is the metrics line of the step before a resume."""
+    remaining steps. `last` is the metrics line of the step before a resume.
 
-    def __init__(self, steps: int, last: dict[str, Any] | None = None) -> None:
-        self.steps = steps
+    The estimate is the median of the last steps, so that a slow first step does not change it. Work that is done every
+    few steps is estimated apart: its mean time by the number of times that it is left to do."""
+
+    def __init__(self, config: Config, last: dict[str, Any] | None = None) -> None:
+        self.steps = config.train.steps
         self.tokens_seen: int = (last or {}).get("tokens_seen", 0)
-        self._seconds: deque[float] = deque(maxlen=_LAST)
+        self._every = {"eval": config.eval.every, "save": config.run.save_every, "compare": config.run.compare_every}
+        self._seconds: list[Mapping[str, float]] = []  # those of all steps; the time of a save is added later
 
     def add(self, result: StepResult) -> None:
         """Add a step, and set `tokens_seen` and `seconds_left` in its metrics."""
         metrics = result.metrics
         self.tokens_seen += tokens_of(result.groups)
-        self._seconds.append(metrics.seconds["total"])
+        left = self.steps - metrics.step - 1
+        self._seconds.append(metrics.seconds)
         metrics.tokens_seen = self.tokens_seen
-        metrics.seconds_left = fmean(self._seconds) * (self.steps - metrics.step - 1)
+        metrics.seconds_left = left * median(
+            step["total"] - sum(step.get(phase, 0.0) for phase in self._every) for step in self._seconds[-_LAST:]
+        )
+        for phase, every in self._every.items():
+            taken = [step[phase] for step in self._seconds if phase in step]
+            if every and taken:
+                metrics.seconds_left += fmean(taken) * (left // every)

@@ -152,11 +152,11 @@ def _steps(run: Run, record: Record, stop: StopRequest) -> Iterator[StepResult]:
             if stop:
                 raise _stopped(run, record, stop)
         result = one_step(run.parts, config, run.display, step)
-        run.progress.add(result)
         if evaluation:
             result.metrics.eval = evaluation
             result.metrics.seconds["eval"] = seconds["eval"]
             result.metrics.seconds["total"] += seconds["eval"]
+        run.progress.add(result)
         yield result
 
 
