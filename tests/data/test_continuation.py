@@ -76,6 +76,19 @@ def test_results_of_tools_are_those_of_the_whole_conversation(name: str, words: 
             check(tokenizer, tokens, found, CALL_ENDS[name], last.get(name, "</tool_call>"))
 
 
+@pytest.mark.parametrize("name", ["GEMMA3", "LLAMA2", "MISTRAL"])
+def test_each_turn_may_follow_a_message_that_the_prompt_begins(name: str) -> None:
+    """The templates of these families raise if two messages of the model follow each other."""
+    tokenizer = family(name)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + tokenizer.chat_template
+    )
+    encode, end = reply_encoder(tokenizer, DataConfig(path="-", chat=True)), tokenizer.eos_token_id
+    begun = [*GO, {"role": "assistant", "content": "Let me"}]
+    assert encode("5", end, begun, [("see", "4")]) == encode("5", end, GO, [("Let me see", "4")])
+
+
 def test_a_model_that_ends_its_turn_in_another_way_gets_the_end_of_the_template() -> None:
     """It stopped at another end token, or at a stop string, which the template does not write."""
     for last in ("<|tool|>", "e"):

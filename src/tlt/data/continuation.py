@@ -81,11 +81,13 @@ class Continuation:
         DataError if the template refuses the reply or leaves a message of it out."""
         if self.template is None or last is None:
             return self._follow(reply_text(reply), split_special_tokens=True)
-        earlier = [message for text, its in turns for message in self._turn(text, its)]
+        if before and before[-1]["role"] == "assistant":  # the first turn continues this message
+            before = before[:-1]
+        earlier = [*before, *(message for text, its in turns for message in self._turn(text, its))] or [_USER]
         mark, gap = _unused(2, json.dumps(reply, ensure_ascii=False))
         turn, *replies = self._apart(self._turn("", reply), gap)
-        self._refuse_dropped([*before, *earlier], turn, replies, mark)
-        text = self._after([*before, *earlier], turn, replies, mark)
+        self._refuse_dropped(earlier, turn, replies, mark)
+        text = self._after(earlier, turn, replies, mark)
         end = self._special.get(last, "")
         closing = self.end if text.startswith(self.end) else ""
         if end and 0 <= (place := text.find(end)) <= len(closing):  # the model has generated the end itself
@@ -104,10 +106,6 @@ class Continuation:
     def _after(self, before: Messages, turn: dict[str, Any], replies: Messages, mark: str) -> str:
         """Return the text that the template writes after the content or the last tool call of the model's turn. It ends
         with the beginning of the model's next turn. `mark` is a text that the replies do not contain."""
-        assert self.template
-        before = [*before] or [_USER]
-        if before[-1]["role"] == "assistant":  # the response continues this message
-            before.pop()
         own = _marked(turn, mark)
         text = self._apply([*before, own, *replies])
         if mark not in text:  # the template does not write calls
