@@ -181,6 +181,15 @@ def test_an_answer_is_not_a_call(text: str) -> None:
         ),
         ("<tool_call><function=add>2</parameter></function></tool_call>", "outside its arguments: '2</parameter>'"),
         ("<tool_call>add<arg_key>word</arg_key>how many</arg_value></tool_call>", "outside its arguments: '<arg_key>"),
+        # an argument whose text ends with its end tag
+        (
+            "<tool_call><function=add><parameter=word>a</parameter>\n</parameter></function></tool_call>",
+            "outside its arguments: '</parameter>'",
+        ),
+        (
+            "<tool_call>add<arg_key>word</arg_key><arg_value>a</arg_value></arg_value></tool_call>",
+            "outside its arguments: '</arg_value>'",
+        ),
         # tags without a call
         ("add 2</tool_call>", "not in the form of the chat template"),
         ("<parameter=first>2</parameter>", "not in the form of the chat template"),

@@ -22,7 +22,8 @@ Form = Mapping[str, Any]
 """response template of transformers"""
 
 _REASONING_END = re.compile(r"</think>|\[/THINK\]")
-_CLOSING = re.compile(r"(?:[\s,]|</[^<>]*>)*")  # what may be left of a call without its arguments
+# what may be left of a call without its arguments; a second end tag of an argument is not, because it may be its text
+_CLOSING = re.compile(r"(?:[\s,]|</(?!parameter|arg_)[^<>]*>)*")
 _TAG = re.compile(r"<[^\s<>={}\"]{2,}|\[[A-Z_]+\]")
 
 
