@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -202,6 +203,29 @@ def test_unused_tools_of_rows_are_logged(
     config = config.model_copy(update={"chat_arguments": {"tools": [{"x": 1}]}})
     (prompt,) = load_prompts(config, encoder(tokenizer, config))
     assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
+
+
+@pytest.mark.parametrize(
+    ("column", "remedy"),
+    [
+        ({"images": [{"path": "a.png"}]}, "the images in the rows of .* are not in the prompts: the model reads text"),
+        ({"chat_template_kwargs": {"now": "x"}}, "the chat_template_kwargs in .*: set data.chat_arguments"),
+        ({"images": [], "chat_template_kwargs": {}, "tools": None}, "^$"),
+    ],
+)
+def test_other_unused_columns_of_prompts_are_logged(
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    column: dict[str, Any],
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", **column}), encoding="utf-8")
+    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True)
+    load_prompts(config, encoder(tokenizer, config))
+    assert re.search(remedy, caplog.text)
 
 
 def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,12 +173,28 @@ def test_tools_that_cannot_be_read_are_an_error(monkeypatch: pytest.MonkeyPatch)
         with_tools(config("Desk"))
 
 
+class DeskWithMethod(tiny_environments.Desk):
+    """Environment whose tool needs an instance, which no call of the model gives."""
+
+    def looked_up(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+        """
+        return word
+
+    tools = (looked_up,)
+
+
 def test_tools_without_a_description_or_with_one_name_and_a_class_without_a_score_are_refused() -> None:
     with pytest.raises(RewardError, match="because it has no docstring"):
         with_tools(config("Undescribed"))
     twice = type("Twice", (tiny_environments.Desk,), {"tools": (tiny_environments.add,) * 2})
     with pytest.raises(ValueError, match="Twice has several tools of the name add: rename all but one"):
         twice.schemas()
+    with pytest.raises(ValueError, match=r"looked_up of DeskWithMethod cannot be called .*'self'.*: write a function"):
+        DeskWithMethod.schemas()
     made = Tools()
     made.reset(PROMPT)
     with pytest.raises(NotImplementedError, match=r"Tools needs a method score\(prompt, answer\)"):

@@ -42,13 +42,21 @@ class Tools:
     @classmethod
     def schemas(cls) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, in the format that chat templates of transformers take. Raises
-        ValueError if two tools have the same name."""
+        ValueError if two tools have the same name, or if a tool cannot be called with the arguments in its schema."""
         from transformers.utils.chat_template_utils import get_json_schema  # its import takes seconds
 
         names = [function.__name__ for function in cls.tools]
         if several := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{cls.__name__} has several tools of the name {several[0]}: rename all but one")
-        return [get_json_schema(function) for function in cls.tools]
+        schemas = [get_json_schema(function) for function in cls.tools]
+        for function, name, schema in zip(cls.tools, names, schemas, strict=True):
+            try:
+                inspect.signature(function).bind(**schema["function"]["parameters"]["properties"])
+            except TypeError as error:
+                raise ValueError(
+                    f"the tool {name} of {cls.__name__} cannot be called ({error}): write a function outside the class"
+                ) from None
+        return schemas
 
     def score(self, prompt: Any, answer: str) -> float:
         """Return the reward of the episode. `answer` is the text of the model's last turn, which calls no tool.
