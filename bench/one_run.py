@@ -36,8 +36,8 @@ def main(
     pausing = Pausing(turn)
 
     def wrap(rollout: Rollout) -> Rollout:
-        if isinstance(rollout, ClusterRollout) and isinstance(rollout.crew.pool, RayPool):
-            pausing.folder = rollout.crew.pool.folder
+        if isinstance(rollout, ClusterRollout) and isinstance(rollout.supervisor.pool, RayPool):
+            pausing.folder = rollout.supervisor.pool.folder
         return change(rollout)
 
     try:

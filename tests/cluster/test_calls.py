@@ -10,7 +10,7 @@ import pytest
 from pools import StandIn
 
 from tlt.cluster.calls import BREAKABLE, Deadlines
-from tlt.cluster.crew import Crew, Done
+from tlt.cluster.supervisor import Done, Supervisor
 
 PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
 
@@ -59,23 +59,23 @@ def test_a_deadline_follows_the_recent_durations_of_a_call() -> None:
 
 def test_the_timeout_of_a_call_is_ten_times_its_recent_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Clocked(monkeypatch)
-    crew = Crew(pool, patience=PATIENCE)
+    supervisor = Supervisor(pool, patience=PATIENCE)
     for seconds in (8.0, 60.0):
         pool.takes["save"] = seconds
-        assert crew.call_all("save") == {0: "done", 1: "done"}
+        assert supervisor.call_all("save") == {0: "done", 1: "done"}
     assert pool.replaced == []
 
 
 def test_the_time_of_a_call_begins_when_its_worker_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Clocked(monkeypatch, decode=1.5)
-    crew = Crew(pool, patience=PATIENCE)
-    crew.call_all("decode")
+    supervisor = Supervisor(pool, patience=PATIENCE)
+    supervisor.call_all("decode")
     pool.now += 3600.0
     for _ in range(4):
-        crew.call(1, "decode")
+        supervisor.call(1, "decode")
     heard: list[Done] = []
-    while crew.pending(1):
-        heard += crew.done()
+    while supervisor.pending(1):
+        heard += supervisor.done()
     assert heard == [Done(1, "decode", "done")] * 4
     assert pool.replaced == []
 
@@ -83,9 +83,9 @@ def test_the_time_of_a_call_begins_when_its_worker_starts_it(monkeypatch: pytest
 def test_the_time_of_a_new_worker_begins_when_its_process_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """To send and to take the state are long calls."""
     pool = Clocked(monkeypatch, boots=600.0, state=10.0, take_state=10.0)
-    crew = Crew(pool, patience=PATIENCE)
-    crew.replace(1, "decode", "its process is gone")
-    assert crew.call_all("sync") == {0: "done", 1: "done"}
+    supervisor = Supervisor(pool, patience=PATIENCE)
+    supervisor.replace(1, "decode", "its process is gone")
+    assert supervisor.call_all("sync") == {0: "done", 1: "done"}
     assert pool.replaced == [1]
     assert 600 < pool.now - 1000 < 620
 
@@ -93,11 +93,11 @@ def test_the_time_of_a_new_worker_begins_when_its_process_has_started(monkeypatc
 def test_a_new_call_does_not_postpone_the_timeout_of_a_running_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as `take_drafter`, which is sent to workers that decode."""
     pool = Clocked(monkeypatch, decode=3600.0)
-    crew, began = Crew(pool, patience=PATIENCE), pool.now
-    crew.call(1, "decode")
+    supervisor, began = Supervisor(pool, patience=PATIENCE), pool.now
+    supervisor.call(1, "decode")
     while not pool.replaced and pool.now < began + 60.0:
-        crew.call(1, "take_drafter")
-        crew.done(0.0)
+        supervisor.call(1, "take_drafter")
+        supervisor.done(0.0)
     assert pool.replaced == [1]
     assert pool.now < began + 2 * PATIENCE
 

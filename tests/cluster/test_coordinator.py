@@ -21,9 +21,9 @@ from rich.console import Console
 from tiny import tiny_config
 
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.remote import join
+from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Slice
 from tlt.config import Config
 from tlt.metrics import read_metrics
@@ -151,7 +151,7 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
 
 def coordinator_of(home: Path, build: Callable[[int], Any] = lambda index: None) -> Coordinator:
     """Return a coordinator of two workers."""
-    return Coordinator(Crew(TestPool(2, build)), config_of(home, 2))
+    return Coordinator(Supervisor(TestPool(2, build)), config_of(home, 2))
 
 
 def test_the_progress_of_an_update_is_that_of_the_slowest_worker(home: Path) -> None:

@@ -18,11 +18,11 @@ from test_coordinator import config_of as two_workers
 from test_coordinator import train as run
 
 from tlt.build import starting_drafter
-from tlt.cluster.crew import Crew, Done
 from tlt.cluster.drafter_training import DrafterTraining
 from tlt.cluster.idle import IdleWork
 from tlt.cluster.local_pool import LocalPool
 from tlt.cluster.pool import ClusterError
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import Config
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
@@ -91,7 +91,7 @@ def plain_long(home: Path) -> str:
 
 
 class Calls:
-    """Crew that records the calls to its workers."""
+    """Supervisor that records the calls to its workers."""
 
     def __init__(self, workers: int = 3) -> None:
         self.present, self.size, self.pool = list(range(workers)), workers, LocalPool(None)
@@ -114,7 +114,7 @@ class Calls:
 
 
 def training_of(config: Config, workers: int = 3) -> Any:
-    """Return the driver of a training that is always due, with `Calls` as its crew."""
+    """Return the driver of a training that is always due, with `Calls` as its supervisor."""
     options = decoder_options(read_config(config.model.path))
     training = DrafterTraining(Calls(workers), config, options, starting_drafter(config, options))
     training.schedule.credit = 1e9
@@ -130,7 +130,7 @@ def train_on(training: Any, worker: int, micro_batches: int = 1) -> None:
     """Let a worker train, and forget the calls so far."""
     training.next_call(worker, [worker], 0.5)
     training.handle_result(Done(worker, "train_drafter", SpotReport(micro_batches, 32, 0.1)))
-    training.crew.taken()
+    training.supervisor.taken()
 
 
 BETTER = Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0))
@@ -201,14 +201,14 @@ def test_resumed_runs_use_the_published_drafter(home: Path, tmp_path: Path, publ
     assert after.version == before.version > 0
     if "window" not in changed:
         assert after.schedule.state() == before.schedule.state()
-    made = [call[:2] for call in after.crew.taken()]
+    made = [call[:2] for call in after.supervisor.taken()]
     assert made == [(0, "take_drafter"), (1, "take_drafter")] * (changed == "nothing")
     assert after.report()["version"] == (after.version if changed == "nothing" else 0.0)
     if changed == "nothing":
         assert before.in_use
         assert after.in_use
         assert after.in_use[1] == before.in_use[1], "its acceptance rate"
-        assert after.baton.pass_to(0) == after.baton.pass_to(1) == after.in_use[0], "training goes on from there"
+        assert after.newest.pass_to(0) == after.newest.pass_to(1) == after.in_use[0], "training goes on from there"
 
 
 def test_the_next_idle_worker_continues_the_training_of_another(home: Path, plain: str) -> None:
@@ -270,25 +270,25 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
 def test_training_at_rest_delays_nothing(training: Any) -> None:
     training.schedule.rests, training.schedule.credit, left = True, 0.0, iter([9.0])
     training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
-    assert training.crew.taken() == []
+    assert training.supervisor.taken() == []
 
 
 def test_the_last_call_is_as_short_as_the_time_left(training: Any) -> None:
     left = iter([0.2, 0.0])
     training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
-    assert training.crew.taken() == [(0, "train_drafter", None, 0.2)]
+    assert training.supervisor.taken() == [(0, "train_drafter", None, 0.2)]
 
 
 def test_all_workers_drop_older_data_after_a_change_of_the_task(training: Any) -> None:
     for acceptance in (0.9, 0.1, 0.9, 0.1):
         training.rollout_ended(1.0, acceptance)
-    assert training.crew.taken() == []
+    assert training.supervisor.taken() == []
     training.rollout_ended(1.0, 0.1)
-    assert training.crew.taken() == [(worker, "forget_older_data") for worker in range(3)]
+    assert training.supervisor.taken() == [(worker, "forget_older_data") for worker in range(3)]
 
 
 def test_the_training_state_moves_from_a_decoding_worker_to_an_idle_one(training: Any) -> None:
-    calls = training.crew
+    calls = training.supervisor
     assert training.next_call(0, [0], 0.5)
     assert calls.taken() == [(0, "train_drafter", None, 0.5)]
     assert not training.next_call(1, [0, 1], 0.5), "one at a time"
@@ -315,7 +315,7 @@ def test_a_worker_with_too_little_data_trains_in_the_next_rollout(training: Any)
 
 
 def test_a_candidate_is_published_to_all_present_workers(training: Any) -> None:
-    calls = training.crew
+    calls = training.supervisor
     calls.present = [0, 2]
     training.saver = SimpleNamespace(save=lambda *saved: calls.made.append(("saved", *saved)))
     train_on(training, 2, RULE.stretch)
@@ -337,9 +337,9 @@ def test_a_candidate_is_published_to_all_present_workers(training: Any) -> None:
 def test_the_state_is_fetched_before_an_update_unless_a_call_is_under_way(training: Any) -> None:
     train_on(training, 0)
     training.update_begins()
-    assert training.crew.taken() == [(0, "drafter_state")]
+    assert training.supervisor.taken() == [(0, "drafter_state")]
     training.update_begins()
-    assert training.crew.taken() == []
+    assert training.supervisor.taken() == []
 
 
 def test_a_holder_with_too_little_data_hands_on_its_state(training: Any) -> None:
@@ -347,9 +347,9 @@ def test_a_holder_with_too_little_data_hands_on_its_state(training: Any) -> None
     train_on(training, 0)
     training.next_call(0, [0], 0.5)
     training.handle_result(Done(0, "train_drafter", None))
-    training.crew.taken()
+    training.supervisor.taken()
     assert not training.next_call(1, [0, 1], 0.5)
-    assert training.crew.taken() == [(0, "drafter_state")]
+    assert training.supervisor.taken() == [(0, "drafter_state")]
     training.handle_result(Done(0, "drafter_state", None))
     assert training.schedule.micro_batches == 0
     assert training.next_call(1, [0, 1], 0.5)
@@ -360,7 +360,7 @@ def test_the_whole_evaluation_decides_about_a_publication(training: Any) -> None
     worse = Evaluation(1, 100.0, 120.0, 30.0, interrupted=True)
     training.handle_result(Done(2, "evaluate_drafter", worse))
     training.handle_result(BETTER)
-    assert training.crew.taken() == []
+    assert training.supervisor.taken() == []
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -368,13 +368,13 @@ def test_the_candidate_of_a_lost_worker_is_not_published(training: Any, is_asked
     """It is lost before or after its state is requested, and another worker sends its own."""
     train_on(training, 2, RULE.stretch)
     training.next_call(2, [2], 0.5)
-    training.crew.present = [0, 1, 2] if is_asked else [0, 1]
+    training.supervisor.present = [0, 1, 2] if is_asked else [0, 1]
     training.handle_result(BETTER)
-    assert ((2, "drafter_state") in training.crew.taken()) == is_asked
+    assert ((2, "drafter_state") in training.supervisor.taken()) == is_asked
     if is_asked:
         training.handle_result(Done(2, "drafter_state", None, lost=True))
     training.handle_result(Done(0, "drafter_state", STATE))
-    assert training.crew.taken() == []
+    assert training.supervisor.taken() == []
     assert (training.version, training.in_use) == (0, None)
 
 
@@ -382,11 +382,11 @@ def test_the_state_of_a_replacement_is_not_that_of_the_lost_worker(training: Any
     """Another worker asks for the state of worker 0, before the driver has handled the loss of worker 0."""
     train_on(training, 0)
     assert not training.next_call(1, [1], 0.5)
-    assert training.crew.taken() == [(0, "drafter_state")]
+    assert training.supervisor.taken() == [(0, "drafter_state")]
     training.handle_result(Done(0, "state", None, lost=True))
     training.handle_result(Done(0, "drafter_state", STATE))
     assert training.next_call(1, [1], 0.5)
-    assert training.crew.taken() == [(1, "train_drafter", None, 0.5)]
+    assert training.supervisor.taken() == [(1, "train_drafter", None, 0.5)]
 
 
 def test_the_training_of_a_lost_worker_is_lost(training: Any) -> None:
@@ -410,9 +410,9 @@ def test_a_failing_schedule_is_not_used_again(training: Any, method: str) -> Non
         training.rollout_ended(1.0, None)
         training.state()
     assert not training.is_on
-    training.crew.taken()
+    training.supervisor.taken()
     assert not training.next_call(0, [0], 0.5)
-    assert training.crew.taken() == []
+    assert training.supervisor.taken() == []
 
 
 def test_errors_of_the_cluster_do_not_turn_training_off(training: Any) -> None:
@@ -424,14 +424,14 @@ def test_errors_of_the_cluster_do_not_turn_training_off(training: Any) -> None:
 def test_a_worker_that_hangs_in_an_evaluation_is_replaced() -> None:
     pool: Any = TestPool(2, lambda index: None)
     pool.wait = lambda handles, timeout: []
-    crew = Crew(pool)
-    crew.call(1, "evaluate_drafter", None)
-    crew.call(0, "train_drafter", 0.0)
-    crew.wait_until_ended(("evaluate_drafter",), patience=-1.0)
-    assert crew.losses == 1
-    assert [(done.worker, done.method, done.lost) for done in crew.take_kept()] == [(1, "evaluate_drafter", True)]
-    assert crew.pending(1) == ["take_state"]
-    assert crew.pending(0) == ["train_drafter", "state"]
+    supervisor = Supervisor(pool)
+    supervisor.call(1, "evaluate_drafter", None)
+    supervisor.call(0, "train_drafter", 0.0)
+    supervisor.wait_until_ended(("evaluate_drafter",), patience=-1.0)
+    assert supervisor.losses == 1
+    assert [(done.worker, done.method, done.lost) for done in supervisor.take_kept()] == [(1, "evaluate_drafter", True)]
+    assert supervisor.pending(1) == ["take_state"]
+    assert supervisor.pending(0) == ["train_drafter", "state"]
 
 
 def test_a_worker_lost_in_a_publication(home: Path, plain_long: str) -> None:

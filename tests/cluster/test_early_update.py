@@ -15,9 +15,9 @@ from pools import Choose
 from test_coordinator import STEPS, train
 from test_coordinator import config_of as four_workers
 
-from tlt.cluster.crew import Done
 from tlt.cluster.early import METHOD, EarlyUpdate
 from tlt.cluster.run_worker import EarlySlice
+from tlt.cluster.supervisor import Done
 from tlt.config import Config, TrainConfig
 from tlt.metrics import read_metrics
 

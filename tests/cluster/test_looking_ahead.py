@@ -18,8 +18,8 @@ from tiny import tiny_config
 
 from tlt.cluster.ahead import LookingAhead, in_order
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import Handle
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
@@ -195,7 +195,7 @@ class Puppet:
 
 
 class Watched(TestPool):
-    """Crew that records which calls are running when a call is made."""
+    """Supervisor that records which calls are running when a call is made."""
 
     under_way: list[tuple[str, list[str]]]
 
@@ -205,7 +205,7 @@ class Watched(TestPool):
         return super().submit(index, method, *arguments)
 
 
-def crewed(folder: Path) -> tuple[Coordinator, Watched, list[tuple[int, str, Any]]]:
+def watched_coordinator(folder: Path) -> tuple[Coordinator, Watched, list[tuple[int, str, Any]]]:
     """Return a coordinator of two workers with four slots each, its pool, and a list of its calls. The workers take
     turns."""
     turn = count()
@@ -216,7 +216,7 @@ def crewed(folder: Path) -> tuple[Coordinator, Watched, list[tuple[int, str, Any
         speculation={"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False}},
     )
     pool = Watched(2, lambda index: Puppet(index, trace), lambda n: next(turn))
-    return Coordinator(Crew(pool), config), pool, trace
+    return Coordinator(Supervisor(pool), config), pool, trace
 
 
 def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Request]) -> RolloutStats:
@@ -226,7 +226,7 @@ def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Req
 
 
 def test_idle_workers_decode_the_next_step_while_rewards_are_computed(tmp_path: Path) -> None:
-    coordinator, pool, _ = crewed(tmp_path)
+    coordinator, pool, _ = watched_coordinator(tmp_path)
     coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))
     calls = [call for call in pool.calls.values() if call.method == "look_ahead"]
@@ -238,9 +238,9 @@ def test_idle_workers_decode_the_next_step_while_rewards_are_computed(tmp_path: 
 
 def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     """So a worker that hangs is replaced before the others wait for it in a joint sum."""
-    coordinator, pool, trace = crewed(tmp_path)
+    coordinator, pool, trace = watched_coordinator(tmp_path)
     rolled_out(coordinator, requests(0, 1), requests(20, 21))
-    assert coordinator.crew.pending(0) + coordinator.crew.pending(1) == ["look_ahead"]
+    assert coordinator.supervisor.pending(0) + coordinator.supervisor.pending(1) == ["look_ahead"]
     trace.clear()
     pool.under_way = []
     coordinator.release()
@@ -262,7 +262,7 @@ def test_tokens_of_a_lost_worker_are_followed_by_the_rest_of_a_longer_draft() ->
 
 
 def test_look_ahead_requests_of_a_lost_worker_are_assigned_again(tmp_path: Path) -> None:
-    idle = crewed(tmp_path)[0].idle
+    idle = watched_coordinator(tmp_path)[0].idle
     idle.ahead.begin((), iter([requests(10, 11)]))
     assert seeds(idle.ahead.work(0, 1, 1)) == [10, 11]
     idle.handle(Done(0, "look_ahead", None, lost=True))
@@ -271,7 +271,7 @@ def test_look_ahead_requests_of_a_lost_worker_are_assigned_again(tmp_path: Path)
 
 def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Path) -> None:
     """Other work would slow the workers whose time is compared."""
-    idle, asked = crewed(tmp_path)[0].idle, list[str]()
+    idle, asked = watched_coordinator(tmp_path)[0].idle, list[str]()
     for part, name in ((idle.early, "next_call"), (idle.training, "next_call"), (idle.ahead, "work")):
         setattr(part, name, lambda *arguments, part=part: asked.append(type(part).__name__))
     idle.is_on = False
@@ -283,29 +283,29 @@ def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Pa
 
 
 def test_results_of_interrupted_work_are_known_before_the_update(tmp_path: Path) -> None:
-    coordinator, _, _ = crewed(tmp_path)
+    coordinator, _, _ = watched_coordinator(tmp_path)
     rolled_out(coordinator, requests(0, 1), requests(20, 21))
     assert not coordinator.idle.ahead.store.has_ended(request(21))
     coordinator.idle.end_all()
-    assert coordinator.crew.pending(0) == coordinator.crew.pending(1) == []
+    assert coordinator.supervisor.pending(0) == coordinator.supervisor.pending(1) == []
     assert all(coordinator.idle.ahead.store.has_ended(r) for r in requests(20, 21))
 
 
 def test_only_the_wait_for_an_early_update_has_no_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch may take minutes, and a replacement would lose its gradient."""
-    idle, waits = crewed(tmp_path)[0].idle, list[tuple[bool, bool]]()
+    idle, waits = watched_coordinator(tmp_path)[0].idle, list[tuple[bool, bool]]()
 
     def wait(methods: Sequence[str], patience: float) -> None:
         waits.append(("early_update" in methods, math.isinf(patience)))
 
-    monkeypatch.setattr(idle.crew, "wait_until_ended", wait)
+    monkeypatch.setattr(idle.supervisor, "wait_until_ended", wait)
     idle.end_all()
     assert waits[0] == (True, True)
     assert not any(endless for _, endless in waits[1:])
 
 
 def test_extra_training_takes_its_share_of_the_rollout(tmp_path: Path) -> None:
-    idle, left = crewed(tmp_path)[0].idle, list[float]()
+    idle, left = watched_coordinator(tmp_path)[0].idle, list[float]()
     idle.training.train_for = lambda remaining, *rest: left.append(remaining())
     for extra in (0.0, 0.25):
         idle.training.extra = extra

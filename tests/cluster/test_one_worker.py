@@ -60,7 +60,7 @@ def training_of(rollout: ClusterRollout) -> DrafterTraining:
 
 
 def worker_of(rollout: ClusterRollout) -> Worker:
-    return local_worker(rollout.crew.pool)
+    return local_worker(rollout.supervisor.pool)
 
 
 def run(rollout: Any, steps: int) -> None:

@@ -16,7 +16,7 @@ from tiny import QUESTIONS, read_completions, tiny_model, tiny_tree
 
 from tlt.cluster.allocation import Share
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.crew import Crew
+from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
 from tlt.data.tokenizer import load_tokenizer
@@ -207,7 +207,7 @@ def test_tools_are_in_the_prompt_and_turns_and_malformed_calls_are_counted(tmp_p
 
 def test_earlier_turns_of_a_lost_worker_are_no_drafts(tmp_path: Path) -> None:
     """The row already has these tokens."""
-    coordinator = Coordinator(Crew(TestPool(1, lambda index: None)), two(tmp_path))
+    coordinator = Coordinator(Supervisor(TestPool(1, lambda index: None)), two(tmp_path))
     request = Request(Prompt(0, "", (1, 2)), 0, 0, 0, SamplingParams(continues=True))
     coordinator.allocation.shares = [Share(rows={0: Row(request)})]
     stats = RolloutStats(seconds={"prefill": 0.0})

@@ -61,11 +61,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.waiting or self.rows)
     @rule(growth=st.lists(st.integers(1, 12), min_size=6, max_size=6))
     def one_round(self, growth: list[int]) -> None:
-        line, standing = list(self.scheduler.waiting), list(self.rows)
+        line, last_step = list(self.scheduler.waiting), list(self.rows)
         admitted = admit(self.scheduler)
         assert admitted == line[: len(admitted)], "admission is in order"
         before = list(self.rows)
-        assert before == standing + admitted
+        assert before == last_step + admitted
         self.first_admissions += [row.request.seed for row in admitted if not row.tokens]
         left = self.scheduler.make_room(self.new)
         stay = len(before) - left

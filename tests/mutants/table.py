@@ -462,13 +462,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("cluster.allocation", "cluster/test_allocation.py"): [
         ("Allocation.take_rows", "never", 0, "A full worker takes no single rows."),
     ],
-    ("cluster.crew", "cluster/test_crew.py"): [
-        ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),
-        ("Crew.call_all", "operand", 1, "A lost worker's call is repeated."),
+    ("cluster.supervisor", "cluster/test_supervisor.py"): [
+        ("Supervisor.replace", "drop", 6, "A worker that is lost again and again is left out."),
+        ("Supervisor.call_all", "operand", 1, "A lost worker's call is repeated."),
     ],
-    ("cluster.crew", "cluster/test_coordinator.py"): [
-        ("Crew._forget", "drop", 1, "Calls of a lost worker are forgotten."),
-        ("Crew._source", "drop", 0, "A run without workers ends with an error."),
+    ("cluster.supervisor", "cluster/test_coordinator.py"): [
+        ("Supervisor._forget", "drop", 1, "Calls of a lost worker are forgotten."),
+        ("Supervisor._source", "drop", 0, "A run without workers ends with an error."),
     ],
     ("cluster.run_worker", "cluster/test_coordinator.py"): [
         ("RunWorker.rollback", "drop", 2, "A broken update is rolled back."),

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tlt.cluster.crew import Crew
+from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Slice
 from tlt.types import Response, RolloutStats, Row
 
@@ -35,8 +35,8 @@ class Allocation:
     """Allocation of a rollout's rows (requests with their tokens so far) to workers. Each worker decodes its share, and
     takes further rows from the queue. `slots`: maximum number of rows of a worker."""
 
-    def __init__(self, crew: Crew, slots: int) -> None:
-        self.crew, self.slots = crew, slots
+    def __init__(self, supervisor: Supervisor, slots: int) -> None:
+        self.supervisor, self.slots = supervisor, slots
         self.number = 0
         """number of the current or last rollout"""
         self.begin(0)
@@ -47,17 +47,17 @@ class Allocation:
         self.missing = missing
         """number of responses of the rollout that have not finished"""
         self.queue = deque[Row]()
-        self.shares = [Share() for _ in range(self.crew.size)]
+        self.shares = [Share() for _ in range(self.supervisor.size)]
         self._lost_stats = RolloutStats()
 
     def take_rows(self, index: int) -> list[Row]:
         """Move rows from the front of the queue to the share of worker `index`, and return them. With these rows, the
         worker has at most its equal part of the unfinished responses, rounded up. The only worker takes all rows."""
         share = self.shares[index]
-        room = self.slots - len(share.rows) if len(self.crew.present) > 1 else len(self.queue)
+        room = self.slots - len(share.rows) if len(self.supervisor.present) > 1 else len(self.queue)
         if room < min(len(self.queue), max(1, self.slots // _REFILL)):
             return []
-        fair = math.ceil(self.missing / len(self.crew.present))
+        fair = math.ceil(self.missing / len(self.supervisor.present))
         count = max(0, min(len(self.queue), room, fair - len(share.rows)))
         new = [self.queue.popleft() for _ in range(count)]
         share.rows |= {row.request.seed: row for row in new}
@@ -77,7 +77,7 @@ class Allocation:
     def requeue(self, rows: Sequence[Row]) -> None:
         """Put rows at the front of the queue, and interrupt idle work so that an idle worker can take them."""
         self.queue.extendleft(reversed(rows))
-        self.crew.break_off()
+        self.supervisor.break_off()
 
     def reclaim(self, index: int) -> Share:
         """Put the rows of the lost worker `index` back into the queue, and return the share that it had. Other workers
@@ -91,7 +91,7 @@ class Allocation:
 
     def idle(self) -> list[int]:
         """Return the workers that are ready and have no rows to decode."""
-        return [index for index, share in enumerate(self.shares) if not share.rows and index in self.crew.ready]
+        return [index for index, share in enumerate(self.shares) if not share.rows and index in self.supervisor.ready]
 
     def lengths(self) -> dict[int, int]:
         """Return the current number of tokens of each unfinished row in the workers' shares, by the request's seed."""

@@ -27,10 +27,10 @@ from dataclasses import replace
 from statistics import fmean
 
 from tlt.cluster.allocation import Allocation
-from tlt.cluster.crew import Crew, Done
 from tlt.cluster.drafter_training import DrafterTraining, training_of
 from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.idle import IdleWork
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.cluster.worker import DecodeWork
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
@@ -46,23 +46,29 @@ class Coordinator:
     """Driver of the rollouts. `training`: driver of drafter training (default: that of the recipe)."""
 
     def __init__(
-        self, crew: Crew, config: Config, turns: Turns | None = None, training: DrafterTraining | None = None
+        self,
+        supervisor: Supervisor,
+        config: Config,
+        turns: Turns | None = None,
+        training: DrafterTraining | None = None,
     ) -> None:
-        self.crew, self.turns = crew, turns or SingleTurn()
-        self.allocation = Allocation(crew, config.engine.max_rows)
-        self.tracers = [Tracer() for _ in range(crew.size)]
+        self.supervisor, self.turns = supervisor, turns or SingleTurn()
+        self.allocation = Allocation(supervisor, config.engine.max_rows)
+        self.tracers = [Tracer() for _ in range(supervisor.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. Any thread may read this tuple."""
         self._enter(IDLE)
-        self.idle = IdleWork(crew, self.allocation, self.tracers, config, training or training_of(crew, config))
-        self.group_update = GroupUpdate(crew, self.idle.early)
+        self.idle = IdleWork(
+            supervisor, self.allocation, self.tracers, config, training or training_of(supervisor, config)
+        )
+        self.group_update = GroupUpdate(supervisor, self.idle.early)
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from it to the update
         self._version = 0  # target version
         self._plain = False  # whether this rollout is a comparison with plain decoding
 
     def _enter(self, state: str) -> None:
         for index, tracer in enumerate(self.tracers):
-            tracer.enter(state if index in self.crew.present else ABSENT)
+            tracer.enter(state if index in self.supervisor.present else ABSENT)
         self.now = tuple(WorkerNow(tracer.state) for tracer in self.tracers)
 
     def _workers_now(self) -> tuple[WorkerNow, ...]:
@@ -87,7 +93,7 @@ class Coordinator:
         idle.early.begin(early)
         rows = self.turns.begin(requests)
         idle.ahead.begin(requests, coming if idle.looks_ahead and not self.turns.opens else ())
-        self.allocation.queue.extend(idle.ahead.deal(rows, len(self.crew.present)))
+        self.allocation.queue.extend(idle.ahead.deal(rows, len(self.supervisor.present)))
         responses = self._decode(on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
@@ -96,8 +102,8 @@ class Coordinator:
         stats.seconds["spot"] = idle.train_longer(seconds)
         stats.drafter_tokens, stats.spot = idle.training.take_tokens(), idle.training.report()
         self._ended = time.monotonic()
-        if self._pause > idle.slice_seconds and self.crew.pool.is_concurrent:
-            for index in self.crew.free():
+        if self._pause > idle.slice_seconds and self.supervisor.pool.is_concurrent:
+            for index in self.supervisor.free():
                 if not idle.update_early(index):
                     idle.decode_ahead(index)
         self.now = self._workers_now()
@@ -126,11 +132,11 @@ class Coordinator:
         """Decode until all responses of the rollout are finished. Return them."""
         responses: list[Response] = []
         while self.allocation.missing:
-            self.crew.readmit()
-            for index in self.crew.free():
+            self.supervisor.readmit()
+            for index in self.supervisor.free():
                 self._next(index)
             self.now = self._workers_now()
-            pause = 0.0 if self.crew.calls else _REPLY
+            pause = 0.0 if self.supervisor.calls else _REPLY
             ended: list[Response] = []
             for done in self._next_done():
                 if done.lost:
@@ -151,8 +157,8 @@ class Coordinator:
     def _next_done(self) -> list[Done]:
         """Return the worker calls that have returned: at least one, unless replies of environments are awaited."""
         if not self.turns.awaits:
-            return self.crew.done()
-        return self.crew.done(_REPLY) if self.crew.calls else []
+            return self.supervisor.done()
+        return self.supervisor.done(_REPLY) if self.supervisor.calls else []
 
     def _next(self, index: int) -> None:
         """Start the next call of a free worker: decode its share and waiting rows, or do idle work."""
@@ -167,7 +173,7 @@ class Coordinator:
         resumed = [row for row in new if row.tokens]
         coming = self.idle.for_free_slots()
         work = DecodeWork(self.allocation.number, fresh, resumed, drafts, coming, self._plain)
-        self.crew.call(index, "decode", work, self.idle.slice_seconds)
+        self.supervisor.call(index, "decode", work, self.idle.slice_seconds)
 
     def _reclaim(self, index: int) -> None:
         """Queue the rows of a lost worker again. Tokens that the worker had reported become drafts of these rows."""
@@ -175,7 +181,7 @@ class Coordinator:
         for seed, row in lost.rows.items():
             if reported := lost.reported.get(seed):
                 self.idle.ahead.store.keep(replace(row, tokens=[*row.tokens, *reported]), self._version)
-        self.tracers[index].enter(IDLE if index in self.crew.present else ABSENT)
+        self.tracers[index].enter(IDLE if index in self.supervisor.present else ABSENT)
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
         """Return the statistics of the rollout over all workers. Tokens and passes are counted from the responses, so
@@ -201,9 +207,9 @@ class Coordinator:
         self._enter(UPDATE)
         self.idle.end_all()
         self.idle.training.update_begins()
-        self.crew.call_all("release")
+        self.supervisor.call_all("release")
 
     def sync(self, version: int) -> None:
-        self.crew.call_all("sync", version)
+        self.supervisor.call_all("sync", version)
         self._version = version
         self._enter(IDLE)

@@ -3,7 +3,7 @@
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
 with enough training data of earlier rollouts (spot/spot.py). With many workers, an idle worker may train if it has no
 early update to compute. The only worker of a run trains after a rollout, if `speculation.training.extra` is above 0.
-The baton (spot/baton.py) passes the trainer state from worker to worker. If the worker that trained last is decoding
+`spot/newest_state.py` records which workers have the newest trainer state. If the worker that trained last is decoding
 and another one is idle, the driver fetches the state first.
 
 The candidate is the drafter in training. If it is better than the drafter in use, it is published: all workers draft
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from tlt.build import starting_drafter
-from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import ClusterError, Handle
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import Config
 from tlt.draft.eagle import EagleLayer
 from tlt.models.families import DecoderOptions, decoder_options, read_config
-from tlt.spot.baton import Baton
+from tlt.spot.newest_state import NewestState
 from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_number
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 from tlt.spot.spot_worker import FaultBarrier, contained
@@ -49,12 +49,14 @@ class DrafterTraining(FaultBarrier):
 
     passes_on = (ClusterError,)
 
-    def __init__(self, crew: Crew, config: Config, target: DecoderOptions, layer: EagleLayer | None) -> None:
+    def __init__(
+        self, supervisor: Supervisor, config: Config, target: DecoderOptions, layer: EagleLayer | None
+    ) -> None:
         training = config.speculation.training
-        self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
+        self.supervisor, self.target, self.extra, self.is_on = supervisor, target, training.extra, layer is not None
         at_rest = layer is not None and layer.trained
         self.schedule = Schedule(training.micro_batch_tokens, begins_at_rest=at_rest)
-        self.baton = Baton[Handle]()
+        self.newest = NewestState[Handle]()
         self.version = 0
         """number of the published drafter in use; 0 is the drafter that the run started with"""
         self.in_use: tuple[Handle, float | None] | None = None
@@ -77,29 +79,29 @@ class DrafterTraining(FaultBarrier):
         due, able = self.schedule.due(), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
-        if not self.baton.is_free(worker):
-            if self.baton.holder not in able:
-                self._ask_for_state(self.baton.holder)
+        if not self.newest.is_free(worker):
+            if self.newest.holder not in able:
+                self._ask_for_state(self.newest.holder)
             return False
-        self.under_way, start = worker, self.baton.pass_to(worker)
+        self.under_way, start = worker, self.newest.pass_to(worker)
         if due is Due.EVALUATE:
-            self.crew.call_idle(worker, "evaluate_drafter", start)
+            self.supervisor.call_idle(worker, "evaluate_drafter", start)
         else:
-            self.crew.call_idle(worker, "train_drafter", start, seconds)
+            self.supervisor.call_idle(worker, "train_drafter", start, seconds)
         return True
 
     def _ask_for_state(self, worker: int | None) -> None:
-        if worker in self.crew.present:
+        if worker in self.supervisor.present:
             self.under_way = worker
-            self.crew.call(worker, "drafter_state")
+            self.supervisor.call(worker, "drafter_state")
         else:
             self._to_publish = None  # the candidate is lost with its worker
 
     @contained(None)
     def update_begins(self) -> None:
         """Fetch the trainer state before an update, so that any worker can continue from it in the next rollout."""
-        if self.crew.size > 1 and self.under_way is None and self.baton.holder is not None:
-            self._ask_for_state(self.baton.holder)
+        if self.supervisor.size > 1 and self.under_way is None and self.newest.holder is not None:
+            self._ask_for_state(self.newest.holder)
 
     @contained(None)
     def handle_result(self, done: Done) -> None:
@@ -114,7 +116,7 @@ class DrafterTraining(FaultBarrier):
             case Done(lost=True):
                 self._lost(done.worker)
             case Done(method="take_state") if self.in_use:
-                self.crew.call(done.worker, "take_drafter", *self.in_use)
+                self.supervisor.call(done.worker, "take_drafter", *self.in_use)
             case Done(method="train_drafter" | "evaluate_drafter", result=None):
                 self._unable.add(done.worker)
             case Done(method="train_drafter"):
@@ -127,15 +129,15 @@ class DrafterTraining(FaultBarrier):
                 pass
 
     def _lost(self, worker: int) -> None:
-        if self.baton.holder == worker:
+        if self.newest.holder == worker:
             self.schedule.begin_stretch()
-        self.baton.lost(worker)
+        self.newest.lost(worker)
 
     def _trained(self, worker: int, report: SpotReport) -> None:
         self._tokens += report.tokens
         self.schedule.trained(report)
         if report.micro_batches:
-            self.baton.trained(worker)
+            self.newest.trained(worker)
 
     def _evaluated(self, worker: int, part: Evaluation) -> None:
         whole = self.schedule.evaluated(part)
@@ -149,11 +151,11 @@ class DrafterTraining(FaultBarrier):
     def _took_state(self, worker: int, state: TrainerState | None) -> None:
         acceptance, self._to_publish = self._to_publish, None
         if state is None:  # its values were not finite
-            self.baton.taken(worker, None)
+            self.newest.taken(worker, None)
             self.schedule.begin_stretch()
             return
-        handle = self.crew.pool.put(state)
-        self.baton.taken(worker, handle)
+        handle = self.supervisor.pool.put(state)
+        self.newest.taken(worker, handle)
         if acceptance is not None and self.saver:
             self.version += 1
             self._draft_with(handle, acceptance)
@@ -164,8 +166,8 @@ class DrafterTraining(FaultBarrier):
         self._call_all("take_drafter", drafter, acceptance)
 
     def _call_all(self, method: str, *arguments: Any) -> None:
-        for worker in self.crew.present:
-            self.crew.call(worker, method, *arguments)
+        for worker in self.supervisor.present:
+            self.supervisor.call(worker, method, *arguments)
 
     # -- rollouts ------------------------------------------------------------------------------------------------------
 
@@ -183,11 +185,11 @@ class DrafterTraining(FaultBarrier):
         left. `most`: maximum seconds of a training call. `start` starts a call as `next_call` does. `handle` is called
         with each call that returns."""
         while (seconds := left()) > 0.0:
-            for worker in (idle := self.crew.free()):
+            for worker in (idle := self.supervisor.free()):
                 start(worker, idle, min(seconds, most))
-            if not self.is_on or (self.under_way is None and self.crew.free()):
+            if not self.is_on or (self.under_way is None and self.supervisor.free()):
                 break
-            for done in self.crew.done():
+            for done in self.supervisor.done():
                 handle(done)
 
     @contained({})
@@ -225,8 +227,8 @@ class DrafterTraining(FaultBarrier):
             )
             return
         if saved:
-            self.version, handle = saved.number, self.crew.pool.put(saved.state)
-            self.baton.restart(handle)
+            self.version, handle = saved.number, self.supervisor.pool.put(saved.state)
+            self.newest.restart(handle)
             self._draft_with(handle, saved.layer.acceptance_rate)
         self.schedule.load_state(state)
 
@@ -242,7 +244,7 @@ class DrafterTraining(FaultBarrier):
             self.saver.wait()
 
 
-def training_of(crew: Crew, config: Config) -> DrafterTraining:
+def training_of(supervisor: Supervisor, config: Config) -> DrafterTraining:
     """Return the driver of a recipe's drafter training."""
     options = decoder_options(read_config(config.model.path))
-    return DrafterTraining(crew, config, options, starting_drafter(config, options))
+    return DrafterTraining(supervisor, config, options, starting_drafter(config, options))

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from tlt.cluster.crew import Crew, Done
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import TrainConfig
 from tlt.rl.early import PER_WORKER, EarlyGroups, has_early_gradients
 
@@ -23,8 +23,8 @@ METHOD = "early_update"
 class EarlyUpdate:
     """Early shards of the current rollout, the workers that compute them, and their progress."""
 
-    def __init__(self, crew: Crew, train: TrainConfig) -> None:
-        self.crew = crew
+    def __init__(self, supervisor: Supervisor, train: TrainConfig) -> None:
+        self.supervisor = supervisor
         self.most: float = PER_WORKER if has_early_gradients(train) else math.inf
         """maximum number of early shards of a worker; unlimited for log-probs, because they take little memory"""
         self._groups: EarlyGroups | None = None
@@ -51,7 +51,7 @@ class EarlyUpdate:
             return False
         shard = (own or free)[0]
         self._begun.setdefault(shard, (worker, 0.0))
-        self.crew.call_idle(worker, METHOD, shard, shards[shard], seconds)
+        self.supervisor.call_idle(worker, METHOD, shard, shards[shard], seconds)
         return True
 
     def handle_result(self, done: Done) -> None:

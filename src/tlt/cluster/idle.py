@@ -11,10 +11,10 @@ from tlt.build import steps_ahead
 from tlt.cluster.ahead import LookingAhead
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.calls import BREAKABLE
-from tlt.cluster.crew import Crew, Done
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early import METHOD as EARLY_UPDATE
 from tlt.cluster.early import EarlyUpdate
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import Config
 from tlt.trace import ABSENT, AHEAD, EARLY, IDLE, SPOT, Tracer
 from tlt.types import Request
@@ -29,16 +29,16 @@ class IdleWork:
 
     def __init__(
         self,
-        crew: Crew,
+        supervisor: Supervisor,
         allocation: Allocation,
         tracers: Sequence[Tracer],
         config: Config,
         training: DrafterTraining,
     ) -> None:
-        self.crew, self.allocation, self.tracers, self.training = crew, allocation, tracers, training
-        longest, speculation = math.inf if crew.pool.is_concurrent else _LOCAL_SLICE, config.speculation
+        self.supervisor, self.allocation, self.tracers, self.training = supervisor, allocation, tracers, training
+        longest, speculation = math.inf if supervisor.pool.is_concurrent else _LOCAL_SLICE, config.speculation
         self.slice_seconds = min(config.cluster.slice_seconds, longest)
-        self.early = EarlyUpdate(crew, config.train)
+        self.early = EarlyUpdate(supervisor, config.train)
         self.looks_ahead = steps_ahead(speculation) > 0
         self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
         self.is_on = True
@@ -81,14 +81,14 @@ class IdleWork:
         work = self.ahead.work(index, self.allocation.number, len(self.allocation.idle())) if looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
-            self.crew.call_idle(index, "look_ahead", work, _SLICES * self.slice_seconds)
+            self.supervisor.call_idle(index, "look_ahead", work, _SLICES * self.slice_seconds)
         return work is not None
 
     def for_free_slots(self) -> Sequence[Request] | None:
         """Return the requests of coming steps that a worker decodes in slots that its rows leave free. There are none
         if several workers are present, because others may be idle. Return None if they have not changed since the
         worker's last call."""
-        if not (self.looks_ahead and self.is_on and len(self.crew.present) == 1):
+        if not (self.looks_ahead and self.is_on and len(self.supervisor.present) == 1):
             return ()
         return self.ahead.for_free_slots()
 
@@ -107,7 +107,7 @@ class IdleWork:
 
         def ended(done: Done) -> None:
             self.handle(done)
-            self.tracers[done.worker].enter(IDLE if done.worker in self.crew.present else ABSENT)
+            self.tracers[done.worker].enter(IDLE if done.worker in self.supervisor.present else ABSENT)
 
         self.training.train_for(left, self.slice_seconds, self.train, ended)
 
@@ -121,18 +121,18 @@ class IdleWork:
         self.training.handle_result(done)
 
     def handle_kept(self) -> None:
-        """Handle the calls that returned while the crew was waiting for other calls."""
-        for done in self.crew.take_kept():
+        """Handle the calls that returned while the supervisor was waiting for other calls."""
+        for done in self.supervisor.take_kept():
             self.handle(done)
 
     def end_look_ahead(self) -> None:
         """Interrupt all idle work, and wait until look-ahead has ended, so that all its tokens are known."""
-        self.crew.break_off()
-        self.crew.wait_until_ended(("look_ahead",), _HANGS)
+        self.supervisor.break_off()
+        self.supervisor.wait_until_ended(("look_ahead",), _HANGS)
 
     def end_all(self) -> None:
         """Interrupt all idle work, and wait until it has ended. The wait for an early update has no timeout."""
-        self.crew.break_off()
-        self.crew.wait_until_ended((EARLY_UPDATE,), math.inf)
-        self.crew.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)
+        self.supervisor.break_off()
+        self.supervisor.wait_until_ended((EARLY_UPDATE,), math.inf)
+        self.supervisor.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)
         self.handle_kept()

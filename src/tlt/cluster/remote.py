@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.crew import Crew
 from tlt.cluster.drafter_training import DrafterTraining
 from tlt.cluster.local_pool import LocalPool
 from tlt.cluster.pool import ClusterError, Pool
+from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Worker
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
@@ -28,7 +28,7 @@ class ClusterRollout:
     """Rollout on all workers. The coordinator distributes the requests."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.crew = coordinator, coordinator.crew
+        self.coordinator, self.supervisor = coordinator, coordinator.supervisor
 
     def sync(self, policy: Any, version: int) -> None:
         """Load the weights of each worker's replica into its engine. `policy` is not used."""
@@ -50,10 +50,10 @@ class ClusterRollout:
         return self.coordinator.generate_plain(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.crew.call_one("tuner_state"), "drafter": self.coordinator.idle.training.state()}
+        return {"tuner": self.supervisor.call_one("tuner_state"), "drafter": self.coordinator.idle.training.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.crew.call_all("load_tuner_state", state["tuner"])
+        self.supervisor.call_all("load_tuner_state", state["tuner"])
         self.coordinator.idle.training.load_state(state.get("drafter", {}))
 
     def release(self) -> None:
@@ -64,18 +64,18 @@ class ClusterRollout:
 
     def trace(self) -> list[list[Span]]:
         states = [tracer.drain() for tracer in self.coordinator.tracers]
-        work = self.crew.call_all("trace")
+        work = self.supervisor.call_all("trace")
         return [state + work.get(index, []) for index, state in enumerate(states)]
 
     def peak_memory(self) -> dict[str, dict[str, float]]:
-        if not self.crew.pool.is_concurrent:
+        if not self.supervisor.pool.is_concurrent:
             return {}
-        return {f"worker {index}": peak for index, peak in self.crew.call_all("peak_memory").items()}
+        return {f"worker {index}": peak for index, peak in self.supervisor.call_all("peak_memory").items()}
 
     def close(self) -> None:
         self.coordinator.idle.training.close()
         self.coordinator.turns.close()
-        self.crew.pool.close()
+        self.supervisor.pool.close()
 
 
 class ClusterPolicy:
@@ -83,7 +83,7 @@ class ClusterPolicy:
     sharded, all workers do this together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.crew = coordinator, coordinator.crew
+        self.coordinator, self.supervisor = coordinator, coordinator.supervisor
         self.version: int | None = 0
 
     @property
@@ -97,30 +97,30 @@ class ClusterPolicy:
         try:
             metrics = self.coordinator.group_update.run(batch, step)
         except Exception:
-            if not self.crew.shards:
+            if not self.supervisor.shards:
                 with suppress(Exception):  # the error of the update is more important
-                    self.crew.call_all("rollback")
+                    self.supervisor.call_all("rollback")
                     self.version = step
             raise
         self.version = step + 1
         return metrics
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        return self.crew.call_for_policy("logprobs", batch)
+        return self.supervisor.call_for_policy("logprobs", batch)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        return self.crew.call_for_policy("policy_state")
+        return self.supervisor.call_for_policy("policy_state")
 
     def save(self, folder: Path) -> None:
         """Let the workers write the policy's files to a folder that the driver sees too."""
-        self.crew.call_for_policy("save", str(folder.resolve()))
+        self.supervisor.call_for_policy("save", str(folder.resolve()))
 
     def load_optimizer(self, folder: Path) -> None:
-        self.crew.call_all("load_optimizer", str(folder.resolve()))
+        self.supervisor.call_all("load_optimizer", str(folder.resolve()))
 
     def sha256(self) -> str:
         """Return the policy's sha256, which every worker computes. Raises ClusterError if the hashes differ."""
-        digests = list(self.crew.call_all("sha256").values())
+        digests = list(self.supervisor.call_all("sha256").values())
         if len(set(digests)) > 1:
             hashes = ", ".join(digest[:8] for digest in digests)
             raise ClusterError(f"the workers' policies differ (hashes {hashes}): continue from the newest checkpoint")
@@ -129,10 +129,10 @@ class ClusterPolicy:
 
 def local_rollout(worker: Worker, config: Config, turns: Turns | None = None) -> ClusterRollout:
     """Return the rollout of one worker in this process."""
-    crew = Crew(LocalPool(worker))
+    supervisor = Supervisor(LocalPool(worker))
     layer = worker.spot.trainer.in_use if worker.spot.trainer else None
-    training = DrafterTraining(crew, config, worker.target.options, layer)
-    return ClusterRollout(Coordinator(crew, config, turns, training))
+    training = DrafterTraining(supervisor, config, worker.target.options, layer)
+    return ClusterRollout(Coordinator(supervisor, config, turns, training))
 
 
 def join(
@@ -143,13 +143,13 @@ def join(
     ClusterError, ConfigError."""
     try:
         cluster = config.cluster
-        crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
-        coordinator = Coordinator(crew, config, turns)
+        supervisor = Supervisor(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
+        coordinator = Coordinator(supervisor, config, turns)
         policy = ClusterPolicy(coordinator)
         policy.sha256()  # also waits until all workers run, because a rendezvous has a short timeout
         if config.train.shard:
             coordinator.group_update.shard_policy()
-        exactness = Exactness.of_all(crew.call_all("check_at_start", longest_prompt).values())
+        exactness = Exactness.of_all(supervisor.call_all("check_at_start", longest_prompt).values())
     except BaseException:
         pool.close()
         raise

@@ -56,7 +56,7 @@ def decoding_worker(
 
 def train_until(is_over: Callable[[], bool], rollout: ClusterRollout) -> None:
     """Train the drafter until `is_over()` returns True or nothing is due. Training ends within a micro-batch."""
-    worker = local_worker(rollout.crew.pool)
+    worker = local_worker(rollout.supervisor.pool)
     worker.is_wanted = is_over
     try:
         rollout.coordinator.idle.train_for(lambda: 0.0 if is_over() else math.inf)

@@ -127,7 +127,7 @@ class Server:
         engine.target.load(weights, engine.target.version + 1)
         _end_rollout(self.decoding, engine.stats)
         engine.start(())
-        local_worker(self.decoding.crew.pool).spot.target_moved()
+        local_worker(self.decoding.supervisor.pool).spot.target_moved()
 
     async def set_global_steps(self, step: int) -> None:
         self.step = step

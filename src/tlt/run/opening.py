@@ -25,7 +25,7 @@ from tlt.run.display import Display
 from tlt.run.folder import RunFolder
 from tlt.run.mistakes import refuse_mistakes
 from tlt.run.on_save import OnSave
-from tlt.run.parts import Lasting, make_parts
+from tlt.run.parts import SavablePolicy, make_parts
 from tlt.run.record import RunProgress
 from tlt.run.resume import Contents, allowed_changes, as_at_its_start, has_effect, sentence
 from tlt.run.trackers import makers_of
@@ -39,7 +39,7 @@ from tlt.wording import counted
 
 
 @dataclass
-class Standing:
+class LastStep:
     """State of a run at the end of its last finished step. With the policy it is the content of a checkpoint."""
 
     done: int
@@ -61,8 +61,8 @@ class Run:
     model_files: Mapping[str, bytes]
     """file name -> content, for the tokenizer and generation defaults that are copied into checkpoints"""
     parts: Parts
-    policy: Lasting
-    standing: Standing
+    policy: SavablePolicy
+    last_step: LastStep
     trace: TraceFile
     progress: RunProgress
     contents: Contents
@@ -78,8 +78,8 @@ class Run:
 
     def stand(self, done: int, metrics: dict[str, Any]) -> None:
         """Store the state of the run at the end of a step. `done` is the number of finished steps."""
-        parts, saved = self.parts, self.standing.saved
-        self.standing = Standing(done, saved, replace(parts.cursor), list(parts.carried), metrics)
+        parts, saved = self.parts, self.last_step.saved
+        self.last_step = LastStep(done, saved, replace(parts.cursor), list(parts.carried), metrics)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _prepare(
         model_files(config.model.path, tokenizer),
         parts,
         policy,
-        Standing(0, 0, parts.cursor, parts.carried, {}),
+        LastStep(0, 0, parts.cursor, parts.carried, {}),
         TraceFile(folder.path / "trace.json"),
         RunProgress(config, found.state["metrics"] if found else None),
         contents,
@@ -158,7 +158,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     run.changes = [*state["changes"], *run.changes]
     done = run.policy.version = found.state["step"]
     run.stand(done, found.state["metrics"])
-    run.standing.saved = done
+    run.last_step.saved = done
     for damaged in found.passed_over:
         run.display.note(f"skipped a damaged checkpoint: {damaged}")
     all_done = f"this run has ended after {counted(done, 'step')}: raise train.steps to continue"

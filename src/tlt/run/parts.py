@@ -23,7 +23,7 @@ from tlt.run.about import about_adapters, about_memory, about_model, about_promp
 from tlt.types import Prompt, SamplingParams
 
 
-class Lasting(Trainable, Protocol):
+class SavablePolicy(Trainable, Protocol):
     """Interface of a policy that can be saved to a checkpoint and restored."""
 
     version: int | None
@@ -77,7 +77,7 @@ def read_inputs(config: Config, tokenizer: Any, note: Callable[[str], None] = la
 
 def make_parts(
     config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
-) -> tuple[Parts, Lasting]:
+) -> tuple[Parts, SavablePolicy]:
     """Build and return the parts of the training loop and the policy. Quick checks come first. The engine gets the
     policy's weights. `policy_folder` is the policy of a checkpoint (default: model.path). `note` logs a line."""
     folder = policy_folder or config.model.path
@@ -91,7 +91,9 @@ def make_parts(
     return parts, policy
 
 
-def _start(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting, Exactness]:
+def _start(
+    config: Config, folder: str | Path, turns: Turns, longest_prompt: int
+) -> tuple[Rollout, SavablePolicy, Exactness]:
     if config.cluster.workers > 1:
         return _many_workers(config, folder, turns, longest_prompt)
     worker = RunWorker.of_run(config, 0, folder)
@@ -101,7 +103,7 @@ def _start(config: Config, folder: str | Path, turns: Turns, longest_prompt: int
 
 def _many_workers(
     config: Config, folder: str | Path, turns: Turns, longest_prompt: int
-) -> tuple[Rollout, Lasting, Exactness]:
+) -> tuple[Rollout, SavablePolicy, Exactness]:
     from tlt.cluster.workers import RayPool  # Ray is an extra
 
     return join(RayPool(config, folder), config, turns, longest_prompt)

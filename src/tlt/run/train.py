@@ -41,7 +41,7 @@ def train(
         try:
             with opened(config, resume, display or Display(), force) as run:
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
-                stop.is_updating, stop.begun = lambda: run.policy.version != run.standing.done, True
+                stop.is_updating, stop.begun = lambda: run.policy.version != run.last_step.done, True
                 stop.acknowledge = run.display.stopping
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
@@ -66,9 +66,9 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
             folder.delete_previous_run()
         run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
         write_json(folder.path / "config.json", config.model_dump())
-        record = Record(config, folder.path, run.standing.done, run.standing.metrics)
+        record = Record(config, folder.path, run.last_step.done, run.last_step.metrics)
         _trace(run)
-        with run.display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
+        with run.display.live(config, run.last_step.done, run.parts.rollout.now, lambda: run.policy.updated):
             evaluation = _run_steps(run, record, stop)
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
@@ -128,11 +128,11 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
 def _stopped(run: Run, record: Record, stop: StopRequest) -> Stopped:
     """Save the last step if it is not saved yet, and return the exception that ends the run after a signal."""
     stop.run_ends()
-    done = run.standing.done
+    done = run.last_step.done
     record.close()
     if not done:
         return Stopped(f"stopped by {stop.name} before the first step: nothing is saved", stop.number)
-    if run.standing.saved < done:
+    if run.last_step.saved < done:
         _save(run)
     saved = f"stopped by {stop.name} and saved after step {done} of {run.config.train.steps} in {run.config.run.folder}"
     return Stopped(f"{saved}: continue with the same command and --resume", stop.number)
@@ -142,7 +142,7 @@ def _steps(run: Run, record: Record, stop: StopRequest) -> Iterator[StepResult]:
     """Run the remaining steps, each preceded by an evaluation if one is due. Yield the result of each step. Raises
     Stopped after a signal during an evaluation."""
     config = run.config
-    for step in range(run.standing.done, config.train.steps):
+    for step in range(run.last_step.done, config.train.steps):
         run.parts.turns.step = step
         seconds: dict[str, float] = {}
         evaluation: dict[str, float] = {}
@@ -204,32 +204,32 @@ def _write_policy(run: Run, steps: int, folder: Path) -> None:
 def _save(run: Run) -> None:
     """Save the state after the last finished step as a checkpoint. A run that is resumed from it has the same result as
     a run that was never stopped."""
-    parts, standing = run.parts, run.standing
+    parts, last_step = run.parts, run.last_step
     state = {
-        "step": standing.done,
+        "step": last_step.done,
         "config": run.config.model_dump(mode="json"),
         "model": run.contents.model,
         "reward": run.contents.reward,
         "changes": run.changes,
         **run.fingerprints,
-        "cursor": asdict(standing.cursor),
-        "carried": to_plain(standing.carried),
+        "cursor": asdict(last_step.cursor),
+        "carried": to_plain(last_step.carried),
         "rollout": parts.rollout.state(),
-        "metrics": standing.metrics,
+        "metrics": last_step.metrics,
     }
-    root, write = run.folder.path / "checkpoints", partial(_write_policy, run, standing.done)
-    saved = checkpoint.save(root, standing.done, state, write, run.config.run.keep)
+    root, write = run.folder.path / "checkpoints", partial(_write_policy, run, last_step.done)
+    saved = checkpoint.save(root, last_step.done, state, write, run.config.run.keep)
     run.folder.point_to(saved)
     if run.on_save:
         run.on_save.saved(saved)
-    standing.saved = standing.done
-    parts.turns.saved(standing.done)
+    last_step.saved = last_step.done
+    parts.turns.saved(last_step.done)
 
 
 def _rescue(run: Run) -> str:
     """Save a checkpoint after an error, if the state is intact. Return a sentence on how to continue the run."""
-    standing, failed = run.standing, ""
-    if run.policy.version == standing.done > standing.saved:
+    last_step, failed = run.last_step, ""
+    if run.policy.version == last_step.done > last_step.saved:
         try:
             _save(run)
         except Exception as error:
@@ -239,6 +239,6 @@ def _rescue(run: Run) -> str:
 
 def _saved_before(run: Run) -> str:
     """Return a sentence on the newest checkpoint and how to continue from it, or a sentence that nothing is saved."""
-    if run.standing.saved:
-        return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
+    if run.last_step.saved:
+        return f"saved after step {run.last_step.saved} in {run.folder.path}: continue with --resume"
     return "nothing is saved yet"

@@ -83,7 +83,7 @@ def verify(config: Config, steps: int, dtype: str, json_file: Path | None) -> bo
     parts, policy = make_parts(config.model_copy(update={"engine": config.engine.ours}), tokenizer)
     assert isinstance(parts.rollout, ClusterRollout)
     assert isinstance(policy, Policy)
-    target = local_worker(parts.rollout.crew.pool).target  # one copy of the weights serves every mode
+    target = local_worker(parts.rollout.supervisor.pool).target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
     rollouts = modes(config, target, tokenizer, parts.turns, policy)
     exactness = parts.exactness if config.engine.backend == "tlt" else Exactness()

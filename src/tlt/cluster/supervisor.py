@@ -33,7 +33,7 @@ class Done(NamedTuple):
     """Whether the worker was lost, with all its calls. It is then replaced, or the run continues without it."""
 
 
-class Crew:
+class Supervisor:
     """Workers of a run, the calls that they run, and their replacement after a loss. Calls that change the run's state
     go to all present workers, so any worker can give its state to a new one. If the policy is sharded (`shards`), no
     worker can be replaced, so the first loss ends the run.
@@ -91,7 +91,7 @@ class Crew:
         return self.take_kept() or self._collect(timeout)
 
     def take_kept(self) -> list[Done]:
-        """Return the calls that returned while the crew was waiting for other calls. Each is returned once."""
+        """Return the calls that returned while the supervisor was waiting for other calls. Each is returned once."""
         kept, self._kept = self._kept, []
         return kept
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from pools import StandIn
 
-from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import ClusterError, WorkerLost
+from tlt.cluster.supervisor import Done, Supervisor
 from tlt.rl.parallel import Broken, GroupBroken
 
 
@@ -71,13 +71,13 @@ def one_that_hangs() -> Any:
 
 def test_a_worker_that_hangs_is_noticed_while_another_keeps_answering() -> None:
     pool = one_that_hangs()
-    crew, heard = Crew(pool, patience=0.1), list[Done]()
-    crew.call(1, "decode")
+    supervisor, heard = Supervisor(pool, patience=0.1), list[Done]()
+    supervisor.call(1, "decode")
     until = time.monotonic() + 30
     while not pool.replaced and time.monotonic() < until:
-        if not crew.pending(0):
-            crew.call(0, "decode")
-        heard += crew.done()
+        if not supervisor.pending(0):
+            supervisor.call(0, "decode")
+        heard += supervisor.done()
     assert pool.replaced == [1]
     assert Done(1, "decode", None, lost=True) in heard
 
@@ -86,10 +86,12 @@ def test_a_worker_that_hangs_is_noticed_while_another_keeps_answering() -> None:
 def test_every_call_has_a_deadline(method: str) -> None:
     """A long call that has never ended has twelve times the patience."""
     pool = one_that_hangs()
-    crew = Crew(pool, patience=0.02)
-    assert crew.call_all(method) == {0: "done", 1: "done"}
+    supervisor = Supervisor(pool, patience=0.02)
+    assert supervisor.call_all(method) == {0: "done", 1: "done"}
     assert pool.replaced == [1]
-    assert crew.trouble.startswith(f"worker 1 was lost during {method} (no answer for 0 s; worker_1.log ends with: the")
+    assert supervisor.trouble.startswith(
+        f"worker 1 was lost during {method} (no answer for 0 s; worker_1.log ends with: the"
+    )
 
 
 @pytest.mark.parametrize("others", ["answer at once", "answer late", "were all late for another reason"])
@@ -107,34 +109,34 @@ def test_one_worker_of_a_hanging_joint_call_is_replaced(others: str) -> None:
             return ends(call) and (call.index == 1 or time.monotonic() > replaced_at[0] + 0.6)
 
         pool.ends = late
-    crew = Crew(pool, patience=0.02)
-    assert crew.call_jointly("update", {0: (), 1: ()}) is None
+    supervisor = Supervisor(pool, patience=0.02)
+    assert supervisor.call_jointly("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1]
-    assert crew.trouble == "connection closed"
+    assert supervisor.trouble == "connection closed"
 
 
 def test_a_worker_that_still_waits_after_a_loss_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.cluster.crew._PATIENCE", 0.1)
+    monkeypatch.setattr("tlt.cluster.supervisor._PATIENCE", 0.1)
     pool: Any = Scripted(lambda call: WorkerLost("gone") if call.method == "update" else "done", size=3)
     pool.ends = lambda call: call.index != 0
-    assert Crew(pool).call_jointly("update", {0: (), 1: ()}) is None
+    assert Supervisor(pool).call_jointly("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1, 0]
 
 
 def test_a_worker_that_hangs_is_noticed_after_a_joint_call_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an update worker 0 is lost, then worker 2, which cannot be replaced. Worker 1 hangs."""
     pool = Scripted(lambda call: WorkerLost("gone") if call.index != 1 and call.method == "update" else "done", size=3)
-    crew, replace, late = Crew(pool, patience=0.02), pool.replace, time.monotonic() + 10
+    supervisor, replace, late = Supervisor(pool, patience=0.02), pool.replace, time.monotonic() + 10
     pool.ends = lambda call: (
         (call.index == 0 or call.life > 0 or time.monotonic() > late)
-        or (call.index == 2 and (call.method != "update" or crew._broken == "update"))
+        or (call.index == 2 and (call.method != "update" or supervisor._broken == "update"))
     )
     with monkeypatch.context() as patch:
         patch.setattr(pool, "replace", lambda index: no_room() if index == 2 else replace(index))
         with pytest.raises(ClusterError, match="no room"):
-            crew.call_jointly("update", {0: (), 1: (), 2: ()})
+            supervisor.call_jointly("update", {0: (), 1: (), 2: ()})
     assert 1 not in pool.replaced
-    assert crew.call_all("rollback") == dict.fromkeys(range(3), "done")
+    assert supervisor.call_all("rollback") == dict.fromkeys(range(3), "done")
     assert 1 in pool.replaced
 
 
@@ -151,11 +153,11 @@ def test_a_worker_that_waits_for_the_state_of_a_hanging_one_is_not_replaced() ->
         return 0 in pool.replaced or not (call.index == 0 or waits)
 
     pool.ends = ends
-    crew = Crew(pool, patience=0.02)
-    crew.call(1, "die")
-    crew.done()
+    supervisor = Supervisor(pool, patience=0.02)
+    supervisor.call(1, "die")
+    supervisor.done()
     assert pool.replaced == [1]
-    crew.wait_until_ready()
+    supervisor.wait_until_ready()
     assert pool.replaced == [1, 0]
 
 
@@ -172,11 +174,11 @@ def without_room(taken: Any = "done") -> Any:
     return pool
 
 
-def lost(pool: Any, **options: Any) -> Crew:
-    crew = Crew(pool, patience=0.02, **options)
-    crew.call(1, "die")
-    assert crew.done() == [Done(1, "die", None, lost=True)]
-    return crew
+def lost(pool: Any, **options: Any) -> Supervisor:
+    supervisor = Supervisor(pool, patience=0.02, **options)
+    supervisor.call(1, "die")
+    assert supervisor.done() == [Done(1, "die", None, lost=True)]
+    return supervisor
 
 
 def test_a_run_goes_on_without_lost_capacity(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,21 +186,21 @@ def test_a_run_goes_on_without_lost_capacity(caplog: pytest.LogCaptureFixture, m
     monkeypatch.setattr("tlt.cluster.capacity._LOG_AFTER", 0.05)
     monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
     pool = without_room()
-    crew = lost(pool, grace=0.5)
+    supervisor = lost(pool, grace=0.5)
     began = time.monotonic()
-    crew.wait_until_ready()
+    supervisor.wait_until_ready()
     assert 0.4 < time.monotonic() - began < 5
     assert pool.replaced == [1]
     told = [record.getMessage() for record in caplog.records]
     assert "worker 1 has not started after 0 s (there is room for 1); its timeout is 0.5 s (cluster.grace)" in told
     assert told[-1].startswith("1 of 2 workers are left, and the run continues with them: worker 1 has not started")
-    assert crew.call_all("sync").keys() == {0}
-    crew.readmit()
-    assert crew.present == [0]
+    assert supervisor.call_all("sync").keys() == {0}
+    supervisor.readmit()
+    assert supervisor.present == [0]
     pool.room = True
-    crew.readmit()
-    crew.wait_until_ready()
-    assert crew.ready == {0, 1}
+    supervisor.readmit()
+    supervisor.wait_until_ready()
+    assert supervisor.ready == {0, 1}
     first, second = (call.arguments for call in pool.calls if call.method == "take_state")
     assert first != second, "the state of long ago"
 
@@ -210,50 +212,50 @@ def test_a_run_goes_on_without_lost_capacity(caplog: pytest.LogCaptureFixture, m
 def test_a_worker_lost_with_its_shard_is_an_error_of_one_sentence(error: Exception, who: str) -> None:
     pool: Any = Scripted(lambda call: error)
     with pytest.raises(ClusterError, match=rf"^{who} was lost during save together with its shard of the policy"):
-        Crew(pool, shards=True).call_all("save")
+        Supervisor(pool, shards=True).call_all("save")
 
 
 def test_a_replacement_that_cannot_start_does_not_end_the_run() -> None:
     pool = without_room(ValueError("there is no model on this node"))
     pool.room = True
-    crew = lost(pool, grace=60.0)
-    crew.wait_until_ready()
-    assert crew.ready == {0}
-    assert "there is no model on this node" in crew.trouble
+    supervisor = lost(pool, grace=60.0)
+    supervisor.wait_until_ready()
+    assert supervisor.ready == {0}
+    assert "there is no model on this node" in supervisor.trouble
 
 
 def test_pauses_of_a_lost_worker_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pool: Any = Scripted(lambda call: WorkerLost("its node has no memory") if call.method == "die" else {})
-    crew = Crew(pool, patience=1e9)
+    supervisor = Supervisor(pool, patience=1e9)
 
     def dies(times: int) -> None:
         for _ in range(times):
-            crew.wait_until_ready()
-            crew.call(1, "die")
+            supervisor.wait_until_ready()
+            supervisor.call(1, "die")
             before = len(pool.replaced)
             while len(pool.replaced) == before:
-                crew.done()
+                supervisor.done()
 
     def pause() -> float:
         began = now[0]
-        while 1 not in crew.present:
+        while 1 not in supervisor.present:
             now[0] += 1.0
-            crew.readmit()
+            supervisor.readmit()
         return now[0] - began
 
     dies(3)
-    assert crew.present == [0, 1]
+    assert supervisor.present == [0, 1]
     dies(1)
-    assert crew.present == [0]
+    assert supervisor.present == [0]
     assert 30 <= pause() <= 32
     dies(1)
     assert 60 <= pause() <= 62
     dies(1)
     assert 120 <= pause() <= 122
-    crew.wait_until_ready()
-    crew.call_all("update")
+    supervisor.wait_until_ready()
+    supervisor.call_all("update")
     dies(4)
     assert 30 <= pause() <= 32
 
@@ -274,12 +276,12 @@ def test_a_loss_noticed_while_waiting_for_its_state_leaves_no_worker_out() -> No
         return WorkerLost("gone") if is_lost or (waits_in_vain and dead - {*pool.replaced}) else answers(call)
 
     pool.answers, pool.begins = loses_two, lambda index: index not in pool.replaced or bool(dead)
-    crew = Crew(pool, patience=0.5)
-    crew.call(0, "decode")
-    crew.done()
+    supervisor = Supervisor(pool, patience=0.5)
+    supervisor.call(0, "decode")
+    supervisor.done()
     dead.add(1)
     results: dict[int, Any] = {}
-    waits = threading.Thread(target=lambda: results.update(crew.call_all("trace")), daemon=True)
+    waits = threading.Thread(target=lambda: results.update(supervisor.call_all("trace")), daemon=True)
     waits.start()
     waits.join(20.0)
     assert results == dict.fromkeys(range(3), "trace")
@@ -289,46 +291,46 @@ def test_a_loss_noticed_while_waiting_for_its_state_leaves_no_worker_out() -> No
 def test_two_workers_without_room_end_the_run_once() -> None:
     pool = three_workers()
     pool.begins = lambda index: index not in pool.replaced
-    crew = Crew(pool, patience=100.0, least=3, grace=0.05)
-    crew.call(1, "decode")
-    crew.call(2, "decode")
-    assert [(done.worker, done.lost) for done in crew.done()] == [(1, True), (2, True)]
+    supervisor = Supervisor(pool, patience=100.0, least=3, grace=0.05)
+    supervisor.call(1, "decode")
+    supervisor.call(2, "decode")
+    assert [(done.worker, done.lost) for done in supervisor.done()] == [(1, True), (2, True)]
     time.sleep(0.1)
     with pytest.raises(ClusterError, match="1 of 3 workers are left, but the run needs 3"):
-        crew.done()
-    assert crew.call_all("rollback") == {0: "rollback"}
-    assert crew.call_one("tuner_state") == "tuner_state"
+        supervisor.done()
+    assert supervisor.call_all("rollback") == {0: "rollback"}
+    assert supervisor.call_one("tuner_state") == "tuner_state"
 
 
 def test_a_call_returns_when_one_worker_has_the_answer() -> None:
     pool = three_workers()
     pool.ends = lambda call: (call.index, call.method) not in {(0, "decode"), (0, "tuner_state")}
-    crew = Crew(pool, patience=60.0)
-    crew.call(0, "decode")
-    assert crew.call_one("tuner_state") == "tuner_state"
-    assert crew.pending(0) == ["decode"]
+    supervisor = Supervisor(pool, patience=60.0)
+    supervisor.call(0, "decode")
+    assert supervisor.call_one("tuner_state") == "tuner_state"
+    assert supervisor.pending(0) == ["decode"]
 
 
 def test_answers_that_arrive_together_are_kept() -> None:
     pool = three_workers()
     wait = pool.wait
     pool.wait = lambda handles, timeout: wait(handles, timeout)[::-1]  # the newest first
-    crew = Crew(pool, patience=60.0)
+    supervisor = Supervisor(pool, patience=60.0)
     for index in (1, 2, 0):
-        crew.call(index, "sync" if index else "judge")
-    assert crew.call_one("tuner_state") == "tuner_state"
-    crew.wait_until_ready()
-    assert {(done.worker, done.method) for done in crew.take_kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
+        supervisor.call(index, "sync" if index else "judge")
+    assert supervisor.call_one("tuner_state") == "tuner_state"
+    supervisor.wait_until_ready()
+    assert {(done.worker, done.method) for done in supervisor.take_kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
 
 
 def test_errors_of_several_workers_end_the_run_once_with_the_name_of_the_first() -> None:
     pool: Any = Scripted(size=3)
     pool.answers = lambda call: MemoryError(f"on worker {call.index}") if call.method == "logprobs" else call.method
-    crew = Crew(pool, patience=60.0)
+    supervisor = Supervisor(pool, patience=60.0)
     with pytest.raises(MemoryError, match="on worker 0") as raised:
-        crew.call_all("logprobs")
+        supervisor.call_all("logprobs")
     assert raised.value.__notes__ == ["raised by worker 0 during logprobs"]
-    assert crew.call_all("rollback") == dict.fromkeys(range(3), "rollback")
+    assert supervisor.call_all("rollback") == dict.fromkeys(range(3), "rollback")
 
 
 def test_an_error_of_a_worker_interrupts_idle_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +338,9 @@ def test_an_error_of_a_worker_interrupts_idle_work(monkeypatch: pytest.MonkeyPat
     pool, told = Scripted(lambda call: ValueError("a bug") if call.method == "decode" else call.method), list[int]()
     pool.ends = lambda call: call.method == "decode"
     monkeypatch.setattr(pool, "interrupt", lambda index, number: told.append(index))
-    crew = Crew(pool, patience=60.0)
-    crew.call_idle(0, "look_ahead")
-    crew.call(1, "decode")
+    supervisor = Supervisor(pool, patience=60.0)
+    supervisor.call_idle(0, "look_ahead")
+    supervisor.call(1, "decode")
     with pytest.raises(ValueError, match="a bug"):
-        crew.done()
+        supervisor.done()
     assert told == [0]

@@ -1,4 +1,4 @@
-"""Baton of drafter training: one worker trains at a time, and the next one continues from its trainer state.
+"""Newest trainer state of drafter training: one worker trains at a time, and the next one continues from its trainer state.
 
 Training one drafter for twice the time is better than averaging two drafters that are trained at the same time (accept
 length 6.15 against 5.55).
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 State = TypeVar("State")
 
 
-class Baton(Generic[State]):
+class NewestState(Generic[State]):
     """Record of the newest trainer state and of the workers that have it. At first all workers have the same state."""
 
     def __init__(self) -> None:
