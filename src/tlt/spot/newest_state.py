@@ -1,4 +1,4 @@
-"""Newest trainer state of drafter training: one worker trains at a time, and the next one continues from its trainer state.
+"""Newest trainer state of the drafter: one worker trains at a time, and the next one continues from its trainer state.
 
 Training one drafter for twice the time is better than averaging two drafters that are trained at the same time (accept
 length 6.15 against 5.55).
