@@ -23,6 +23,20 @@ def test_a_step_that_repeats_prompts_is_named(tmp_path: Path) -> None:
         assert ("each step repeats prompts (rollout.prompts_per_step = 3 is above)" in said) == is_said
 
 
+def test_prompts_whose_last_message_the_response_continues_are_counted(tmp_path: Path) -> None:
+    """A column of whole conversations would show the model the right answers."""
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    whole = [*asked, {"role": "assistant", "content": "5"}]
+    prompts = [Prompt(i, "a", (1,), messages=messages) for i, messages in enumerate(([], asked, whole))]
+    said = [
+        about_prompts(tiny_config(tmp_path), prompts[:count], SimpleNamespace(chat_template=None)) for count in (2, 3)
+    ]
+    assert ["1 with a last message of the model, which the response continues" in it for it in said] == [
+        False,
+        True,
+    ]
+
+
 def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
     def said(**run: Any) -> str:
         return about_folder(tiny_config(tmp_path, run={"folder": "R", "keep": 2, "trackers": []} | run))

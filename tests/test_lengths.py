@@ -10,7 +10,7 @@ from tlt.config import parse_config
 from tlt.loop import _compared
 from tlt.rewards.checks import warn_if_alike
 from tlt.rl.groups import make_batch
-from tlt.rl.measure import measure, tokens_of
+from tlt.rl.measure import episodes_of, measure, tokens_of
 from tlt.run.evaluate import summary_of
 from tlt.store.completions import record
 from tlt.types import Group, Prompt, Reply, Request, Response, RolloutStats, SamplingParams
@@ -46,7 +46,7 @@ def test_metrics_of_a_step() -> None:
     group = Group(PROMPT, episodes(1.0, 0.0, 0.0, 0.0))
     found = measure(0, [group], RolloutStats(tokens=30, row_passes=10), {}, {}, {"total": 9.0, "rollout": 5.0})
     assert found.lengths == {"mean": 7.5, "median": 7, "p99": 12, "max": 12, "truncated": 0.5}
-    assert found.episodes == {
+    assert episodes_of(group.responses) == {
         "turns": 1.75,
         "reply_tokens": 3.0,
         "ended": {"stop": 1, "turns": 1, "length": 1, "reply": 1},

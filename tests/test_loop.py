@@ -330,6 +330,15 @@ def test_logits_of_the_engine_that_are_not_finite_end_the_run(value: float) -> N
     assert not fake.batches
 
 
+def test_episodes_are_counted_in_each_step() -> None:
+    """Also in a step in which no environment replied, so that means over steps are right."""
+    config, ended = make_config(prompts_per_step=4), {"stop": 9, "length": 3}
+    assert one_step(make_parts(Fake()), config, Fake(), 0).metrics.episodes == {}
+    reward = config.reward.model_copy(update={"environment": "game:Game"})
+    found = one_step(make_parts(Fake()), config.model_copy(update={"reward": reward}), Fake(), 0).metrics.episodes
+    assert found == {"turns": 1.0, "reply_tokens": 0.0, "ended": ended}
+
+
 def test_metrics_by_hand() -> None:
     fake = Fake()
     metrics = one_step(make_parts(fake), make_config(prompts_per_step=4), fake, 0).metrics

@@ -32,7 +32,7 @@ from tlt.rewards.checks import Unrewarded, warn_if_alike
 from tlt.rl.early import EarlyGroups, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
-from tlt.rl.measure import measure
+from tlt.rl.measure import episodes_of, measure
 from tlt.sampling import request_seed
 from tlt.trace import Span
 from tlt.types import (
@@ -190,7 +190,9 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     metrics = measure(step, groups, stats, update, fate, seconds)
     kept = {id(group) for group in parts.carried}
     settled = [group for group in (*before, *groups) if id(group) not in kept]
-    return StepResult(groups, settled, replace(metrics, compared=compared))
+    responses = [response for group in groups for response in group.responses]
+    episodes = episodes_of(responses) if config.reward.environment else {}
+    return StepResult(groups, settled, replace(metrics, compared=compared, episodes=episodes))
 
 
 def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group]:

@@ -96,6 +96,9 @@ def test_a_model_that_ends_its_turn_in_another_way_gets_the_end_of_the_template(
             tokenizer, _, encode = opened(name, False)
             found = tokenizer.decode(encode("5", tokenizer.convert_tokens_to_ids(last), GO))
             assert found.startswith(f"{end}<"), name
+    tokenizer, _, encode = opened("PHI3", False)  # the token that begins the model's turn may end a turn too
+    found = tokenizer.decode(encode("5", tokenizer.convert_tokens_to_ids("<|assistant|>"), GO))
+    assert found.startswith("<|end|>")
     tokenizer, _, encode = opened("QWEN3", True)
     call = Call("add", {"first": 1})
     found = tokenizer.decode(encode([calling(call), call.result("5")], 5, GO))

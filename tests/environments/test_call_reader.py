@@ -261,8 +261,11 @@ def test_the_response_template_of_the_tokenizer_comes_first(monkeypatch: pytest.
     ):
         (call,) = read(malformed)
         assert call.error
+    same = {**FORMS[2], "start_anchor": "x"}  # it reads what one of ours reads
+    tokenizer.chat_template, tokenizer.response_template = QWEN3, same
+    encode = reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))
+    assert call_reader(encode).form == same
     tokenizer.response_template = {"start_anchor": "x", "fields": {"content": {}}}  # it has no calls
-    tokenizer.chat_template = QWEN3
     assert (
         call_reader(reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))).form
         in FORMS

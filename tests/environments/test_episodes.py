@@ -294,6 +294,7 @@ def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() 
     counted = [Verdict(0.0, reply="a", scores={"calls": count}) for count in (1.0, 2.0)]
     assert ended(*counted, Verdict(0.0, scores={"calls": 3.0})).scores == {"calls": 3.0}
     assert ended(*counted, turns=2).scores == {"calls": 2.0}
+    assert ended(*counted, Verdict(0.0, scores={"other": 1.0})).scores == {"other": 1.0}, "the others were removed"
     assert ended(*counted, Verdict(None, "error")).scores == {}
 
 

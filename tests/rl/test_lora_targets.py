@@ -51,6 +51,18 @@ def sentence(name: str, targets: Any = "all-linear") -> str:
         return add_adapters(model, LoraConfig.model_validate({"rank": 2, "targets": targets})).sentence(model)
 
 
+def test_layers_are_adapted_as_modules_where_peft_takes_them() -> None:
+    """Engines do not read adapters of parameters. PEFT passes over layers of these names in mixtures of experts."""
+    for name, modules, parameters in (
+        ("llama", ["up_proj", "q_proj"], []),
+        ("afmoe", ["q_proj"], ["up_proj.weight"]),
+    ):
+        with torch.device("meta"):
+            model = empty_model(families.small_config(name))
+            found = add_adapters(model, LoraConfig(rank=2, targets=["up_proj", "q_proj"]))
+        assert (found.modules, found.parameters) == (modules, parameters)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_by_default_the_linear_layers_of_the_family_are_trained(name: str) -> None:
     said = sentence(name)

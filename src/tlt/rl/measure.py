@@ -61,7 +61,6 @@ def measure(
         },
         batch=fate | faults_of(groups),
         outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
-        episodes=episodes_of(responses),
         prompts=[(group.prompt.prompt_id, group.responses[0].request.epoch) for group in groups],
     )
 
@@ -98,9 +97,7 @@ def acceptance_by_depth(verified_to: dict[str, int], accepted_to: dict[str, int]
 
 def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:
     """Return the mean numbers of turns and reply tokens of an episode, and the number of rewarded episodes by finish
-    reason. Return {} if no response has a reply of an environment."""
-    if not any(response.replies for response in responses):
-        return {}
+    reason."""
     return {
         "turns": fmean(1 + sum(reply.start > 0 for reply in response.replies) for response in responses),
         "reply_tokens": fmean(len(response.token_ids) - response.num_sampled for response in responses),

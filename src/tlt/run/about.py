@@ -30,6 +30,8 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
         hints += "; eval.path is not used (eval.every above 0 uses it)"
     if config.reward.environment and not config.data.chat and not config.rollout.stop_strings:
         hints += "; a turn ends only at an end token of the model (rollout.stop_strings ends it at a text)"
+    if begun := sum(prompt.messages[-1]["role"] == "assistant" for prompt in prompts if prompt.messages):
+        hints += f"; {begun} with a last message of the model, which the response continues"
     if prompts and config.rollout.prompts_per_step > len(prompts):
         hints += f"; each step repeats prompts (rollout.prompts_per_step = {config.rollout.prompts_per_step} is above)"
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
