@@ -225,6 +225,11 @@ def test_a_call_in_the_form_of_another_family_is_malformed(name: str) -> None:
     assert "<|" not in read.example.replace("<|observation|>", ""), "without the end of the turn"
 
 
+def test_an_id_that_is_not_valid_text_is_left_out() -> None:
+    (call,) = CallReader()(r'[{"id": "\ud83d", "name": "add", "arguments": {}}]')
+    assert (call.name, call.id, call.error) == ("add", "", "")
+
+
 def test_a_malformed_call_does_not_hide_another() -> None:
     found = CallReader()(f"<tool_call>{JSON}</tool_call><tool_call>{{bad}}</tool_call>\n<tool_call>{JSON}</tool_call>")
     assert [bool(call.error) for call in found] == [False, True, False]

@@ -205,6 +205,7 @@ NAMED |= card(*(subset(part, train=f"{part}/train-*", test=f"{part}/test-*") for
 DESCRIBED = with_names("x/a1.jsonl", "x/a2.jsonl", "x/b.jsonl", "x/c/d.jsonl", "x/c/e/f.jsonl")
 EASY = subset("easy", train=["x/b.jsonl", "x/a*.jsonl"], held_out="x/c/**")
 DESCRIBED |= card(EASY, {"config_name": "all", "data_files": "x/**"}, subset("last", held_out="x/b.jsonl"))
+TEST_FIRST = DESCRIBED | card(subset("main", test="x/b.jsonl", train="x/a1.jsonl"))
 PLAIN = {"data/train-1.jsonl": rows("two"), "data/train-0.jsonl": rows("one"), "data/test.jsonl": rows("three")}
 MANY = {f"data/train-{number:05}.jsonl": rows(f"part {number}") for number in range(12)}
 CHOICES = {
@@ -212,6 +213,7 @@ CHOICES = {
     "subset and split": (NAMED, ":main/test", ["main test"]),
     "a subset without a split": (NAMED, ":hard", ["hard train"]),
     "train by default, in the order of names": (PLAIN, "", ["one", "two"]),
+    "train by default, though the card names another first": (TEST_FIRST, "", ["x/a1.jsonl"]),
     "a split alone": (PLAIN, ":test", ["three"]),
     "the card's order": (DESCRIBED, ":easy/train", ["x/b.jsonl", "x/a1.jsonl", "x/a2.jsonl"]),
     "the card's split": (DESCRIBED, ":easy/held_out", ["x/c/d.jsonl", "x/c/e/f.jsonl"]),
