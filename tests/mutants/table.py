@@ -207,6 +207,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.lora_targets", "rl/test_lora_targets.py"): [
         ("_find", "never", 1, "A target of LoRA that names no layer is refused."),
         ("_find", "never", 2, "Linear layers with the names of experts get adapters."),
+        ("_find", "operand", 4, "A layer of a model without experts is adapted as a module."),
         ("_find", "never", 4, "The tensors of fused experts get adapters."),
         ("add_adapters", "never", 1, "A layer that PEFT passes over is an error."),
     ],
@@ -320,6 +321,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("environments.tools", "environments/test_tools.py"): [
         ("Tools._result", "operator", 1, "A malformed call is counted."),
+        ("Tools.schemas", "drop", 7, "A tool that no call can reach is refused."),
     ],
     ("engine.turns", "engine/test_turn_store.py"): [
         ("TurnStore.known", "operand", 1, "Keys and values of a turn are used for the same tokens alone."),
@@ -373,7 +375,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_find_definition", "never", 4, "A function that a module does not define is refused without its import."),
         ("_find_definition", "always", 4, "A function that a module defines is not refused."),
     ],
+    ("loop", "test_loop.py"): [
+        ("one_step", "negate", 3, "Episodes are counted in each step with an environment."),
+    ],
     ("store.hub", "store/test_hub.py"): [
+        ("_files_of_split", "constant", 3, "The split train is the default, whatever the card names first."),
         ("_write_outline", "never", 0, "The card of a data set defines its splits."),
     ],
     ("data.tables", "data/test_data.py"): [
