@@ -34,7 +34,9 @@ _ALLOCATION = "tlt.cluster.allocation:Allocation."
 _EVALUATION = "tlt.run.train:_evaluate"
 
 
-def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **kept: int) -> Path:
+def recipe_of(
+    home: Path, way: str, steps: int, buffer_tokens: int = 200_000, dtype: str = "float64", **kept: int
+) -> Path:
     """A recipe whose rollouts have a long tail for their size, so that one worker is often idle, and whose drafter is
     small enough to be trained then. With the ways of `_EARLY`, there are groups enough for early shards in most steps.
     `kept`: bounds in tokens, for [speculation]."""
@@ -44,6 +46,7 @@ def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **
     reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(ROOT / "tests"), "timeout_seconds": 2.0}
     return write_recipe(
         home,
+        model={"dtype": dtype},
         rollout={
             "prompts_per_step": 6 if way in _EARLY else 2,
             "group_size": 3,

@@ -1,12 +1,12 @@
 """Disturbs runs of two workers at random: every run must end with the sha256 of an undisturbed one.
 
-    python bench/kills.py [--kills 50] [--only "worker SIGKILL" ...] [--json FILE]
+    python bench/kills.py [--kills 50] [--dtype bfloat16] [--only "worker SIGKILL" ...] [--json FILE]
 
 A fault comes at a random moment (`MOMENTS`: a worker is killed, as by a lack of memory, or stopped; the driver is
 killed, stopped for a while or asked to end; a reward's process is killed; the disk is full), or it is a cell of
 `bench/fault_matrix.py`, which strikes at its point of the program. A worker may be hit in any phase, also while it
 comes up. A run that ended is resumed. After each end nothing may be left: no process, no folder, no shared memory. The
-model is tiny, in float64; idle workers train the drafter from random weights.
+model is tiny; idle workers train the drafter from random weights.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
     parser.add_argument("--way", choices=WAYS, default=USUAL, help="to train")
     parser.add_argument("--only", nargs="+", choices=_FAULTS, default=list(_FAULTS), help="all by default")
     parser.add_argument("--per-run", type=int, default=_PER_RUN, help="faults after which a run is left to end")
@@ -168,7 +169,7 @@ def main() -> None:
     cells = [cell for cell in _CELLS if cell.way in ("", arguments.way)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, disk(Path(folder), _MEGABYTES) as place:
-        recipe = recipe_of(Path(folder), arguments.way, STEPS)
+        recipe = recipe_of(Path(folder), arguments.way, STEPS, dtype=arguments.dtype)
         whole = Trial(DisturbedRun(recipe, place / "whole"), 0, moments)
         whole.go_through()
         print(f"undisturbed: {whole.run.left_behind or 'nothing'} left behind", flush=True)
@@ -186,7 +187,14 @@ def main() -> None:
             shutil.rmtree(run.folder)
             if arguments.json:  # after each run, as it takes long
                 write_json(
-                    arguments.json, {**totals(rows), "way": arguments.way, "undisturbed": undisturbed, "rows": rows}
+                    arguments.json,
+                    {
+                        **totals(rows),
+                        "way": arguments.way,
+                        "dtype": arguments.dtype,
+                        "undisturbed": undisturbed,
+                        "rows": rows,
+                    },
                 )
     print(
         "{kills} faults in {runs} runs: {ended_equal} ended with the same sha256, {clean} left nothing".format(
