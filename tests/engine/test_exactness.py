@@ -14,6 +14,7 @@ from tiny import load_script, qwen3
 from torch import Tensor
 
 from tlt.attention import slots
+from tlt.attention.key_counts import BLOCK
 from tlt.engine.exactness import ATTENTION, OTHER, PRODUCTS, Exactness, check_exactness
 from tlt.models import packed
 from tlt.models.choose import decoder_for, folder_weights
@@ -123,6 +124,17 @@ def test_attention_is_exact_if_only_its_kernel_depends_on_shapes(folder: Path, m
     assert check_exactness(decoder_in(folder)).exact
 
 
+def second_block(target: Decoder, patch: Patch) -> None:
+    """Let the bits depend on the number of queries, but only if there is more than one block of keys."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor) -> Tensor:
+        if key.shape[2] > BLOCK and query.shape[2] > 4:
+            key, value, attn_mask = key.flip(2), value.flip(2), attn_mask.flip(-1)
+        return ATTEND(query, key, value, attn_mask=attn_mask)
+
+    patch.setattr(F, "scaled_dot_product_attention", attention)
+
+
 def a_norm(target: Decoder, patch: Patch) -> None:
     norm = RMSNorm.__call__
     patch.setattr(RMSNorm, "__call__", lambda self, x: norm(self, x) * (1 + 1e-6 * (len(x) == 1)))
@@ -130,7 +142,10 @@ def a_norm(target: Decoder, patch: Patch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "name"),
-    [(one_product, PRODUCTS), (the_head, PRODUCTS), (masks, ATTENTION), (queries, ATTENTION), (a_norm, OTHER)],
+    [
+        *((one_product, PRODUCTS), (the_head, PRODUCTS), (a_norm, OTHER)),
+        *((masks, ATTENTION), (queries, ATTENTION), (second_block, ATTENTION)),
+    ],
 )
 def test_a_planted_fault_is_found_and_named(
     folder: Path, monkeypatch: Patch, plant: Callable[[Decoder, Patch], None], name: str

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny import random_batch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tlt.config import EngineConfig, RolloutConfig, TrainConfig
@@ -83,6 +85,31 @@ def test_long_sequences_and_small_micro_batches_have_the_same_bits(tmp_path: Pat
     batch = batch_of(rollout(policy, dtype, [530], 2, 150))
     assert max(map(len, batch.response_ids)) > 40
     assert policy.logprobs(batch) == batch.rollout_logprobs
+
+
+SILU = F.silu
+
+
+def silu_by_parts(x: Tensor) -> Tensor:
+    """Compute SiLU as PyTorch does, but let the last elements of a thread's part differ by more than a last bit."""
+    out, threads = SILU(x), torch.get_num_threads()
+    if threads > 1 and out.numel() > 32768:
+        for part in out.view(-1).split(-(-out.numel() // threads)):
+            part[len(part) - len(part) % 8 :] *= 1.01
+    return out
+
+
+def test_an_update_on_several_threads_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(tmp_path, "qwen3", torch.float32)
+    batch = batch_of(rollout(policy, torch.float32, [331, 131], 6, 60))
+    assert sum(map(len, batch.response_ids)) + 331 + 131 > 32768 / 80
+    monkeypatch.setattr(F, "silu", silu_by_parts)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert policy.logprobs(batch) == batch.rollout_logprobs
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
