@@ -17,6 +17,7 @@ def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.Monke
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch_device(ModelConfig(path="model", device="cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch_device(ModelConfig(path="model", device="cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

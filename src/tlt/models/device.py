@@ -35,6 +35,8 @@ def torch_device(config: ModelConfig) -> torch.device:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
     # PyTorch 2.9 needs this for deterministic algorithms (rl/passes.py) and reads it at its first matrix product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # otherwise cuBLAS may round the parts of a sum to bfloat16 before it adds them
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device(name)
 
 
