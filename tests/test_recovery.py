@@ -44,7 +44,7 @@ class Saving:
 
     def save(self, step: int) -> None:
         self.run.policy.state_dict()["model.embed_tokens.weight"][0, 0] = float(step)
-        self.run.stand(step, {"step": step - 1})
+        self.run.step_ended(step, {"step": step - 1})
         run_module._save(self.run)
 
     def found(self) -> int:

@@ -53,7 +53,7 @@ class LastStep:
 
 @dataclass
 class Run:
-    """Objects of the current run, which the functions of this module share."""
+    """Objects of the current run, which the functions of train.py share."""
 
     config: Config
     folder: RunFolder
@@ -76,7 +76,7 @@ class Run:
     def fingerprints(self) -> dict[str, str]:
         return fingerprints(self.parts.prompts, self.config.data)
 
-    def stand(self, done: int, metrics: dict[str, Any]) -> None:
+    def step_ended(self, done: int, metrics: dict[str, Any]) -> None:
         """Store the state of the run at the end of a step. `done` is the number of finished steps."""
         parts, saved = self.parts, self.last_step.saved
         self.last_step = LastStep(done, saved, replace(parts.cursor), list(parts.carried), metrics)
@@ -157,7 +157,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     parts.rollout.load_state(state["rollout"])
     run.changes = [*state["changes"], *run.changes]
     done = run.policy.version = found.state["step"]
-    run.stand(done, found.state["metrics"])
+    run.step_ended(done, found.state["metrics"])
     run.last_step.saved = done
     for damaged in found.passed_over:
         run.display.note(f"skipped a damaged checkpoint: {damaged}")

@@ -1,4 +1,4 @@
-"""Training run in its folder: builds the training loop, starts or resumes, logs and saves steps, writes the summary."""
+"""Training run in its folder: trains, logs and saves steps, and writes the summary."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     config = run.config
     for result in _steps(run, record, stop):
         done = result.metrics.step + 1
-        run.stand(done, asdict(result.metrics))
+        run.step_ended(done, asdict(result.metrics))
         stop.step_has_ended()
         if saves := bool(stop) or _save_is_due(config, done):
             with timed("save", result.metrics.seconds, run.parts.tracer), stop.unhurried():
