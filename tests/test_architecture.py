@@ -21,6 +21,7 @@ LAYERS = (
         "config",
         "sampling",
         "noise_kernel",
+        "sampling_kernel",
         "host",
         "cuda_graph",
         "files",

@@ -68,7 +68,12 @@ def _write_scores(
 @triton.jit
 def _write(into, of, tokens, words, share, vocab_size):
     inside = tokens < vocab_size
-    u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32: 1 - u is exact
-    noise = (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
-    score = tl.load(of + tokens, inside, other=0.0) + share * noise
+    score = tl.load(of + tokens, inside, other=0.0) + share * gumbel(words)
     tl.store(into + tokens, score.to(into.dtype.element_ty), inside)
+
+
+@triton.jit
+def gumbel(words):
+    """Return the noise of 32-bit words, in float32."""
+    u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32: 1 - u is exact
+    return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)

@@ -1,0 +1,130 @@
+"""Triton kernels that sample from logits: temperature, log-softmax, noise, the token and its log-probs.
+
+They compute what `sampling.py` computes for rows without top-k and top-p, without a tensor of log-probs or noise. A row
+is cut into blocks of `_BLOCK` tokens. Sums over a block, and then over all blocks, have an order that depends on the
+vocabulary size alone. So a row has the same bits, whatever other rows are in the call. Without a GPU the kernels run in
+Triton's interpreter (TRITON_INTERPRET=1).
+
+Shapes: M rows of logits, of which N belong to each of B requests, V vocabulary, S blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+from tlt.noise_kernel import gumbel
+from tlt.sampling import lowest_temperature
+
+_BLOCK = 2048  # tokens per program
+# Code is not compiled for particular values of these arguments, because it could round in another way.
+_COUNTS = ("new", "vocab_size", "stride", "blocks")
+
+
+def sample(logits: Tensor, seeds: Tensor, times: Tensor, temperature: Tensor) -> Tensor:
+    """Sample a token from each row of `logits` [M, V] in float32 or bfloat16. Return [3, M] in float64: the tokens,
+    their log-probs, and their log-probs under the model's distribution (see `Response`).
+
+    Row b * N + n is token n of request b, at position `times[b]` + n of its response. `seeds` [B] and `temperature` [B]
+    (float64) are those of the requests. With a temperature of 0 the token is the most likely one."""
+    assert logits.stride(1) == 1, "rows must be contiguous"
+    (rows, vocab_size), device = logits.shape, logits.device
+    blocks = triton.cdiv(vocab_size, _BLOCK)
+    sums = torch.empty(rows, 4, blocks, device=device)  # largest value and sum of exponentials; best score and token
+    found = torch.empty(3, rows, dtype=torch.float64, device=device)
+    given = logits, sums, seeds, times, temperature
+    counts = rows // len(seeds), vocab_size, logits.stride(0), blocks
+    sizes = {"BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "LOWEST": lowest_temperature(torch.float32)}
+    with torch.cuda.device_of(logits):  # Triton starts kernels on the current device
+        launch: Any = _sum
+        launch[rows, blocks](*given, *counts, **sizes)
+        launch = _rank
+        launch[rows, blocks](*given, *counts, **sizes)
+        launch = _pick
+        launch[(rows,)](*given, found, *counts, **sizes)
+    return found
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _sum(
+    logits, sums, seeds, times, temperature, new, vocab_size, stride, blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Compute the largest scaled logit of a block, and the sum of exponentials relative to it."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + tokens, tokens < vocab_size, other=-float("inf"))
+    x = _scaled(x, tl.load(temperature + row // new), LOWEST)
+    most = tl.max(x, 0)
+    into = sums + row * 4 * blocks + block
+    tl.store(into, most)
+    tl.store(into + blocks, tl.sum(tl.exp(x - _finite(most)), 0))
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _rank(
+    logits, sums, seeds, times, temperature, new, vocab_size, stride, blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Find the best token of a block by log-prob plus noise. Of equal tokens the first one is better."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    heat = tl.load(temperature + row // new)
+    x = tl.load(logits + row * stride + tokens, tokens < vocab_size, other=-float("inf"))
+    log_p = _log_prob(_scaled(x, heat, LOWEST), sums + row * 4 * blocks, blocks, BLOCKS)
+    lanes = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    time = (tl.load(times + row // new) + row % new).to(tl.int32)
+    word0, word1, word2, word3 = tl.philox(tl.load(seeds + row // new), lanes, 0, time, 0)
+    words = tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [BLOCK])
+    score = log_p + (heat > 0).to(tl.float32) * gumbel(words)
+    score = tl.where((tokens < vocab_size) & (score == score), score, -float("inf"))  # a NaN is no score
+    best, place = tl.max(score, 0, return_indices=True)
+    into = sums + (row * 4 + 2) * blocks + block
+    tl.store(into, best)
+    tl.store(into + blocks, place.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _pick(
+    logits, sums, seeds, times, temperature, found, new, vocab_size, stride, blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Find the best token of a row, and its log-probs."""
+    row, order = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    own = sums + row * 4 * blocks
+    _, block = tl.max(tl.load(own + 2 * blocks + order, order < blocks, other=-float("inf")), 0, return_indices=True)
+    token = block * BLOCK + tl.load(own + 3 * blocks + block).to(tl.int32)
+    heat = tl.load(temperature + row // new)
+    x = tl.load(logits + row * stride + token + tl.arange(0, 1))
+    log_p = tl.sum(_log_prob(_scaled(x, heat, LOWEST), own, blocks, BLOCKS), 0)
+    rows = tl.num_programs(0)
+    tl.store(found + row, token.to(tl.float64))
+    tl.store(found + rows + row, tl.where(heat > 0, log_p, 0.0).to(tl.float64))
+    tl.store(found + 2 * rows + row, log_p.to(tl.float64))
+
+
+@triton.jit
+def _scaled(logits, temperature, LOWEST: tl.constexpr):
+    """Return logits divided by the temperature, or as they are if it is 0."""
+    divisor = tl.where(temperature > 0, tl.maximum(temperature, LOWEST), 1.0)
+    return tl.div_rn(logits.to(tl.float32), divisor.to(tl.float32))
+
+
+@triton.jit
+def _log_prob(x, sums, blocks, BLOCKS: tl.constexpr):
+    """Return log-probs of scaled logits, from the sums of all blocks of their row."""
+    order = tl.arange(0, BLOCKS)
+    mosts = tl.load(sums + order, order < blocks, other=-float("inf"))
+    totals = tl.load(sums + blocks + order, order < blocks, other=0.0)
+    most = tl.max(mosts, 0)
+    return x - most - tl.log(tl.sum(totals * tl.exp(mosts - _finite(most)), 0))
+
+
+@triton.jit
+def _finite(most):
+    """Return 0 for -inf, of which no difference can be taken, and other numbers as they are."""
+    return tl.where(most == -float("inf"), 0.0, most)
