@@ -58,7 +58,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(0)
         self.requests = [self._step(step) for step in range(STEPS)]
-        self.looking = LookingAhead(SLOTS, AHEAD, 10**9)
+        self.looking = LookingAhead(SLOTS, AHEAD)
 
     def _step(self, step: int) -> list[Request]:
         found: list[Request] = []

@@ -94,14 +94,14 @@ def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
 
 def _contenders(config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder) -> list[_VllmContender]:
     engine = config.engine.model_copy(update={"max_rows": batch})
-    spell, most = load_detokenizer(config.model), config.speculation.look_ahead_tokens
+    spell = load_detokenizer(config.model)
     adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
     found = [
         _VllmContender("tlt plain", Engine(present, engine, detokenize=spell)),
-        _VllmContender("tlt adaptive", make_engine(engine, adaptive, present, spell, store=AheadStore(most)), True),
+        _VllmContender("tlt adaptive", make_engine(engine, adaptive, present, spell, store=AheadStore()), True),
     ]
     for name, target in targets.items():
-        ours = VllmEngine(target, engine, spell, store=AheadStore(most))
+        ours = VllmEngine(target, engine, spell, store=AheadStore())
         found.append(_VllmContender(f"vllm {name}", ours, name == "look-ahead"))
     return found
 

@@ -207,7 +207,7 @@ def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], say
     assert says in refusal(recipe, *overrides)
 
 
-@pytest.mark.parametrize("key", ["model.hub", "data.hub", "data.now", "data.seed", "eval.hub"])
+@pytest.mark.parametrize("key", ["model.hub", "data.hub", "data.now", "eval.hub"])
 def test_a_recipe_cannot_set_what_the_run_sets(recipe: Path, key: str) -> None:
     assert f"{key} is set by the run: remove it" in refusal(recipe, f"--{key}", "x")
 

@@ -329,8 +329,8 @@ def test_without_an_update_all_look_ahead_tokens_are_accepted(home: Path) -> Non
 def test_the_result_does_not_depend_on_look_ahead(home: Path, seed: int, lost: bool) -> None:
     random = Random(seed)
     workers = random.choice([2, 3])
-    few = {"look_ahead": random.randint(1, 3), "look_ahead_tokens": random.choice([40, 10**6])}
-    config = config_of(home, workers, rollout=LONGER, speculation=LOOK_AHEAD | few)
+    few = LOOK_AHEAD | {"look_ahead": random.randint(1, 3)}
+    config = config_of(home, workers, rollout=LONGER, speculation=few)
 
     def loses(worker: int, method: str) -> str:
         dies = lost and method in ("decode", "look_ahead") and random.random() < 0.03

@@ -38,7 +38,7 @@ def known(seed: int, length: int = 1, ended: bool = True) -> Ahead:
 
 
 def looking(*found: Ahead, slots: int = 3, most_steps: int = 2) -> LookingAhead:
-    ahead = LookingAhead(slots, most_steps, 10**6)
+    ahead = LookingAhead(slots, most_steps)
     ahead.store.put(found)
     return ahead
 

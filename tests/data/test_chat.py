@@ -191,39 +191,25 @@ def test_messages_and_fields_of_the_chat_template_need_it(tokenizer: Any) -> Non
         DataConfig(path="-", system="be brief")
 
 
-def test_unused_tools_of_rows_are_logged(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}")
-    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", "tools": [{"x": 1}]}), encoding="utf-8")
-    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True)
-    load_prompts(config, encoder(tokenizer, config))
-    assert "the tools in the rows of" in caplog.text
-    caplog.clear()
-    config = config.model_copy(update={"chat_arguments": {"tools": [{"x": 1}]}})
-    (prompt,) = load_prompts(config, encoder(tokenizer, config))
-    assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
+TOOLS = {"tools": [{"x": 1}]}
 
 
 @pytest.mark.parametrize(
-    ("column", "remedy"),
+    ("column", "given", "remedy"),
     [
-        ({"images": [{"path": "a.png"}]}, "the images in the rows of .* are not in the prompts: the model reads text"),
-        ({"chat_template_kwargs": {"now": "x"}}, "the chat_template_kwargs in .*: set data.chat_arguments"),
-        ({"images": [], "chat_template_kwargs": {}, "tools": None}, "^$"),
+        (TOOLS, {}, "the tools in the rows of .*: set data.chat_arguments.tools"),
+        (TOOLS, TOOLS, "^$"),
+        ({"images": [{"path": "a.png"}]}, {}, "the images in the rows of .* are not in the prompts: the model reads"),
+        ({"chat_template_kwargs": {"now": "x"}}, {}, "the chat_template_kwargs in .*: set data.chat_arguments"),
+        ({"images": [], "chat_template_kwargs": {}, "tools": None}, {}, "^$"),
     ],
 )
-def test_other_unused_columns_of_prompts_are_logged(
-    tokenizer: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    column: dict[str, Any],
-    remedy: str,
+def test_columns_that_the_prompts_do_not_show_are_logged(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, column: Any, given: Any, remedy: str
 ) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    tokenizer.chat_template = EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}"
     (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", **column}), encoding="utf-8")
-    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True)
+    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True, chat_arguments=given)
     load_prompts(config, encoder(tokenizer, config))
     assert re.search(remedy, caplog.text)
 
@@ -312,30 +298,6 @@ def test_a_run_keeps_the_time_of_its_start(tmp_path: Path) -> None:
 def replies(tokenizer: Any, template: str = "", **data: Any) -> Any:
     tokenizer.chat_template = template or None
     return reply_encoder(tokenizer, DataConfig(path="-", chat=bool(template), **data))
-
-
-def test_special_tokens_named_in_a_reply_are_encoded_as_text(tokenizer: Any) -> None:
-    encode, end = replies(tokenizer), tokenizer.eos_token_id
-    for text in ("too low", "<eos>", "a<eos>b", "", "é\n"):
-        for last in (None, end, 5):
-            assert tokenizer.decode(encode(text, last)) == text
-            assert end not in encode(text, last)
-
-
-def test_in_a_chat_a_reply_is_a_users_message(tokenizer: Any) -> None:
-    """The template ends a response with the end token, which the model wrote unless a stop string came first."""
-    ends = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
-    encode, end = replies(tokenizer, ends), tokenizer.eos_token_id
-    assert tokenizer.decode(encode("no<eos>", end)) == "<user>no<eos><eos><bot>"
-    assert encode("no<eos>", end).count(end) == 1
-    assert tokenizer.decode(encode("no", 5)) == "<eos><user>no<eos><bot>"
-    assert tokenizer.decode(encode("no", None)) == "no"
-
-
-def test_a_reply_is_a_tools_message_if_prompts_show_tools(tokenizer: Any) -> None:
-    template = "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
-    encode = replies(tokenizer, template, chat_arguments={"tools": [{"name": "add"}]})
-    assert tokenizer.decode(encode("5", tokenizer.eos_token_id)) == "<tool>5<eos><bot>"
 
 
 NO_REPLY = "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END

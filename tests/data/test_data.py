@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import lzma
 import re
@@ -63,15 +62,6 @@ def test_columns_and_template_come_from_the_configuration(tmp_path: Path) -> Non
     assert prompt.data["answer"] == 2
 
 
-def test_a_template_that_names_another_column_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    row = '{"question": "1 + 1", "context": "sums", "answer": "2"}'
-    load(tmp_path, row, template="{question} Write \\boxed{answer} as in {example}.")
-    assert not caplog.text
-    (prompt,) = load(tmp_path, row, template="{context}: {question}")
-    assert prompt.text == "{context}: 1 + 1"
-    assert "data.template has {context}, and shows it as it is: only {question} is replaced" in caplog.text
-
-
 NO_TEXT = "has neither text nor messages under 'question'"
 
 
@@ -96,15 +86,8 @@ def test_a_prompt_at_the_limit_is_accepted_and_a_longer_one_refused(tmp_path: Pa
     assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in said
 
 
-def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any) -> DataConfig:
-    return DataConfig.model_validate({"tasks": list(specs), "size": size, "seed": seed, **options})
-
-
-def test_a_mixture_follows_its_weights() -> None:
-    mixture = tasks({"name": "chain_sum", "weight": 9.0}, {"name": "gcd"}, size=200)
-    names = [p.data["entry"]["metadata"]["source_dataset"] for p in load_prompts(mixture, encode)]
-    assert 5 <= names.count("gcd") <= 45  # 20 expected, deviation 4.2
-    assert names.count("gcd") + names.count("chain_sum") == 200
+def tasks(*specs: dict[str, Any], size: int = 30, **options: Any) -> DataConfig:
+    return DataConfig.model_validate({"tasks": list(specs), "size": size, **options})
 
 
 @pytest.mark.parametrize(
@@ -360,12 +343,6 @@ def test_long_prompts_may_be_dropped_and_counted(tmp_path: Path, caplog: pytest.
     assert "1 of 3 prompts" in caplog.text
     with pytest.raises(DataError, match="all prompts are longer than"):
         load_prompts(DataConfig(path=path, max_prompt_tokens=2, long_prompts="drop"), encode)
-
-
-def test_another_seed_draws_other_problems() -> None:
-    configs = [tasks({"name": "chain_sum"}, size=300, seed=seed) for seed in range(4)]
-    texts = [{p.text for p in load_prompts(config, encode)} for config in configs]
-    assert all(len(one & other) < 15 for one, other in itertools.combinations(texts, 2))
 
 
 def test_errors_in_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,12 @@ class LookingAhead:
     """Requests of coming steps, their look-ahead drafts, and the workers that decode them.
 
     `slots`: maximum number of look-ahead requests that a worker decodes. `most_steps`: number of coming steps from
-    which requests are taken. `most_tokens`: maximum number of draft tokens in the store.
+    which requests are taken.
     """
 
-    def __init__(self, slots: int, most_steps: int, most_tokens: int) -> None:
+    def __init__(self, slots: int, most_steps: int) -> None:
         self.slots, self.most_steps = slots, most_steps
-        self.store = AheadStore(most_tokens)
+        self.store = AheadStore()
         self.tokens = 0
         self.accept_length = self.accept_length_ahead = 1.0  # tokens per pass, without/with look-ahead drafts
         self._coming: Iterator[list[Request]] = iter(())

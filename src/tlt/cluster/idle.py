@@ -40,7 +40,7 @@ class IdleWork:
         self.slice_seconds = min(config.cluster.slice_seconds, longest)
         self.early = EarlyUpdate(supervisor, config.train)
         self.looks_ahead = steps_ahead(speculation) > 0
-        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, speculation.look_ahead_tokens)
+        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead)
         self.is_on = True
         """whether idle workers do anything"""
         self._trained_last: int | None = None  # worker whose training was the last idle work that was started

@@ -53,8 +53,6 @@ class DataConfig(Section):
     """Text at the beginning of each response. The model continues it. Rewards receive it as a part of the response."""
     size: int = Field(default=2000, gt=0, le=1_000_000)
     """Number of prompts generated from `tasks`. They are one epoch."""
-    seed: int = Field(default=0, json_schema_extra=STATE)
-    """Random seed of the prompts that are generated from `tasks`. Held-out prompts have another one."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch. If false, keep the order of the source."""
     max_prompt_tokens: int = Field(default=1024, gt=0)

@@ -57,8 +57,6 @@ class SpeculationConfig(Section):
     """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. Idle
     workers decode them. A single worker does so only on a GPU, when few of its responses are left. Needs
     `drafter = "adaptive"`. 0 turns look-ahead off."""
-    look_ahead_tokens: int = Field(default=16_000_000, gt=0)
-    """Number of tokens of look-ahead drafts kept in host memory, four bytes each. The oldest are dropped."""
     training: DrafterTrainConfig = DrafterTrainConfig()
 
     @field_validator("drafter")

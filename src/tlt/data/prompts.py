@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import random
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,10 +37,11 @@ _UNSHOWN = {
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # added to seeds; far apart, because item i of a task uses seed + i
 
 
-def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
-    """Load the prompts of an epoch, in the order of their source. `encode` returns the token ids of a prompt.
-    `prompt_id` counts the prompts from 0, without dropped ones. Raises DataError."""
-    rows = list(_rows(config))
+def load_prompts(config: DataConfig, encode: Encode, held_out: bool = False) -> list[Prompt]:
+    """Load the prompts of an epoch, in the order of their source. `encode` returns the token ids of a prompt. If
+    `held_out`, generated prompts have another seed than those of training. `prompt_id` counts the prompts from 0,
+    without dropped ones. Raises DataError."""
+    rows = list(_task_rows(config, held_out) if config.tasks else _file_rows(config))
     answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
@@ -71,10 +71,6 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     if not prompts:
         raise DataError(f"all prompts are longer than data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
     return _without_many_tasks(prompts, config)
-
-
-def _rows(config: DataConfig) -> Iterable[Row]:
-    return _task_rows(config) if config.tasks else _file_rows(config)
 
 
 def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
@@ -115,8 +111,7 @@ def first_prompts(config: DataConfig) -> list[Prompt]:
 def held_out_data(config: DataConfig, held_out: EvalConfig) -> DataConfig:
     """Return the section [data] for the held-out prompts."""
     tasks = [] if held_out.path else config.tasks
-    changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
-    return config.model_copy(update=changes)
+    return config.model_copy(update={"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size})
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
@@ -127,7 +122,7 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
         return []
     seen = {prompt.text for prompt in training}
     try:
-        found = load_prompts(held_out_data(config, held_out), encode)
+        found = load_prompts(held_out_data(config, held_out), encode, held_out=True)
     except DataError as error:
         raise DataError(f"held-out prompts: {error}") from None
     new = [prompt for prompt in found if prompt.text not in seen]
@@ -227,9 +222,9 @@ def _sha256(values: Iterable[Any], **options: Any) -> str:
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 
-def task_dataset(config: DataConfig, stage: int) -> Any:
+def task_dataset(config: DataConfig, stage: int, held_out: bool = False) -> Any:
     """Return the reasoning-gym data set for one curriculum stage, a mixture of its tasks. Its method
-    `score_answer(answer, entry)` scores an answer. Raises DataError."""
+    `score_answer(answer, entry)` scores an answer. `held_out` selects another seed. Raises DataError."""
     try:
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
@@ -237,7 +232,7 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
         raise DataError(f"data.tasks needs reasoning-gym: {install_hint('tasks')}") from None
     tasks = [task for task in config.tasks if task.stage == stage]
     specs = [DatasetSpec(task.name, task.weight, dict(task.params)) for task in tasks]
-    seed = _first_seed(config.seed) + stage * _NEXT_STAGE
+    seed = _HELD_OUT * held_out + stage * _NEXT_STAGE
     try:
         return reasoning_gym.create_dataset("composite", size=config.size, seed=seed, datasets=specs)
     except (ValueError, TypeError, AssertionError) as error:
@@ -245,17 +240,9 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
         raise DataError(f"reasoning-gym refuses data.tasks ({names}): {error}") from None
 
 
-def _first_seed(seed: int) -> int:
-    """Return the reasoning-gym seed for data.seed. It is a hash of data.seed, because reasoning-gym uses seed + i for
-    item i. Without the hash, seeds 1 and 2 would give the same items except for one."""
-    held_out = _HELD_OUT if seed >= _HELD_OUT else 0
-    number = seed - held_out
-    return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)
-
-
-def _task_rows(config: DataConfig) -> Iterator[Row]:
+def _task_rows(config: DataConfig, held_out: bool) -> Iterator[Row]:
     for stage, size in _stage_sizes(config).items():
-        dataset = task_dataset(config, stage)
+        dataset = task_dataset(config, stage, held_out)
         for entry in (dataset[i] for i in range(size)):
             task = entry["metadata"]["source_dataset"]
             yield entry["question"], {"entry": entry, "answer": entry["answer"], "stage": stage, "task": task}
@@ -278,9 +265,6 @@ def _file_rows(config: DataConfig) -> list[Row]:
     rows = list(_questions(config))
     if config.chat:
         _warn_of_unshown(config, rows)
-    for name in re.findall(r"(?<!\w)\{(\w+)\}", config.template):
-        if name != "question" and any(name in row for _, row in rows):
-            log.warning("data.template has {%s}, and shows it as it is: only {question} is replaced", name)
     _refuse_no_answers(config, rows)
     return _with_answers(config, rows)
 

@@ -44,10 +44,10 @@ class Ahead(NamedTuple):
 
 
 class AheadStore:
-    """Store of look-ahead drafts by the request's seed. If they have more than `most_tokens` tokens in total,
-    the drafts that were stored first are dropped."""
+    """Store of look-ahead drafts by the request's seed. If they have more than `most_tokens` tokens in total
+    (four bytes each), the drafts that were stored first are dropped."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int = 16_000_000) -> None:
         self.most_tokens, self.tokens = most_tokens, 0
         self._kept: OrderedDict[int, Ahead] = OrderedDict()
         self._groups: dict[tuple[int, ...], dict[int, None]] = {}  # seeds by prompt, in order of arrival

@@ -48,7 +48,7 @@ class OwnBackend:
         tracer: Tracer,
     ) -> Engine:
         assert isinstance(target, Decoder), "the target belongs to another backend"
-        store = AheadStore(config.speculation.look_ahead_tokens)
+        store = AheadStore()
         return make_engine(config.engine, config.speculation, target, detokenize, layer, on_harvest, tracer, store)
 
     def load_engine(

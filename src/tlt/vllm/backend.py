@@ -57,8 +57,7 @@ class VllmBackend:
     ) -> VllmEngine:
         """Return an engine. vLLM loaded the learned drafter when it started, so `layer` is not used."""
         assert isinstance(target, VllmTarget), "the target belongs to another backend"
-        store = AheadStore(config.speculation.look_ahead_tokens)
-        return VllmEngine(target, config.engine, detokenize, tracer, store, on_harvest)
+        return VllmEngine(target, config.engine, detokenize, tracer, AheadStore(), on_harvest)
 
     def load_engine(
         self,
