@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tlt.build import open_target
-from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config
@@ -44,14 +43,30 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy:
     The learned drafter is loaded from `speculation.path`. Without a path its weights are random."""
     if config.engine.backend == "vllm":
         return _vllm_modes(config, target, tokenizer, turns, policy)
-    make = _Maker(config, target, tokenizer, turns, policy)
-    # plain is last, because the next step starts from its state
-    return {
-        **make.one_drafter(),
-        **make.all_drafters(),
-        **make.look_ahead(),
-        "plain": make.rollout([], Fixed(PLAIN)),
+    spell, layer = Detokenizer(tokenizer), _learned_layer(config, target)
+    adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
+    tuner = make_tuner(adaptive, target, make_drafters(adaptive, target)[0])
+
+    def engine(drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None) -> Engine:
+        learned = any(isinstance(drafter, EagleDrafter) for drafter in drafters)
+        layout = layer.options.layout if learned else None
+        return Engine(target, config.engine, drafters, tuner, detokenize=spell, layout=layout, store=store)
+
+    def rollout(tuner: Tuner, *drafters: Drafter) -> ClusterRollout:
+        return _rollout(engine(drafters, tuner), config, turns, policy)
+
+    found: dict[str, Rollout] = {
+        "suffix": rollout(Fixed(_SUFFIX), SuffixDrafter()),
+        "learned": rollout(Fixed(_LEARNED), EagleDrafter(layer, target)),
     }
+    if can_quantize(target):
+        found["quantized"] = rollout(Fixed(Strategy("quantized", 4)), QuantizedDrafter(target))
+    found["off and on"] = rollout(InTurn(_CHANGING), *all_drafters(layer, target))
+    found["adaptive"] = rollout(tuner, *all_drafters(layer, target))
+    older, store = OlderTarget(target, config.engine, spell), AheadStore(MOST_TOKENS)
+    ahead = _rollout(engine(all_drafters(layer, target), tuner, store), config, turns, policy)
+    found["look-ahead"] = LookAheadRollout(ahead.coordinator, store, older)
+    return found | {"plain": rollout(Fixed(PLAIN))}  # plain is last, because the next step starts from its state
 
 
 def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy: Policy) -> dict[str, Rollout]:
@@ -85,64 +100,6 @@ def _rollout(engine: RolloutEngine, config: Config, turns: Turns, policy: Policy
     speculation = config.speculation.model_copy(update={"look_ahead": 0})
     config = config.model_copy(update={"speculation": speculation})
     return local_rollout(RunWorker(config, engine, None, policy), config, turns)
-
-
-class _Maker:
-    """Builder of the rollouts of all modes. Their engines share the target and the weights of the learned drafter."""
-
-    def __init__(self, config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy: Policy) -> None:
-        self.config, self.target, self.detokenize, self.turns = config, target, Detokenizer(tokenizer), turns
-        self.policy = policy
-        self.layer = _learned_layer(config, target)
-        adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
-        self.adaptive = make_tuner(adaptive, target, make_drafters(adaptive, target)[0])
-
-    def one_drafter(self) -> dict[str, Rollout]:
-        """Return the modes that always draft with one drafter."""
-        found = {
-            "suffix": self.rollout([SuffixDrafter()], Fixed(_SUFFIX)),
-            "learned": self.rollout([self._learned()], Fixed(_LEARNED)),
-        }
-        if can_quantize(self.target):
-            found["quantized"] = self.rollout([QuantizedDrafter(self.target)], Fixed(Strategy("quantized", 4)))
-        return found
-
-    def all_drafters(self) -> dict[str, Rollout]:
-        """Return the modes that change between drafters and plain decoding."""
-        return {
-            "off and on": self.rollout(self._all(), InTurn(_CHANGING)),
-            "adaptive": self.rollout(self._all(), self.adaptive),
-        }
-
-    def look_ahead(self) -> dict[str, Rollout]:
-        """Return the mode whose drafts are the tokens of an older target."""
-        older, store = OlderTarget(self.target, self.config.engine, self.detokenize), AheadStore(MOST_TOKENS)
-        coordinator = self._coordinator(self._engine(self._all(), self.adaptive, store))
-        return {"look-ahead": LookAheadRollout(coordinator, store, older)}
-
-    def rollout(self, drafters: Sequence[Drafter], tuner: Tuner) -> Rollout:
-        return ClusterRollout(self._coordinator(self._engine(drafters, tuner)))
-
-    def _coordinator(self, engine: Engine) -> Coordinator:
-        return _rollout(engine, self.config, self.turns, self.policy).coordinator
-
-    def _engine(self, drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None) -> Engine:
-        layout = self.layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
-        return Engine(
-            self.target,
-            self.config.engine,
-            drafters,
-            tuner,
-            detokenize=self.detokenize,
-            layout=layout,
-            store=store,
-        )
-
-    def _learned(self) -> EagleDrafter:
-        return EagleDrafter(self.layer, self.target)
-
-    def _all(self) -> list[Drafter]:
-        return all_drafters(self.layer, self.target)
 
 
 def _learned_layer(config: Config, target: Decoder) -> EagleLayer:
