@@ -12,8 +12,8 @@ import pytest
 from made_up_run import completion, line, make_run
 from tiny import tiny_config, train
 
-from tlt import cli, report
-from tlt.report import Page, ReportError, write_report
+from tlt import cli
+from tlt.report import ReportError, write_report, write_report_or_warn
 from tlt.report import page as page_module
 from tlt.report.page import MOST_POINTS, thinned
 from tlt.report.read import FILES, read_run
@@ -217,24 +217,8 @@ def test_a_page_that_fails_only_logs_a_warning(
 
     monkeypatch.setattr(page_module, "page_of", broken)
     with caplog.at_level(logging.WARNING):
-        Page(make_run(tmp_path / "run")).write()
+        write_report_or_warn(make_run(tmp_path / "run"))
     assert "report.html was not written (RuntimeError: out of ink); the run is not affected" in caplog.text
-
-
-def test_a_slow_page_is_written_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, written = [0.0], list[float]()
-
-    def slow(folders: object) -> None:
-        written.append(now[0])
-        now[0] += 2.0
-
-    monkeypatch.setattr(report, "write_report", slow)
-    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    page = Page(tmp_path)
-    for _ in range(500):
-        now[0] += 1.0
-        page.write_if_quick()
-    assert written == [1, 204, 407]
 
 
 def test_the_command_writes_one_page_or_names_a_folder_that_is_not_a_run(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "report.html"
-_SHARE = 0.01  # largest share of a run's time that may be spent on writing its page while it runs
 
 _log = logging.getLogger(__name__)
 
@@ -38,26 +36,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     return path
 
 
-class Page:
-    """Writer of report.html during a run. If writing fails, a warning is logged."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._took, self._written = 0.0, time.monotonic()
-
-    def write_if_quick(self) -> None:
-        """Write the page, unless writing it the last time took more than 1 % of the time that has passed since then."""
-        if self._took < _SHARE * (time.monotonic() - self._written) or not self._took:
-            self.write()
-
-    def write(self) -> None:
-        start = time.monotonic()
-        try:
-            write_report([self._folder])
-        except Exception as error:
-            _log.warning("report.html was not written (%s: %s); the run is not affected", type(error).__name__, error)
-        self._written = time.monotonic()
-        self._took = self._written - start
+def write_report_or_warn(folder: Path) -> None:
+    """Write report.html of a run. If that fails, log a warning."""
+    try:
+        write_report([folder])
+    except Exception as error:
+        _log.warning("report.html was not written (%s: %s); the run is not affected", type(error).__name__, error)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from tlt.config import Config
 from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter
-from tlt.report import Page
 from tlt.rl.measure import tokens_of
 from tlt.run.trackers import TrackedRun, Trackers, makers_of
 from tlt.store.completions import CompletionsWriter
@@ -27,7 +26,6 @@ class Record:
         self.metrics = MetricsWriter(folder, first_step, last)
         limit = config.run.completions_mb * 2**20
         self.completions = CompletionsWriter(folder, first_step, limit) if limit else None
-        self.page = Page(folder)
         self.trackers = Trackers(makers_of(config), TrackedRun(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:

@@ -13,16 +13,16 @@ from tlt.data.sampling_params import eval_sampling
 from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
+from tlt.report import write_report_or_warn
 from tlt.rl.groups import to_plain
 from tlt.run.display import Display
 from tlt.run.evaluate import evaluate
-from tlt.run.model_card import model_card
 from tlt.run.opening import Run, opened
 from tlt.run.record import Record
 from tlt.run.resume import changes_environment
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
-from tlt.store.model_files import write_files
+from tlt.store.model_files import model_card, write_files
 from tlt.trace import seconds_by_state
 from tlt.wording import counted
 
@@ -74,7 +74,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         record.close()
         exactness = run.parts.exactness.facts
         summary = summarize(folder.path, run.policy.sha256(), evaluation, exactness, run.changes)
-        record.page.write()
+        write_report_or_warn(folder.path)
         stop.run_ends()
         return summary
     except GivenUp:
@@ -101,7 +101,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
         done = result.metrics.step + 1
         run.step_ended(done, asdict(result.metrics))
         stop.step_has_ended()
-        if saves := bool(stop) or _save_is_due(config, done):
+        if stop or _save_is_due(config, done):
             with timed("save", result.metrics.seconds, run.parts.tracer), stop.unhurried():
                 run.display.phase(result.metrics.step, "save", 0)
                 _save(run)
@@ -113,8 +113,6 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
         result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
         result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}
         record.write(result)
-        if saves:
-            record.page.write_if_quick()
         run.display.step(result)
         if stop and done < config.train.steps:
             raise _stopped(run, record, stop)
@@ -130,6 +128,7 @@ def _stopped(run: Run, record: Record, stop: StopRequest) -> Stopped:
     stop.run_ends()
     done = run.last_step.done
     record.close()
+    write_report_or_warn(run.folder.path)
     if not done:
         return Stopped(f"stopped by {stop.name} before the first step: nothing is saved", stop.number)
     if run.last_step.saved < done:
