@@ -186,7 +186,7 @@ class Schedule:
         return {name: getattr(self, name) for name in names} | {"gains": list(self.gains)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in self.state().keys() & state.keys() - {"gains"}:
+        for name in self.state().keys() - {"gains"}:
             setattr(self, name, state[name])
         self.gains.clear()
-        self.gains.extend(state.get("gains", ()))
+        self.gains.extend(state["gains"])
