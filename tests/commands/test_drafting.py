@@ -99,7 +99,7 @@ def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -
     assert best["seconds"] == pytest.approx(4 + 2 * steps + spent_on_evaluations_before)
 
 
-def test_a_drafter_that_still_learned_at_the_end_is_said_to(clock: Clock) -> None:
+def test_a_drafter_that_still_learned_at_the_end_rises(clock: Clock) -> None:
     for rates, rises in (([0.3, *[0.5] * 99], False), ([0.01 * n for n in range(1, 99)], True)):
         assert fitted(clock, 600, rates)[1].rises == rises
 
