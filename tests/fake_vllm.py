@@ -19,8 +19,8 @@ from tlt.config import Config
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
-from tlt.verify.oracle import last_logits
-from tlt.vllm.look_ahead import LookAheadProposer
+from tlt.verify.oracle import causal_hidden, last_logits
+from tlt.vllm.proposer import Proposer
 from tlt.vllm.worker import WorkerExtension
 
 CPU = torch.device("cpu")
@@ -47,14 +47,9 @@ class Params(SimpleNamespace):
     """vllm.SamplingParams."""
 
 
-def _reload(config: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]], names: Any, **options: Any) -> None:
-    model.tensors = dict(weights)
-
-
 _CONTENTS: dict[str, dict[str, Any]] = {
     "vllm.v1.worker.gpu.sample.logits_processor": {"LogitsProcessor": LogitsProcessor},
     "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
-    "vllm.model_executor.model_loader.reload": {"inplace": SimpleNamespace(reload_weights=_reload)},
     "vllm": {"SamplingParams": Params},
 }
 
@@ -108,6 +103,7 @@ class Runner:
             said = [next(best) for _ in range(len(draft) + 1)]
             right = next((i for i, token in enumerate(draft) if token != said[i]), len(draft))
             row.tokens += said[: right + 1]
+            row.computed = len(row.prompt) + len(row.tokens) - 1
 
     def joined(self, name: str) -> None:
         raise NotImplementedError
@@ -139,7 +135,8 @@ class RunnerV2(Runner):
 
 
 class RunnerV1(Runner):
-    """Runner whose `positions` and `query_start_loc` cover all tokens of a pass. Each context is computed whole."""
+    """Runner whose `positions` and `query_start_loc` cover the tokens of a pass: those that earlier passes did not
+    compute."""
 
     def __init__(self, target: Decoder, slots: int, seed: int = 0) -> None:
         super().__init__(target, slots, seed)
@@ -157,6 +154,7 @@ class RunnerV1(Runner):
 
     def joined(self, name: str) -> None:
         row = self.live[name]
+        row.computed = 0
         self.requests[name] = SimpleNamespace(prompt_token_ids=row.prompt, sampling_params=row.params)
 
     def remove(self, name: str) -> list[int]:
@@ -167,44 +165,23 @@ class RunnerV1(Runner):
         return logits
 
     def sample(self, names: list[str], drafts: list[list[int]], logits: torch.Tensor, contexts: Any) -> torch.Tensor:
-        fed = [[*self.live[n].prompt, *self.live[n].tokens, *draft] for n, draft in zip(names, drafts, strict=True)]
-        ends = torch.tensor([len(tokens) for tokens in fed]).cumsum(0)
-        self.input_batch = SimpleNamespace(req_ids=names)
-        self.positions = torch.cat([torch.arange(len(tokens)) for tokens in fed])
-        self.query_start_loc = SimpleNamespace(gpu=torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]))
+        rows = [self.live[name] for name in names]
+        known = [len(row.prompt) + len(row.tokens) for row in rows]
+        new = [(row.computed, end + len(draft)) for row, end, draft in zip(rows, known, drafts, strict=True)]
+        ends = torch.tensor([end - start for start, end in new]).cumsum(0)
+        self.input_batch = SimpleNamespace(
+            req_ids=names, num_computed_tokens_cpu=np.array([row.computed for row in rows])
+        )
+        self.positions = torch.cat([torch.arange(start, end) for start, end in new])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
+        self.query_start_loc = SimpleNamespace(gpu=starts, np=starts.numpy())
         metadata = None
         if any(drafts):
             counts = [len(draft) for draft in drafts]
-            rows = [end - count - 1 + i for end, count in zip(ends, counts, strict=True) for i in range(count + 1)]
-            metadata = SimpleNamespace(num_draft_tokens=counts, logits_indices=torch.stack(rows))
+            of = [end - count - 1 + i for end, count in zip(ends, counts, strict=True) for i in range(count + 1)]
+            metadata = SimpleNamespace(num_draft_tokens=counts, logits_indices=torch.stack(of))
+        self.metadata = metadata
         return self._sample(logits, metadata)
-
-
-class EagleProposer:
-    """Perfect learned drafter, whose logits are the target's. It works step by step like
-    vllm.v1.spec_decode.llm_base_proposer. Its entry p, with the token after it, predicts token p + 2."""
-
-    def __init__(self, target: Decoder, depth: int) -> None:
-        self.target, self.depth, self.vllm_config = target, depth, None
-        self.model = SimpleNamespace(tensors={}, compute_logits=lambda hidden: hidden)
-        self.positions = torch.zeros(0, dtype=torch.int64)
-
-    def set_inputs_first_pass(self, positions: torch.Tensor, last: torch.Tensor) -> tuple[int, torch.Tensor, None]:
-        self.positions = positions
-        return len(positions), last, None
-
-    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.model.compute_logits(hidden_states).argmax(dim=-1)
-
-    @torch.inference_mode()
-    def propose(self, contexts: list[list[int]]) -> list[list[int]]:
-        ends = [len(context) - 2 for context in contexts]
-        positions = torch.cat([torch.arange(end + 1) for end in ends])
-        self.set_inputs_first_pass(positions, torch.tensor(ends).add(1).cumsum(0) - 1)
-        for _ in range(self.depth):
-            drafted = self._greedy_sample(last_logits(self.target, contexts)).tolist()
-            contexts = [[*context, token] for context, token in zip(contexts, drafted, strict=True)]
-        return [context[-self.depth :] for context in contexts]
 
 
 class LLM:
@@ -219,20 +196,14 @@ class LLM:
         self.end_token = read_config(arguments["model"]).eos_token_id
         self.runner.drafter = self._drafter(arguments["speculative_config"])
         self.worker = WorkerExtension()
+        self.worker.rank = 0
         self.worker.model_runner = self.runner
         self.drafts_of: dict[str, list[int]] = {}
         self.cached_by = self.runner.target.version  # weights that prefixes in the cache are of
         self.asleep, self.scheduler_knows_ends = False, True
 
     def _drafter(self, speculative: dict[str, Any] | None) -> Any:
-        if speculative and speculative["method"] == "custom_class":
-            widest = SimpleNamespace(num_speculative_tokens=speculative["num_speculative_tokens"])
-            return LookAheadProposer(
-                SimpleNamespace(speculative_config=widest, model_config=SimpleNamespace(max_model_len=self.longest))
-            )
-        if speculative and speculative["method"] == "eagle":
-            return EagleProposer(self.runner.target, speculative["num_speculative_tokens"])
-        return None
+        return Proposer(None) if speculative else None
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
@@ -291,7 +262,8 @@ class LLM:
             ended = stop is not None or len(row.tokens) == row.params.max_tokens
             tokens = [SimpleNamespace(token_ids=news)]
             outputs.append(SimpleNamespace(request_id=name, outputs=tokens, finished=ended, num_cached_tokens=0))
-        self._propose(before)
+        if self.runner.drafter:
+            self._propose(before)
         for output in outputs:
             if output.finished:
                 self.runner.remove(output.request_id)
@@ -299,19 +271,21 @@ class LLM:
         return outputs
 
     def _propose(self, before: dict[str, int]) -> None:
-        rows = [self.runner.live[name] for name in self.runner.input_batch.req_ids]
-        if isinstance(self.runner.drafter, EagleProposer):
-            drafts = self.runner.drafter.propose([[*row.prompt, *row.tokens] for row in rows])
-            self.drafts_of = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
-        if not isinstance(self.runner.drafter, LookAheadProposer):
-            return
-        tokens = np.zeros((len(rows), self.longest), dtype=np.int32)
-        counts = np.array([len(row.prompt) + len(row.tokens) for row in rows])
-        for place, row in enumerate(rows):
-            tokens[place, : counts[place]] = [*row.prompt, *row.tokens]
-        sampled = [row.tokens[before[name] :] for name, row in zip(self.runner.input_batch.req_ids, rows, strict=True)]
-        drafts = self.runner.drafter.propose(sampled, counts, tokens)
-        self.drafts_of = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
+        runner = self.runner
+        rows = [runner.live[name] for name in runner.input_batch.req_ids]
+        fed = [[*row.prompt, *row.tokens] for row in rows]
+        starts = runner.input_batch.num_computed_tokens_cpu.tolist()
+        counts = runner.query_start_loc.np[1:] - runner.query_start_loc.np[:-1]
+        hidden = [
+            causal_hidden(runner.target, torch.tensor([tokens + [0] * count]))[0, start : start + count]
+            for tokens, start, count in zip(fed, starts, counts.tolist(), strict=True)
+        ]  # those of rejected draft tokens are of others
+        sampled = [row.tokens[before[name] :] for name, row in zip(runner.input_batch.req_ids, rows, strict=True)]
+        drafts = runner.propose_draft_token_ids(
+            None, sampled, None, torch.cat(hidden), None, None, runner.metadata, None, None
+        )
+        self.drafts_of = dict(zip(runner.input_batch.req_ids, drafts, strict=True))
+        assert max(map(len, drafts)) <= self.arguments["speculative_config"]["num_speculative_tokens"]
 
 
 def by_vllm(config: Config) -> Config:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.build import backend_of, open_target, open_workplace, settled, starting_drafter, steps_ahead
+from tlt.build import open_target, open_workplace, settled, starting_drafter, steps_ahead
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
@@ -37,19 +37,9 @@ def by_vllm(home: Path, workers: int, train: Any = None, **speculation: Any) -> 
     return settled(tiny_config(home, model={"dtype": "float32"}, engine=engine, train=train or {}, **named))
 
 
-@pytest.mark.parametrize(
-    ("workers", "speculation", "expected"),
-    [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "off"), (1, {}, "off"), (1, {"path": "folder"}, "eagle")],
-)
-def test_adaptive_in_vllm_looks_ahead(workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    """Look-ahead needs idle workers. Without them nothing would draft."""
-    assert by_vllm(tmp_path, workers, **speculation).speculation.drafter == expected
-
-
 def test_notes_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They name a drafter that look-ahead leaves out, workers that share a CPU, and an untested family."""
-    assert "look-ahead, with vLLM (folder is not used" in about_model(by_vllm(tmp_path, 2, path="folder"))
-    assert "not used" not in about_model(by_vllm(tmp_path, 2))
+    """They name the drafter, workers that share a CPU, and an untested family."""
+    assert "adaptive with folder, with vLLM" in about_model(by_vllm(tmp_path, 2, path="folder"))
     for workers, address, is_said in [(2, None, True), (1, None, False), (2, "auto", False)]:
         about = about_model(tiny_config(tmp_path, cluster={"workers": workers, "address": address}))
         assert ("one worker with all cores may be faster" in about) == is_said
@@ -76,13 +66,6 @@ def test_the_tuner_knows_that_random_weights_are_never_right(tmp_path: Path) -> 
     tuner = make_tuner(config.speculation, target, drafters)
     assert isinstance(tuner, Adaptive)
     assert tuner.seen.priors == {"eagle": 0.0}
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_sharded_policy_trains_no_drafter_of_vllm(shard: bool, tmp_path: Path) -> None:
-    """It cannot compute the hidden states that vLLM does not return."""
-    config = by_vllm(tmp_path, 2, {"shard": shard}, drafter="eagle", path="folder")
-    assert backend_of(config.engine).trains_drafter(config) != shard
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])

@@ -149,17 +149,6 @@ def test_a_learned_drafter_that_would_not_be_used_is_refused(drafter: str) -> No
     assert parse_section(SpeculationConfig, {"drafter": drafter}, "recipe").path is None
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["suffix --cluster.workers 2", "adaptive --speculation.look_ahead 0 --cluster.workers 2", "adaptive"],
-)
-def test_a_comparison_with_a_vllm_that_always_drafts_is_refused(words: str, recipe: Path) -> None:
-    common = ["--engine.backend=vllm", "--run.compare_every=2", "--model.dtype=float32", "--speculation.drafter"]
-    assert load_config(recipe, [*common, "adaptive", "--cluster.workers", "2"]).looks_ahead_in_vllm
-    with pytest.raises(ConfigError, match=r"would need a second vLLM: .* run\.compare_every = 0"):
-        load_config(recipe, [*common, *words.split()])
-
-
 def test_arguments_for_vllm_are_refused_with_another_backend(recipe: Path) -> None:
     given = ["--engine.vllm.enforce_eager", "true", "--model.dtype", "float32"]
     assert load_config(recipe, [*given, "--engine.backend", "vllm"]).engine.vllm == {"enforce_eager": True}

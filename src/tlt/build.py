@@ -16,7 +16,7 @@ from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
-from tlt.draft.features import Harvest, Transcript
+from tlt.draft.features import Harvest
 from tlt.engine.protocol import Backend, RolloutEngine, Target
 from tlt.environments.tools import with_tools
 from tlt.models.choose import load_target
@@ -67,7 +67,7 @@ def open_engine(
     config: Config,
     target: Target,
     layer: EagleLayer | None = None,
-    on_harvest: Callable[[Harvest | Transcript], None] | None = None,
+    on_harvest: Callable[[Harvest], None] | None = None,
     tracer: Tracer | None = None,
     detokenize: Detokenizer | None = None,
 ) -> RolloutEngine:
@@ -82,7 +82,7 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     from `speculation.path`. Without a path its weights are random, and the same on all workers."""
     speculation = config.speculation
     trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
-    if not may_be_learned(speculation.drafter) or not trains or not backend_of(config.engine).trains_drafter(config):
+    if not may_be_learned(speculation.drafter) or not trains:
         return None
     if speculation.path:
         return load_drafter(speculation.path, target)
@@ -136,12 +136,9 @@ def open_workplace(config: Config) -> Workplace:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with the speculation that this machine and the backend allow.
-
-    `speculation.look_ahead` becomes 0 if workers share CPU cores. With vLLM and
-    without look-ahead, `speculation.drafter = "adaptive"` becomes `eagle` if there is a `speculation.path`, else
-    `off`."""
+    """Return the configuration with the speculation that this machine allows. `speculation.look_ahead` becomes 0 if
+    workers share CPU cores."""
     if share_cores(config):
         speculation = config.speculation.model_copy(update={"look_ahead": 0})
         config = config.model_copy(update={"speculation": speculation})
-    return config.model_copy(update={"speculation": backend_of(config.engine).settled(config)})
+    return config

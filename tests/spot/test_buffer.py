@@ -124,35 +124,3 @@ def test_a_sample_is_of_one_version() -> None:
     drawn = [{item.target_version for item in buffer.sample(40, random.Random(seed))} for seed in range(50)]
     assert {len(versions) for versions in drawn} == {1}
     assert set.union(*drawn) == {0, 1}
-
-
-def test_late_responses_replace_the_oldest() -> None:
-    buffer = HarvestBuffer(40, steps=2)
-    for past in (True, False):
-        buffer.add_late(harvest(0, 5), past)
-    assert not buffer.items, "there was no rollout before"
-    for version in range(2):
-        buffer.add(harvest(0, 5)._replace(target_version=version))
-        buffer.rollout_ended()
-    for length in (1, 5, 5, 3):
-        buffer.add_late(harvest(9, length)._replace(target_version=2), past=True)
-    assert [(item.target_version, len(item.tokens)) for item in buffer.past] == [(2, 5), (2, 5), (2, 3)]
-    assert [item.target_version for item in buffer.latest] == [1]
-    assert (buffer.past_tokens, buffer.tokens) == (13, 18)
-    for _ in range(3):
-        buffer.add(harvest(0, 7)._replace(target_version=3))
-    buffer.add_late(harvest(9, 19)._replace(target_version=2), past=False)
-    assert [len(item.tokens) for item in buffer.latest] == [19]
-    assert not buffer.past
-    assert buffer.tokens == 40, "the rollout under way stays what it is"
-
-
-def test_late_responses_replace_items_that_end_early() -> None:
-    buffer = HarvestBuffer(44, steps=2)
-    for start in (0, 20):
-        buffer.add(harvest(start, 5))
-    buffer.rollout_ended()
-    buffer.rollout_ended()
-    for start in (10, 30):
-        buffer.add_late(harvest(start, 8), past=True)
-    assert sorted(item.start for item in buffer.past) == [10, 20, 30]

@@ -93,7 +93,7 @@ def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[
             now = [*before, *runner.live[name].tokens][: request.sampling.max_new_tokens]
             ended = len(now) == request.sampling.max_new_tokens
             if ended or rng.random() < 0.1:
-                logprobs = logprobs + table.take({int(name): (len(before), len(now))})[int(name)].logprobs
+                logprobs = logprobs + table.take({int(name): (len(before), len(now))})[int(name)]
                 runner.remove(name)
                 del had[name]
                 if not ended:
@@ -146,7 +146,7 @@ def table_of(*draws: Draw, slots: int = 1) -> NoiseTable:
 def test_a_request_that_never_ran_has_drawn_nothing() -> None:
     """vLLM still had it queued when it was cancelled."""
     drawn = table_of().take({7: (4, 4)})
-    assert (drawn[7].logprobs, drawn[7].drafted) == ([], 0)
+    assert drawn[7] == []
 
 
 def test_a_preempted_request_keeps_its_recorded_draws() -> None:
@@ -156,7 +156,6 @@ def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     table.add(1, Draw(2, 5, 2, 1.0, 0, 1.0), 6)
     table.apply(logits.clone(), torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3]))
     table.add(0, draw, 6)
-    table.drafted(0, 3)
     table.apply(logits[:2].clone(), torch.tensor([0, 0]), torch.tensor([1, 2]))
     table.leave(0)
     table.add(0, Draw(3, 7, 2, 1.0, 0, 1.0), 6)
@@ -166,8 +165,7 @@ def test_a_preempted_request_keeps_its_recorded_draws() -> None:
     found = table.take({1: (0, 3)})[1]
     expected = table_of(draw)
     expected.apply(logits.clone(), torch.tensor([0, 0, 0]), torch.tensor([1, 2, 3]))
-    assert found.logprobs == expected.take({1: (0, 3)})[1].logprobs
-    assert (found.drafted, found.drafts) == (3, 1), "tokens, in one pass"
+    assert found == expected.take({1: (0, 3)})[1]
 
 
 def test_a_preempted_request_of_runner_v1_keeps_its_slot(target: Any, tested_version: None) -> None:
@@ -187,7 +185,7 @@ def test_a_preempted_request_of_runner_v1_keeps_its_slot(target: Any, tested_ver
     for _ in range(11):
         runner.step({})
     assert preempted.tokens == said[asked[0].seed].token_ids
-    logprobs = [logprob for logprob, _ in table.take({0: (0, 12)})[0].logprobs]
+    logprobs = [logprob for logprob, _ in table.take({0: (0, 12)})[0]]
     torch.testing.assert_close(logprobs, said[asked[0].seed].logprobs, atol=1e-6, rtol=1e-6)
 
 
@@ -212,7 +210,7 @@ def test_a_continued_response_has_room(version: int, target: Any, processor: typ
     runner.add("0", asked, params_of(asked, 0, had=300), [1] * 300)
     for _ in range(2):
         runner.step({})
-    logprobs = [logprob for logprob, _ in table.take({0: (300, 302)})[0].logprobs]
+    logprobs = [logprob for logprob, _ in table.take({0: (300, 302)})[0]]
     assert [logprob < 0 for logprob in logprobs] == [True, True]
 
 

@@ -104,7 +104,9 @@ def test_a_tied_embedding_may_have_another_name() -> None:
         collective_rpc=lambda name, args: loaded.append(args[0].keys()), reset_prefix_cache=lambda **_: None
     )
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9)
-    stub: Any = SimpleNamespace(options=SimpleNamespace(tied=True), _config=config, parallel=False, llm=llm)
+    stub: Any = SimpleNamespace(
+        options=SimpleNamespace(tied=True), _config=config, parallel=False, drafts=False, llm=llm
+    )
     target.VllmTarget.load(stub, {"transformer.wte.weight": torch.zeros(9, 8)}, 3)
     assert (loaded, stub.version) == ([{"transformer.wte.weight"}], 3)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ from test_vllm_engine import engines, weights_of
 
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Prompt, Request, Row, SamplingParams
-from tlt.vllm.engine import VllmEngine
-from tlt.vllm.look_ahead import LookAheadProposer, chains_for
-from tlt.vllm.noise import Draw
+from tlt.vllm.engine import VllmEngine, _chains
 
 VOCAB = 9
 PROMPT = (1, 2, 3)
@@ -35,7 +32,7 @@ class TestWhatTravelsWithARequest:
     def chains(self, *known: Ahead) -> list[list[int]]:
         store = AheadStore(100)
         store.put(known)
-        return [np.frombuffer(c, dtype=np.int32).tolist() for c in chains_for(store, Row(request(1)), VOCAB)]
+        return [np.frombuffer(c, dtype=np.int32).tolist() for c in _chains(store, Row(request(1)), VOCAB)]
 
     def test_a_draft_is_the_own_response_and_then_that_of_a_sibling(self) -> None:
         assert self.chains(saved(2, 4, 5), saved(1, 6, 7)) == [[6, 7], [4, 5]]
@@ -46,35 +43,6 @@ class TestWhatTravelsWithARequest:
         assert self.chains(saved(2, 4, 5)) == []
         assert self.chains(saved(1, 4, foreign)) == []
         assert self.chains(saved(1, 4, 5), saved(2, foreign)) == []
-
-
-class TestTheProposer:
-    @pytest.fixture
-    def proposer(self) -> LookAheadProposer:
-        options, model = SimpleNamespace(num_speculative_tokens=4), SimpleNamespace(max_model_len=64)
-        found = LookAheadProposer(SimpleNamespace(speculative_config=options, model_config=model))
-        found.runner = SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[]))
-        return found
-
-    def add(self, proposer: LookAheadProposer, name: str) -> None:
-        extra = Draw(0, 1, 3, 1.0, 0, 1.0).as_extra([np.arange(8, dtype=np.int32).tobytes()])
-        params = SimpleNamespace(max_tokens=20, extra_args=extra)
-        proposer.runner.requests[name] = SimpleNamespace(prompt_token_ids=list(PROMPT), sampling_params=params)
-        proposer.runner.input_batch.req_ids = list(proposer.runner.requests)
-
-    def test_a_row_with_an_unfinished_prompt_gets_no_draft(self, proposer: LookAheadProposer) -> None:
-        """vLLM continues with the prompt."""
-        self.add(proposer, "a")
-        tokens = np.array([[*PROMPT, 0, 1]], dtype=np.int32)
-        assert proposer.propose([[]], np.array([3]), tokens) == [[]]
-        assert proposer.propose([[0]], np.array([4]), tokens) == [[1, 2, 3, 4]]
-
-    def test_rows_that_left_are_dropped(self, proposer: LookAheadProposer) -> None:
-        for number in range(20):
-            self.add(proposer, str(number))
-            proposer.propose([[0]], np.array([4]), np.array([[*PROMPT, 0]], dtype=np.int32))
-            proposer.runner.requests.clear()
-        assert len(proposer._rows) <= 3
 
 
 def test_an_unfinished_draft_of_an_older_target_is_continued(tmp_path: Path) -> None:

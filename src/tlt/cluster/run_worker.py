@@ -73,7 +73,7 @@ class RunWorker(Worker):
         """Return worker `index` of a run. `folder`: folder of the policy to start from."""
         target, policy = open_target(config, None), make_policy(config, folder)
         take_weights(target, policy, version=0)
-        return cls(config, *decoding_parts(config, target, policy, index), policy, meets, join)
+        return cls(config, *decoding_parts(config, target, index), policy, meets, join)
 
     # -- update --------------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,10 @@ from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine, Target
 from tlt.metrics import peak_memory
-from tlt.rl.policy import Policy
-from tlt.rl.teacher import spot_trainer
 from tlt.spelling import Detokenizer
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, SpotReport
+from tlt.spot.spot import SpotTrainer
 from tlt.spot.spot_worker import SpotWorker
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row
@@ -193,15 +192,15 @@ class Worker:
 def decoding_parts(
     config: Config,
     target: Target,
-    policy: Policy | None = None,
     index: int = 0,
     detokenize: Detokenizer | None = None,
 ) -> tuple[RolloutEngine, SpotWorker]:
-    """Return an engine that decodes with `target`, and the training of its drafter. The target has its weights, which
-    are those of the `policy`, if it is known. `index`: index of the worker, which is added to the seed of the training.
+    """Return an engine that decodes with `target`, and the training of its drafter. The target has its weights.
+    `index`: index of the worker, which is added to the seed of the training.
     `detokenize`: detokenizer of the target (default: that of the recipe's model)."""
     layer = starting_drafter(config, target.options)
-    trainer = spot_trainer(layer, target, policy, config, index) if layer else None
+    training, seed = config.speculation.training, config.run.seed + index
+    trainer = SpotTrainer(layer, target.teacher, training, seed) if layer else None
     spot = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
     engine = open_engine(config, target, layer, spot.harvest if layer else None, Tracer(), detokenize)
     return engine, spot

@@ -50,13 +50,6 @@ def _for_vllm(config: Config) -> None:
             f"model.device = {config.model.device!r}, but vLLM uses the first visible device: set it to "
             f"'{config.model.device.partition(':')[0]}', and CUDA_VISIBLE_DEVICES to the device"
         )
-    if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
-        raise ValueError(
-            "with engine.backend = 'vllm', comparisons with plain decoding (run.compare_every, tlt estimate) work only "
-            "without a drafter or with look-ahead, because another drafter would need a second vLLM: set "
-            "speculation.drafter = 'adaptive' with speculation.look_ahead and cluster.workers above 1, or "
-            "speculation.drafter = 'off', or train with run.compare_every = 0"
-        )
 
 
 def _cluster(config: Config) -> None:

@@ -244,12 +244,6 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
 
-    @property
-    def looks_ahead_in_vllm(self) -> bool:
-        """Whether speculation.drafter = 'adaptive' decodes look-ahead drafts with vLLM. This needs several workers,
-        because a single worker is never idle."""
-        return self.speculation.drafter == "adaptive" and self.speculation.look_ahead > 0 and self.cluster.workers > 1
-
     @model_validator(mode="after")
     def _possible(self) -> Config:
         for refuse in RULES:

@@ -68,16 +68,6 @@ class Harvest(NamedTuple):
         return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
 
 
-class Transcript(NamedTuple):
-    """Response without hidden states, from an engine that does not return them. `spot` computes them later."""
-
-    prompt_length: int
-    tokens: tuple[int, ...]
-    """tokens of the prompt, then of the response"""
-    first: int = 0
-    """position of the first entry to train on; earlier positions belong to earlier turns of the episode"""
-
-
 class FeatureWindow:
     """Per-row store of hidden states. Entry p of a row has the hidden states of its token p, and the id of token p + 1.
     Entries [first, length) exist; the last `window` of them are used.

@@ -22,18 +22,13 @@ from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores, torch_device
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
+from tlt.types import MAX_DRAFT_TOKENS
 
 
 class OwnBackend:
     """Backend for tlt's own engine."""
 
     start_note = ""
-
-    def settled(self, config: Config) -> SpeculationConfig:
-        return config.speculation
-
-    def trains_drafter(self, config: Config) -> bool:
-        return True
 
     def open_target(self, config: Config, folder: str | Path | None) -> Decoder:
         return load_target(config.model, folder) if folder else make_target(config.model)
@@ -102,12 +97,16 @@ def make_engine(
     )
 
 
-def make_tuner(config: SpeculationConfig, target: Decoder, drafters: Iterable[Drafter]) -> Tuner:
-    """Return the tuner of a recipe's engine, which has these drafters."""
+def make_tuner(
+    config: SpeculationConfig, target: Decoder, drafters: Iterable[Drafter], widest: int = MAX_DRAFT_TOKENS
+) -> Tuner:
+    """Return the tuner of a recipe's engine, which has these drafters. `widest`: largest number of draft tokens of a
+    row in a pass."""
     if config.drafter == "off":
         return Fixed(PLAIN)
     if config.drafter != "adaptive":
         return Fixed(Strategy(config.drafter, config.depth, DRAFTERS[config.drafter].min_chance))
     rates = {drafter.name: drafter.acceptance_rate for drafter in drafters}
     known = {name: rate for name, rate in rates.items() if rate is not None}
-    return Adaptive(with_ahead(strategies(rates)), known, padded=target.device.type != "cpu")
+    arms = [arm for arm in with_ahead(strategies(rates)) if arm.new <= 1 + widest]
+    return Adaptive(arms, known, padded=target.device.type != "cpu")

@@ -14,7 +14,7 @@ from tlt.draft.chains import Draft
 from tlt.draft.drafter import CacheDrafter, Drafter
 from tlt.draft.features import FeatureView
 from tlt.engine.kv_cache import KVCache
-from tlt.types import Request, Row
+from tlt.types import Request, RolloutStats, Row
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,9 +53,10 @@ class AcceptanceRate:
 
 class Drafters:
     """All drafters of the engine, as one `RowStore`. A drafter that raises an exception is dropped. Every drafter gets
-    the tokens of all active rows, because any drafter may be used in the next round."""
+    the tokens of all active rows, because any drafter may be used in the next round. `cache` is None if the engine's
+    keys and values are not tlt's."""
 
-    def __init__(self, drafters: Iterable[Drafter], cache: KVCache) -> None:
+    def __init__(self, drafters: Iterable[Drafter], cache: KVCache | None) -> None:
         self.cache = cache
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.acceptance_rates = {name: AcceptanceRate(drafter.acceptance_rate) for name, drafter in self.usable.items()}
@@ -67,7 +68,7 @@ class Drafters:
         self._call_all(lambda drafter: self._begin(drafter, view), "begin")
 
     def _begin(self, drafter: Drafter, view: FeatureView | None) -> None:
-        if isinstance(drafter, CacheDrafter):
+        if self.cache and isinstance(drafter, CacheDrafter):
             drafter.attach(self.cache)
         drafter.begin(view)
 
@@ -108,9 +109,16 @@ class Drafters:
         """Return the result of `call`, in which the drafter drafts. If `call` raises, drop the drafter, set the keys
         and values of its draft tokens to zero, and return None."""
         drafted = self.guard(name, call, "propose")
-        if drafted is None:
+        if drafted is None and self.cache:
             self.cache.wipe_drafts()  # values that it wrote to the cache may not be finite
         return drafted
+
+    def report(self, stats: RolloutStats) -> None:
+        """Put failures and acceptance rates into the counters of a rollout."""
+        watched = self.acceptance_rates
+        stats.drafter_failures = self.failures
+        stats.acceptance_rate = {name: seen.now for name, seen in watched.items() if seen.last}
+        stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
         """Return the result of `call`, which uses the drafter `name`. If `call` raises, drop the drafter and return

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
+from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft, Roots, draft_chains
 from tlt.engine.drafters import Drafters
-from tlt.engine.noise import DraftNoise
+from tlt.engine.noise import DraftNoise, NoiseWindow
+from tlt.engine.rows import RowTable
 from tlt.engine.runner import most_new
-from tlt.engine.state import RolloutState, Round
+from tlt.engine.state import Round
+from tlt.models.decoder import Decoder
 
 
-def draft_rows(now: Round, rollout: RolloutState, drafters: Drafters) -> list[Draft]:
+class Drafted(Protocol):
+    """Rows that get drafts, with their noise and their positions in look-ahead drafts."""
+
+    @property
+    def rows(self) -> RowTable: ...
+    @property
+    def noise(self) -> NoiseWindow: ...
+    @property
+    def ahead(self) -> LookAhead: ...
+    @property
+    def target(self) -> Decoder: ...
+
+
+def draft_rows(now: Round, rollout: Drafted, drafters: Drafters) -> list[Draft]:
     """Return a draft for each row, from its look-ahead draft if it has one, else from the strategy's drafter."""
     offers = look_ahead_offers(rollout) if now.strategy.ahead else [0] * len(now.rows)
     chains = rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
@@ -21,18 +38,18 @@ def draft_rows(now: Round, rollout: RolloutState, drafters: Drafters) -> list[Dr
     return [Draft(chain, ahead=True) if chain else draft for chain, draft in zip(chains, drafted, strict=True)]
 
 
-def look_ahead_offers(rollout: RolloutState) -> list[int]:
+def look_ahead_offers(rollout: Drafted) -> list[int]:
     """Return for each row the number of look-ahead tokens that it can propose in this round."""
-    rows, vocab_size = rollout.rows, rollout.runner.target.options.vocab_size
+    rows, vocab_size = rollout.rows, rollout.target.options.vocab_size
     longest = min(rollout.noise.width, most_new(len(rows), vocab_size)) - 1
     offers = zip(rows, rollout.ahead.offers(), strict=True)
     return [min(offer, longest, row.room - 1) if row.finite else 0 for row, offer in offers]
 
 
-def _by_drafter(now: Round, rollout: RolloutState, drafters: Drafters, chains: Sequence[Sequence[int]]) -> list[Draft]:
+def _by_drafter(now: Round, rollout: Drafted, drafters: Drafters, chains: Sequence[Sequence[int]]) -> list[Draft]:
     """Return a draft for each row. A row gets draft tokens only if it has no look-ahead chain and the target's outputs
     for it were finite so far."""
-    strategy, target = now.strategy, rollout.runner.target
+    strategy, target = now.strategy, rollout.target
     drafter = drafters.usable.get(strategy.drafter)
     if drafter is None:
         return now.no_drafts()

@@ -279,7 +279,7 @@ class Engine(Generates):
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _count(self, strategy: Strategy, clock: Clock) -> None:
-        stats, watched = self.stats, self.drafters.acceptance_rates
+        stats = self.stats
         if clock.for_coming_steps:
             stats.seconds["ahead"] += sum(clock.seconds.values())
         else:
@@ -287,9 +287,7 @@ class Engine(Generates):
             stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
             for phase, seconds in clock.seconds.items():
                 stats.seconds[phase] += seconds
-        stats.drafter_failures = self.drafters.failures
-        stats.acceptance_rate = {name: seen.now for name, seen in watched.items() if seen.last}
-        stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
+        self.drafters.report(stats)
 
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:

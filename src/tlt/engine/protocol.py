@@ -13,8 +13,9 @@ from torch import Tensor
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import Harvest, Transcript
+from tlt.draft.features import Harvest
 from tlt.engine.tuner import Tuner
+from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
@@ -32,6 +33,11 @@ class Target(Protocol):
     @property
     def longest(self) -> int:
         """Largest number of tokens of a prompt with its response."""
+        ...
+
+    @property
+    def teacher(self) -> Decoder:
+        """Embedding, head and rotary table of the model. The learned drafter and its training read them."""
         ...
 
     def text_logits(self, tokens: Tensor, with_drafts: bool, /) -> Tensor:
@@ -129,14 +135,6 @@ class Backend(Protocol):
     start_note: str
     """note for users if engines of this backend take long to start, else an empty text"""
 
-    def settled(self, config: Config) -> SpeculationConfig:
-        """Return the speculation settings that this backend uses for a recipe."""
-        ...
-
-    def trains_drafter(self, config: Config) -> bool:
-        """Return whether this backend can train the learned drafter during a run."""
-        ...
-
     def open_target(self, config: Config, folder: str | Path | None) -> Target:
         """Return a target with the weights in `folder`. If `folder` is None, return a target for training, whose
         weights are loaded later. Raises ModelError."""
@@ -148,7 +146,7 @@ class Backend(Protocol):
         target: Target,
         detokenize: Detokenizer,
         layer: EagleLayer | None,
-        on_harvest: Callable[[Harvest | Transcript], None] | None,
+        on_harvest: Callable[[Harvest], None] | None,
         tracer: Tracer,
     ) -> RolloutEngine:
         """Return an engine for a training run. `target` comes from `open_target`. `layer` is the learned drafter to

@@ -20,6 +20,7 @@ from tlt.engine.runner import Runner
 from tlt.engine.sampling_table import BatchSampling, SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.turns import TurnStore
+from tlt.models.decoder import Decoder
 from tlt.types import RolloutStats, Row
 
 
@@ -40,6 +41,10 @@ class RolloutState:
     stats: RolloutStats
     version: int
     """target version, the same for all tokens of a rollout"""
+
+    @property
+    def target(self) -> Decoder:
+        return self.runner.target
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,10 @@ class Decoder:
     def longest(self) -> int:
         return self.options.max_positions
 
+    @property
+    def teacher(self) -> Decoder:
+        return self
+
     def text_logits(self, tokens: Tensor, with_drafts: bool = False) -> Tensor:
         """Decode a text [N] as the engine does, and return the logits at each token [N, V].
 

@@ -62,22 +62,6 @@ class HarvestBuffer:
         while self.tokens > self.max_tokens and len(self.now) > 1:
             self.tokens -= len(self.now.popleft().tokens)
 
-    def add_late(self, harvest: Harvest, past: bool) -> None:
-        """Add an item whose hidden states were computed after the end of its rollout. Its rollout is the last finished
-        one, or the one before it if `past`. If there is no room, drop items of the oldest rollout, first those that end
-        earliest in their sequences."""
-        place = -2 if past else -1
-        if harvest.drafted == 0 or len(self.whole) < -place:
-            return
-        self.whole[place].append(harvest)
-        self.tokens += len(harvest.tokens)
-        while len(kept := [*self.past, *self.latest]) > 1:
-            if sum(len(item.tokens) for item in kept) <= _WHOLE * self.max_tokens:
-                break
-            oldest = next(step for step in self.whole if step)
-            first = min(range(len(oldest)), key=lambda i: oldest[i].end)
-            self.tokens -= len(oldest.pop(first).tokens)
-
     def rollout_ended(self) -> None:
         """Make the current rollout the last finished one. If there is no room, drop items that end early in their
         sequences."""

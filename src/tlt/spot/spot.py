@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import Harvest, Transcript
+from tlt.draft.features import Harvest
 from tlt.spot.buffer import HarvestBuffer, pieces
-from tlt.spot.recompute import Recompute
 from tlt.spot.saving import MEAN, TrainerState, weights_of
 from tlt.spot.schedule import RULE, Evaluation, SpotReport, sum_evaluations
 from tlt.spot.teacher import Teacher
@@ -44,18 +43,11 @@ class SpotTrainer:
 
     The learning rate is the configured one times the fraction of a chain's draft tokens that are rejected. So it falls
     as the drafter learns, and rises when the target changes. It never reaches zero, so the weights stay noisy.
-    Therefore their running mean is published. `recompute` is given if the engine returns no hidden states.
+    Therefore their running mean is published.
     """
 
-    def __init__(
-        self,
-        layer: EagleLayer,
-        target: Teacher,
-        config: DrafterTrainConfig,
-        seed: int = 0,
-        recompute: Recompute | None = None,
-    ) -> None:
-        self.target, self.config, self.recompute = target, config, recompute
+    def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
+        self.target, self.config = target, config
         self.trainer = DrafterTrainer(copy.deepcopy(layer), target, config, seed)
         self.in_use, self.candidate = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
@@ -69,21 +61,15 @@ class SpotTrainer:
 
     # -- training data -------------------------------------------------------------------------------------------------
 
-    def harvest(self, item: Harvest | Transcript) -> None:
+    def harvest(self, item: Harvest) -> None:
         """Add an item of training data. The engine calls this method as its `on_harvest`."""
-        if isinstance(item, Transcript):
-            assert self.recompute, "responses without hidden states need `recompute`"
-            self.recompute.add(item)
-        else:
-            self.buffer.add(item)
+        self.buffer.add(item)
 
     def rollout_ended(self) -> None:
         """Record that the current rollout's data are complete, so drafters may be evaluated on them. If nobody calls
         this, `target_moved` does."""
         if not self._is_whole:
             self._is_whole = True
-            if self.recompute:
-                self.recompute.rollout_ended()
             self.buffer.rollout_ended()
 
     def target_moved(self) -> None:
@@ -97,30 +83,25 @@ class SpotTrainer:
         learning rate, with only the first draft token of each chain."""
         self._is_new_task = True
         self.buffer.forget()
-        if self.recompute:
-            self.recompute.forget()
 
     @property
     def ready(self) -> bool:
-        """Whether there are enough training data, including responses whose hidden states can be computed."""
-        waiting = self.recompute.tokens(past=True) if self.recompute else 0
-        return self.buffer.past_tokens + waiting >= self.enough
+        """Whether there are enough training data."""
+        return self.buffer.past_tokens >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
-        """Train for about `seconds`. If `ready` is False, return at once. Without `recompute`, at least one micro-batch
-        is trained. With `recompute` there may be none, because the seconds include the computation of hidden states. If
-        `stop` returns True, drop the current micro-batch and return."""
+        """Train for about `seconds`, at least one micro-batch. If `ready` is False, return at once. If `stop` returns
+        True, drop the current micro-batch and return."""
         began, report = time.perf_counter(), SpotReport()
-        while self.ready and (report.seconds < seconds or (report.micro_batches == 0 and not self.recompute)):
+        while self.ready and (report.seconds < seconds or report.micro_batches == 0):
             try:
-                self._recompute_one(stop)
-                trained = self._micro_batch(stop) if self.buffer.past_tokens >= self.enough else 0
+                trained = self._micro_batch(stop)
             except Interrupted:  # the dropped micro-batch took time too
                 return report._replace(seconds=time.perf_counter() - began)
             spent = time.perf_counter() - began
-            report = SpotReport(report.micro_batches + (trained > 0), report.tokens + trained, spent)
+            report = SpotReport(report.micro_batches + 1, report.tokens + trained, spent)
         return report
 
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
@@ -144,14 +125,6 @@ class SpotTrainer:
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, self.trainer.steps
         sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained, stop=stop)
-
-    def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
-        """Compute the hidden states of one waiting response. It is from the rollout before the last finished one if
-        `past`, else from the last finished one. Return whether data were added. Raises Interrupted."""
-        found = self.recompute.take(past, stop) if self.recompute else []
-        for item in found:
-            self.buffer.add_late(item, past)
-        return bool(found)
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -200,9 +173,6 @@ class SpotTrainer:
         self.candidate.load_state_dict(self._weights())
         layers = [self.in_use, self.candidate]
         try:
-            while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
-                if not self._recompute_one(stop, past=False):
-                    break
             parts = list(bundles(self.held_out(), self.config.micro_batch_tokens))
             self.rng.shuffle(parts)  # so that interrupted calls do not all compare the same part
             for items in parts:

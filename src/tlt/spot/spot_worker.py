@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import Harvest, Transcript
+from tlt.draft.features import Harvest
 from tlt.spot.saving import TrainerState
 from tlt.spot.schedule import Evaluation, SpotReport
 from tlt.spot.spot import SpotTrainer
@@ -77,7 +77,7 @@ class SpotWorker(FaultBarrier):
     # -- training data -------------------------------------------------------------------------------------------------
 
     @contained(None)
-    def harvest(self, item: Harvest | Transcript) -> None:
+    def harvest(self, item: Harvest) -> None:
         """Add an item of training data. The engine calls this method as its `on_harvest`."""
         self._sound.harvest(item)
 

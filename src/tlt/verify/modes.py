@@ -70,29 +70,30 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy:
 
 
 def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy: Policy) -> dict[str, Rollout]:
-    """Return the modes of vLLM. Each has its own vLLM, except plain decoding by our own engine with `target`."""
-    spell = Detokenizer(tokenizer)
+    """Return the modes of vLLM, which share one vLLM, and plain decoding by our own engine with `target`."""
+    spell, speculation = Detokenizer(tokenizer), config.speculation
+    drafting = speculation.model_copy(update={"drafter": "adaptive"})
+    vllm = open_target(config.model_copy(update={"speculation": drafting}), config.model.path)
+    assert isinstance(vllm, VllmTarget), "engine.backend must be vllm"
+    layer = _learned_layer(config, target)
 
     def engine(drafter: str, store: AheadStore | None = None) -> VllmEngine:
-        speculation = config.speculation.model_copy(update={"drafter": drafter})
-        vllm = open_target(config.model_copy(update={"speculation": speculation}), config.model.path)
-        assert isinstance(vllm, VllmTarget), "engine.backend must be vllm"
-        return VllmEngine(vllm, config.engine, spell, store=store)
+        asked = speculation.model_copy(update={"drafter": drafter})
+        return VllmEngine(vllm, config.engine, spell, store=store, speculation=asked, layer=layer)
 
     def rollout(engine: RolloutEngine) -> ClusterRollout:
         return _rollout(engine, config, turns, policy)
 
     store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
-    found: dict[str, Rollout] = {
+    return {
         "vllm": rollout(engine("off")),
+        "vllm, suffix": rollout(engine("suffix")),
+        "vllm, learned": rollout(engine("eagle")),
+        "vllm, adaptive": rollout(engine("adaptive")),
         "vllm, look-ahead": LookAheadRollout(rollout(engine("adaptive", store)).coordinator, store, older),
+        # plain is last, because the next step starts from its state
+        "plain": rollout(Engine(target, config.engine, detokenize=spell)),
     }
-    if config.speculation.path:
-        found["vllm, learned"] = rollout(engine("eagle"))
-    # n-gram lookup is the last vLLM: it loads numba, and then no other vLLM starts in the same process
-    found["vllm, n-gram"] = rollout(engine("suffix"))
-    # plain is last, because the next step starts from its state
-    return found | {"plain": rollout(Engine(target, config.engine, detokenize=spell))}
 
 
 def _rollout(engine: RolloutEngine, config: Config, turns: Turns, policy: Policy) -> ClusterRollout:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import Transcript
+from tlt.draft.features import Harvest
 from tlt.engine.protocol import Target
 from tlt.models.choose import folder_weights
 from tlt.models.families import decoder_options, read_config
@@ -25,16 +25,6 @@ class VllmBackend:
     """Backend that decodes with vLLM (protocol `Backend` of `engine/protocol.py`)."""
 
     start_note = "starting vLLM, which takes one or two minutes"
-
-    def settled(self, config: Config) -> SpeculationConfig:
-        return config.speculation if config.looks_ahead_in_vllm else _without_look_ahead(config.speculation)
-
-    def trains_drafter(self, config: Config) -> bool:
-        """Return whether the recipe's drafter is the learned one and the policy can compute its training data.
-
-        vLLM returns no hidden states, so the policy computes them. A sharded policy cannot do that, because each of its
-        passes needs all of its members."""
-        return config.speculation.drafter == "eagle" and not config.train.shard
 
     def open_target(self, config: Config, folder: str | Path | None) -> VllmTarget:
         """Start vLLM with the weights in `folder`. If `folder` is None, as for training, start it with the weights of
@@ -52,12 +42,14 @@ class VllmBackend:
         target: Target,
         detokenize: Detokenizer,
         layer: EagleLayer | None,
-        on_harvest: Callable[[Transcript], None] | None,
+        on_harvest: Callable[[Harvest], None] | None,
         tracer: Tracer,
     ) -> VllmEngine:
-        """Return an engine. vLLM loaded the learned drafter when it started, so `layer` is not used."""
         assert isinstance(target, VllmTarget), "the target belongs to another backend"
-        return VllmEngine(target, config.engine, detokenize, tracer, AheadStore(), on_harvest)
+        store = AheadStore()
+        return VllmEngine(
+            target, config.engine, detokenize, tracer, store, config.speculation, layer=layer, on_harvest=on_harvest
+        )
 
     def load_engine(
         self,
@@ -67,18 +59,17 @@ class VllmBackend:
         detokenize: Detokenizer,
         longest: int | None,
     ) -> VllmEngine:
-        return VllmEngine(VllmTarget(model, engine, _without_look_ahead(speculation), longest), engine, detokenize)
+        target = VllmTarget(model, engine, speculation, longest)
+        if target.drafts:
+            target.ends.load(folder_weights(model.path, target.dtype), 0)
+        return VllmEngine(target, engine, detokenize, speculation=speculation)
 
     def about_cache(self, config: Config) -> str:
         return ""
 
     def about_speculation(self, config: Config) -> str:
-        drafter, path = config.speculation.drafter, config.speculation.path
-        if drafter == "adaptive":
-            unused = f" ({path} is not used: set speculation.drafter = 'eagle' to use it)" if path else ""
-            return f"look-ahead, with vLLM{unused}"
-        learned = f" with {path}" if path else ""
-        return f"{drafter}{learned}, with vLLM"
+        learned = f" with {config.speculation.path}" if config.speculation.path else ""
+        return f"{config.speculation.drafter}{learned}, with vLLM"
 
 
 def _refuse_other_heads(config: Config) -> None:
@@ -93,12 +84,3 @@ def _refuse_other_heads(config: Config) -> None:
             f"train.lora.targets has {odd[0]}, but the model's head and embedding are tied, and vLLM keeps one "
             "tensor for both: remove that target, or set engine.backend = 'tlt'"
         )
-
-
-def _without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Return the speculation settings for vLLM without look-ahead. The drafter `adaptive` is replaced by the learned
-    drafter of `speculation.path`, or by plain decoding if there is no path. vLLM's n-gram drafter is not used, because
-    it drafts even if that is slower than plain decoding."""
-    if speculation.drafter != "adaptive":
-        return speculation
-    return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})

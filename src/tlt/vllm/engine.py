@@ -12,10 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from tlt.config import EngineConfig
+import numpy as np
+
+from tlt.config import EngineConfig, SpeculationConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import Transcript
+from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN
 from tlt.engine.protocol import Generates, refuse_impossible
 from tlt.engine.stops import Stops, response_of
@@ -23,8 +25,9 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
-from tlt.vllm.look_ahead import chains_for
-from tlt.vllm.noise import Draw, Drawn
+from tlt.vllm.drafting import Drafting
+from tlt.vllm.noise import Draw
+from tlt.vllm.settings import WIDEST
 from tlt.vllm.target import VllmTarget
 from tlt.vllm.versions import VllmError
 
@@ -32,9 +35,10 @@ from tlt.vllm.versions import VllmError
 class VllmEngine(Generates):
     """Engine that decodes with vLLM.
 
-    `detokenize` is needed for stop strings. Tokens of look-ahead requests are saved in `store`. If vLLM was started
-    with tlt's look-ahead proposer, they serve as drafts in a later rollout. `on_harvest` receives the tokens of each
-    finished response without hidden states, because vLLM does not return them.
+    `detokenize` is needed for stop strings. Tokens of look-ahead requests are saved in `store`, and serve as drafts in
+    a later rollout. `speculation` names the drafters (default: none). `layer` replaces the learned drafter that it
+    names. `on_harvest` receives hidden states for the training of the drafter. There are no drafts if vLLM was started
+    without a drafter.
     """
 
     def __init__(
@@ -44,33 +48,30 @@ class VllmEngine(Generates):
         detokenize: Detokenizer | None = None,
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
-        on_harvest: Callable[[Transcript], None] | None = None,
+        speculation: SpeculationConfig | None = None,
+        *,
+        layer: EagleLayer | None = None,
+        on_harvest: Callable[[Harvest], None] | None = None,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
         self.on_harvest = on_harvest
         self.store = AheadStore(0) if store is None else store
-        self.tuner: Tuner = Fixed(PLAIN)
+        self.drafting: Drafting | None = None
+        if target.drafts:
+            asked = speculation or SpeculationConfig(drafter="off")
+            self.drafting = Drafting(asked, target.ends, config.max_rows, WIDEST, layer, on_harvest is not None)
+        self.tuner: Tuner = self.drafting.tuner if self.drafting else Fixed(PLAIN)
         self.stops = Stops(detokenize)
         self.waiting: deque[Row] = deque()
         self._ahead: deque[Row] = deque()
         self._live: dict[str, Row] = {}  # by vLLM request id
         self._ended: set[str] = set()  # ids of live rows that vLLM has finished
-        self._accepted: dict[str, int] = {}  # accepted draft tokens of each live row before it was added to vLLM
-        self._forget()
+        self.stats, self.version = RolloutStats(), target.version
 
     def plain_engine(self) -> VllmEngine:
-        """Return an engine that never drafts from look-ahead. It shares vLLM with this engine, so only one of the two
-        may have unfinished requests."""
+        """Return an engine that never drafts. It shares vLLM with this engine, so only one of the two may have
+        unfinished requests."""
         return VllmEngine(self.target, self.config, self.detokenize)
-
-    def _forget(self) -> None:
-        """Abort all requests and reset the counters for a new rollout."""
-        self._abort(list(self._live))
-        self.waiting.clear()
-        self._ahead.clear()
-        self.stats = RolloutStats(seconds=dict.fromkeys(("prefill", "draft", "verify", "commit", "ahead"), 0.0))
-        self.target.llm.collective_rpc("tlt_forget")
-        self.version = self.target.version
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -78,7 +79,12 @@ class VllmEngine(Generates):
         """Start a new rollout and drop all requests of the last one. Raises ValueError for a request that cannot be
         decoded."""
         self.keep_ahead()
-        self._forget()
+        self._abort(list(self._live))
+        self.waiting.clear()
+        self._ahead.clear()
+        self.target.llm.collective_rpc("tlt_start", args=(self.drafting,))
+        self.stats = RolloutStats(seconds=dict.fromkeys(("prefill", "draft", "verify", "commit", "ahead"), 0.0))
+        self.version = self.target.version
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
@@ -99,7 +105,7 @@ class VllmEngine(Generates):
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         names = [name for name, row in self._live.items() if row.request.seed in seeds and not row.ahead]
-        self._take_logprobs(names)
+        self._take(names)
         return left + self._abort(names)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
@@ -125,8 +131,10 @@ class VllmEngine(Generates):
         self._ahead.extendleft(reversed(self._abort([name for name, row in self._live.items() if row.ahead])))
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Load the weights of `layer` into the learned drafter."""
-        self.target.load_drafter(layer)
+        """Replace the learned drafter by one with the weights of `layer`. With tensor parallelism it drafts from the
+        next rollout on."""
+        assert self.drafting, "vLLM was started without a drafter"
+        self.drafting.draft_with(layer)
 
     def release(self) -> None:
         """End the look-ahead requests and save their tokens. If no other rows are live, free the KV cache until the
@@ -186,13 +194,9 @@ class VllmEngine(Generates):
         line = self.waiting or self._ahead
         while line and len(self._live) < slots:
             row = line.popleft()
-            params, prompt = row.request.sampling, row.request.prompt.token_ids
-            draw = Draw(
-                self.target.next_key(), row.request.seed, len(prompt), params.temperature, params.top_k, params.top_p
-            )
-            known = chains_for(self.store, row, self.target.options.vocab_size) if self.target.looks_ahead else ()
-            name = self.target.add([*prompt, *row.tokens], draw, row.room, params.stop_token_ids, known)
-            self._live[name], self._accepted[name] = row, row.decoded.accepted
+            draw, stops = Draw.of_row(self.target.next_key(), row), row.request.sampling.stop_token_ids
+            known = _chains(self.store, row, self.target.options.vocab_size) if self.drafting else ()
+            self._live[self.target.add(list(row.context), draw, row.room, stops, known)] = row
 
     def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
         """Append new tokens to a row until it stops, and return their number. If it stops, put the reason into
@@ -209,22 +213,18 @@ class VllmEngine(Generates):
             self.stats.ahead_tokens += count
         else:
             self.stats.tokens += count
-            for counts in (self.stats, row.decoded):
-                # `_take_logprobs` adds the number of drafted tokens
-                counts.count(drafted=0, accepted=count - 1, committed=count, ahead=False)
+            for counts in () if self.drafting else (self.stats, row.decoded):
+                counts.count(drafted=0, accepted=0, committed=count, ahead=False)
         return count
 
     def _end(self, finished: dict[str, str]) -> list[Response]:
-        self._take_logprobs([name for name in finished if not self._live[name].ahead])
+        self._take(list(finished))
         responses = []
         for row, reason in zip(self._abort(list(finished)), finished.values(), strict=True):
             if row.ahead:
                 self.store.put([Ahead.of(row, self.version, ended=True)])
             else:
-                if self.on_harvest:
-                    prompt = row.request.prompt
-                    self.on_harvest(Transcript(len(prompt.token_ids), row.context, row.harvested))
-                row.proposed = ""  # vLLM does not say which draft proposed a token
+                row.proposed = row.proposed[: len(row.tokens)] if self.drafting else ""
                 responses.append(response_of(row, reason, self.detokenize))
         return responses
 
@@ -233,26 +233,37 @@ class VllmEngine(Generates):
         if going := [name for name in names if name not in self._ended]:
             self.target.llm.abort_request(going)
         self._ended.difference_update(names)
-        for name in names:
-            del self._accepted[name]
         return [self._live.pop(name) for name in names]
 
-    def _take_logprobs(self, names: list[str]) -> None:
-        """Fetch the log-probs of the tokens sampled since each row was added to vLLM, and the row's draft counts. Add
-        them to the rows and to the counters of the rollout."""
+    def _take(self, names: list[str]) -> None:
+        """Fetch what vLLM's passes gave since each row was added to it: log-probs, counters and training data."""
         if not names:
             return
         wanted = {int(name): (len((row := self._live[name]).logprobs), len(row.tokens)) for name in names}
-        drawn: dict[int, Drawn] = self.target.llm.collective_rpc("tlt_take", args=(wanted,))[0]
+        drawn, decoded = self.target.llm.collective_rpc("tlt_take", args=(wanted,))[0]
         for name in names:
-            row, of_row = self._live[name], drawn[int(name)]
-            row.logprobs += [logprob for logprob, _ in of_row.logprobs]
-            row.full_logprobs += [full for _, full in of_row.logprobs]
-            seen = row.decoded.accepted - self._accepted[name]
-            for counts in (self.stats, row.decoded):
-                counts.drafted += of_row.drafted
-                if self.target.looks_ahead:
-                    counts.ahead_passes += of_row.drafts
-                    counts.ahead_drafted += of_row.drafted
-                    counts.seen_ahead += seen
-                    counts.ahead_committed += seen + of_row.drafts
+            row = self._live[name]
+            row.logprobs += [logprob for logprob, _ in drawn[int(name)]]
+            row.full_logprobs += [full for _, full in drawn[int(name)]]
+        if decoded:
+            for name, (counts, proposed) in decoded.rows.items():
+                row = self._live[name]
+                row.proposed += proposed
+                for what, count in vars(counts).items():
+                    setattr(row.decoded, what, getattr(row.decoded, what) + count)
+            self.stats += decoded.stats
+            for item in decoded.harvests:
+                assert self.on_harvest, "training data were not asked for"
+                self.on_harvest(item)
+
+
+def _chains(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
+    """Return the look-ahead drafts of a row's request and of the other requests in its group, each as int32 bytes. The
+    draft of the request itself comes first.
+
+    The list is empty if the request itself has no draft, or if a token is outside the vocabulary.
+    """
+    group = store.group(row.request)
+    known = bool(group) and group[0].seed == row.request.seed
+    sound = known and all(ahead.is_valid(vocab_size) for ahead in group)
+    return [ahead.tokens.astype(np.int32).tobytes() for ahead in group] if sound else []

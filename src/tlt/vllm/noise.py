@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt.sampling import SamplingTensors, gumbel_noise, has_kernel, sampling_log_probs
+from tlt.types import Row
 
 KEY = "tlt"
 """key of tlt's entry in vLLM's `SamplingParams.extra_args`"""
@@ -40,13 +41,40 @@ class Draw:
     temperature: float
     top_k: int
     top_p: float
+    prompt_id: int = 0
+    """id of the prompt; a suffix draft uses other responses to it"""
+    index: int = 0
+    """number of the response among those to its prompt"""
+    epoch: int = 0
+    turn: int = 0
+    """position in the response of the first token of an episode's current turn"""
+    ahead: bool = False
+    """whether the tokens are a draft for a later rollout"""
     show_distribution: bool = False
     """whether to keep the log-probs of the whole vocabulary at the request's last row of logits, to compare two
     models"""
 
+    @classmethod
+    def of_row(cls, key: int, row: Row) -> Draw:
+        """Return what vLLM needs to know of a row that it decodes from now on."""
+        request, params, prompt = row.request, row.request.sampling, row.request.prompt
+        return cls(
+            key,
+            request.seed,
+            len(prompt.token_ids),
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            prompt_id=prompt.prompt_id,
+            index=request.index,
+            epoch=request.epoch,
+            turn=row.turn,
+            ahead=row.ahead,
+        )
+
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
-        """Return the value for `SamplingParams.extra_args`. `chains` are look-ahead drafts, see `chains_for` in
-        `vllm.look_ahead`."""
+        """Return the value for `SamplingParams.extra_args`. `chains` are look-ahead drafts as int32 bytes: that of the
+        request itself, then those of the other requests in its group."""
         return {KEY: asdict(self) | {CHAINS: list(chains)}}
 
     @classmethod
@@ -80,20 +108,9 @@ class Draw:
         return draw
 
 
-class Drawn(NamedTuple):
-    """Log-probs and draft counts of a request."""
-
-    logprobs: list[list[float]]
-    """[tokens, 2] log-probs, under the distribution that was sampled from and under softmax(logits / temperature)"""
-    drafted: int
-    """number of draft tokens; 0 if the runner does not count them"""
-    drafts: int
-    """number of passes with draft tokens"""
-
-
 class NoiseTable:
-    """Table of the requests in an engine's slots: their sampling parameters, and two log-probs (`Drawn`) of each
-    sampled token."""
+    """Table of the requests in an engine's slots: their sampling parameters, and two log-probs of each sampled token:
+    under the distribution that was sampled from, and under softmax(logits / temperature)."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.draws: dict[int, Draw] = {}
@@ -105,8 +122,7 @@ class NoiseTable:
         self._top_p = torch.ones(slots, dtype=torch.float64, device=device)
         # [S, T, 2]; tokens sampled outside a response (inside its prompt or after its end) are written to index T - 1
         self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
-        self._drafts: dict[int, list[int]] = {}  # [draft tokens, passes with drafts] by slot
-        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # log-probs and drafts by key, of requests without a slot
+        self._left: dict[int, Tensor] = {}  # log-probs by key, of requests without a slot
         self._distribution: Tensor | None = None
         self._write = score_writer(device)
 
@@ -122,7 +138,7 @@ class NoiseTable:
         self._ours[slot] = draw is not None
         if draw is None:
             return False
-        before, self._drafts[slot] = self._take_over(draw.key)
+        before = self._take_over(draw.key)
         self.draws[slot] = draw
         self._seeds[slot] = draw.seed - 2**64 if draw.seed >= 2**63 else draw.seed
         self._starts[slot] = draw.prompt_tokens
@@ -137,44 +153,36 @@ class NoiseTable:
         self._logprobs[slot, : len(before)] = before  # not empty if the request was preempted
         return True
 
-    def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:
-        """Return the log-probs [T, 2] and draft counts of this key from before a preemption; empty if there are none.
+    def _take_over(self, key: int | None) -> Tensor:
+        """Return the log-probs [T, 2] of this key from before a preemption; empty if there are none.
 
         A slot that still has the key loses the key but keeps the noise. The noise is kept, because the slot may hold a
         live request that was submitted with the same key.
         """
-        nothing = self._logprobs.new_zeros(0, 2), [0, 0]
         if key is None:
-            return nothing
+            return self._logprobs.new_zeros(0, 2)
         for other in [held for held, own in self.draws.items() if own.key == key]:
-            self._left[key] = self._logprobs[other].clone(), self._drafts[other]
-            self.draws[other], self._drafts[other] = replace(self.draws[other], key=None), [0, 0]
-        return self._left.pop(key, nothing)
+            self._left[key] = self._logprobs[other].clone()
+            self.draws[other] = replace(self.draws[other], key=None)
+        return self._left.pop(key, self._logprobs.new_zeros(0, 2))
 
     def leave(self, slot: int) -> None:
         """Free a slot. `take` can still return the log-probs of its request."""
         if draw := self.draws.pop(slot, None):
-            drafts = self._drafts.pop(slot)
             if draw.key is not None:
-                self._left[draw.key] = self._logprobs[slot].clone(), drafts
+                self._left[draw.key] = self._logprobs[slot].clone()
             self._ours[slot] = False
 
-    def drafted(self, slot: int, tokens: int) -> None:
-        """Count one pass over the request in this slot, with this number of draft tokens."""
-        if tokens and slot in self._drafts:
-            self._drafts[slot][0] += tokens
-            self._drafts[slot][1] += 1
-
-    def take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Drawn]:
-        """Return log-probs and draft counts by key, and free the slots. `wanted` has the half-open range of response
-        tokens for each key. Each request can be taken once."""
+    def take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, list[list[float]]]:
+        """Return log-probs [tokens, 2] by key, and free the slots. `wanted` has the half-open range of response tokens
+        for each key. Each request can be taken once."""
         slots = {draw.key: slot for slot, draw in self.draws.items()}
         found = {}
         for key, (first, end) in wanted.items():
             if key in slots:
                 self.leave(slots[key])
-            drawn, drafts = self._left.pop(key, (self._logprobs.new_zeros(0, 2), [0, 0]))  # empty if it never ran
-            found[key] = Drawn(drawn[first:end].tolist(), *drafts)
+            drawn = self._left.pop(key, self._logprobs.new_zeros(0, 2))  # empty if it never ran
+            found[key] = drawn[first:end].tolist()
         return found
 
     def forget(self) -> None:
@@ -210,13 +218,6 @@ class NoiseTable:
         for row, slot in enumerate(slots.tolist() if shown else ()):
             if slot in self.draws and self.draws[slot].show_distribution:
                 self._distribution = full[row].float()
-        return logits
-
-    def add_noise(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Replace a drafter's logits [R, V], in float32 or wider, by scores with noise, in place. `slots` and
-        `positions` are as in `apply`. No log-probs are stored."""
-        if self.draws:
-            self._write_scores(logits, slots, positions + 1 - self._starts[slots])
         return logits
 
     def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from tlt.vllm.versions import VllmError
 
 PROCESSOR = "tlt.vllm.processor:SharedNoise"
 EXTENSION = "tlt.vllm.worker.WorkerExtension"
-PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
-WIDEST = 16
-"""Maximum number of look-ahead tokens of a request that one pass verifies. vLLM reserves this number of tokens for each
-request."""
+PROPOSER = "tlt.vllm.proposer.Proposer"
+WIDEST = 32
+"""Maximum number of draft tokens of a request that one pass verifies. A pass has room for as many for each request."""
 _CACHE_MB = 1024  # size of the KV cache in MiB if engine.kv_memory_mb = "auto": vLLM reserves it from the start
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run vLLM in this process, so that weights are loaded without a copy
@@ -65,25 +63,14 @@ def engine_arguments(
     return ours | engine.vllm
 
 
-def speculative_arguments(
-    speculation: SpeculationConfig, export: Callable[[], tuple[str, str]]
-) -> dict[str, Any] | None:
-    """Return vLLM's `speculative_config` for the recipe's drafter; None for the drafter `off`.
-
-    `export` writes the learned drafter for vLLM. It returns vLLM's method for this drafter, and the folder. Raises
-    VllmError if vLLM does not support the drafter.
-    """
+def speculative_arguments(speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """Return vLLM's `speculative_config` for the recipe's drafter; None for the drafter `off`. Raises VllmError for a
+    drafter that does not work with vLLM."""
     if speculation.drafter == "off":
         return None
-    if speculation.drafter == "suffix":
-        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        return {"method": "ngram", "num_speculative_tokens": speculation.depth, **lookup}
-    if speculation.drafter == "adaptive":
-        return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": WIDEST}
-    if speculation.drafter == "eagle":
-        method, folder = export()
-        return {"method": method, "model": folder, "num_speculative_tokens": speculation.depth}
-    raise VllmError(
-        f"speculation.drafter = {speculation.drafter!r} does not work with engine.backend = 'vllm': use 'adaptive' "
-        "(look-ahead), 'eagle' (learned drafter), 'suffix' (vLLM's n-gram lookup) or 'off'"
-    )
+    if speculation.drafter == "quantized":
+        raise VllmError(
+            "speculation.drafter = 'quantized' does not work with engine.backend = 'vllm', because it attends to "
+            "keys and values of tlt's own engine: use 'adaptive'"
+        )
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": WIDEST}

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
-from tlt.draft.eagle import EagleLayer, checkpoint_tensors, load_drafter
-from tlt.draft.formats import method, write_drafter
-from tlt.files import read_json
 from tlt.models.device import torch_device, torch_dtype
 from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import as_in_files
 from tlt.sampling import gumbel_noise
+from tlt.vllm.ends import Ends
 from tlt.vllm.noise import Draw
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment, speculative_arguments
 from tlt.vllm.versions import TESTED, VllmError, require_vllm, vllm_version
@@ -50,20 +46,14 @@ class VllmTarget:
         model = model.model_copy(update={"dtype": str(self.dtype).removeprefix("torch.")})
         require_vllm()
         set_environment()
+        self.ends = Ends(self._config, self.dtype, self.device)
         self.version = 0
         self.longest = min(longest or options.max_positions, options.max_positions)
-        self.looks_ahead = speculation.drafter == "adaptive"
         self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
         self._keys = itertools.count()
         self._sleeps, self._asleep = sleeps and self.device.type == "cuda", False
-        self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # the learned drafter in vLLM's format
-
-        def export() -> tuple[str, str]:
-            layer = load_drafter(str(speculation.path), options)
-            write_drafter(layer, read_json(Path(model.path) / "config.json"), self._folder.name, "vllm")
-            return method(layer.options), self._folder.name
-
-        speculative = speculative_arguments(speculation, export)
+        speculative = speculative_arguments(speculation)
+        self.drafts = speculative is not None
         arguments = engine_arguments(model, engine, speculative, self.longest, self._sleeps)
         with _threads_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # these warnings are about vLLM's use of torch
@@ -72,6 +62,8 @@ class VllmTarget:
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load all weights by their Hugging Face names and clear the prefix cache."""
+        if self.drafts:
+            self.ends.load(weights, version)
         given = dict(as_in_files(self._config, {name: tensor.detach() for name, tensor in weights.items()}))
         # files have a tied tensor once, but on a CPU vLLM's head is a copy that needs loading too
         if self.options.tied and (embedding := given.get("model.embed_tokens.weight")) is not None:
@@ -82,10 +74,9 @@ class VllmTarget:
         self.llm.reset_prefix_cache(reset_running_requests=True)  # else vLLM keeps the cache while a request runs
         self.version = version
 
-    def load_drafter(self, layer: EagleLayer) -> None:
-        """Load weights into vLLM's learned drafter. This is allowed during a rollout, because no token depends on the
-        drafter. The entries of live rows in the drafter's cache are not recomputed."""
-        self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
+    @property
+    def teacher(self) -> Ends:
+        return self.ends
 
     def text_logits(self, tokens: Tensor, with_drafts: bool = False) -> Tensor:
         """Return logits [1, V], up to an additive constant, of the token that follows the token ids `tokens` [n]. All
@@ -94,11 +85,12 @@ class VllmTarget:
         vLLM must have no running requests. Raises VllmError if vLLM's sample is not the one given by the shared noise.
         """
         text, drawn = tokens.tolist(), list[int]()
-        self.add(text, Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, show_distribution=True), most_tokens=1)
+        draw = Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, ahead=True, show_distribution=True)
+        self.add(text, draw, most_tokens=1)
         while self.llm.has_unfinished_requests():
             for output in self.llm.step():
                 drawn += output.outputs[0].token_ids
-        self.llm.collective_rpc("tlt_forget")
+        self.llm.collective_rpc("tlt_take", args=({draw.key: (0, 1)},))
         logits = self.llm.collective_rpc("tlt_distribution")[0][None]
         noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), logits.shape[-1])
         noisy = logits.to("cpu", torch.float32).log_softmax(-1) + noise
@@ -123,8 +115,8 @@ class VllmTarget:
         chains: Sequence[bytes] = (),
     ) -> str:
         """Add a request that continues these tokens, and return its vLLM request id. The request ends after
-        `most_tokens` new tokens, or at a token id in `stops`. `chains` are look-ahead drafts, see `chains_for` in
-        `vllm.look_ahead`."""
+        `most_tokens` new tokens, or at a token id in `stops`. `chains` are look-ahead drafts, see
+        `Draw.as_extra`."""
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 

@@ -7,35 +7,39 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.vllm.noise import Drawn, NoiseTable
+from tlt.vllm.drafting import Decoded, Drafting
+from tlt.vllm.noise import NoiseTable
 from tlt.vllm.runner_v1 import NoisySampling
 
 
 class WorkerExtension:
     model_runner: Any
+    rank: int
     _tlt_table: NoiseTable
+    _tlt_drafting: Drafting | None
 
     def tlt_begin(self) -> None:
         """Make the runner sample with tlt's noise. Call it once, after the model is loaded."""
         processors = getattr(getattr(self.model_runner, "sampler", None), "logits_processors", ())
         tables = [processor.table for processor in processors if hasattr(processor, "table")]
+        self._tlt_drafting = None
         self._tlt_table = tables[0] if tables else NoisySampling(self.model_runner).table
 
     def tlt_load(self, weights: Mapping[str, Tensor]) -> None:
         self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
 
-    def tlt_load_drafter(self, weights: Mapping[str, Tensor]) -> None:
-        from vllm.model_executor.model_loader.reload import inplace  # type: ignore[import-not-found]
-
-        drafter = getattr(self.model_runner, "drafter", None) or self.model_runner.speculator
-        config = drafter.vllm_config
-        inplace.reload_weights(config, drafter.model, iter(weights.items()), None, is_checkpoint_format=True)
-
-    def tlt_take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Drawn]:
-        return self._tlt_table.take(wanted)
-
-    def tlt_forget(self) -> None:
+    def tlt_start(self, drafting: Drafting | None) -> None:
+        """Forget all requests, and draft with these drafters in this rollout. vLLM takes the drafts of rank 0."""
         self._tlt_table.forget()
+        self._tlt_drafting = drafting if self.rank == 0 else None
+        if drafting:
+            drafting.begin()
+            self.model_runner.drafter.drafting = self._tlt_drafting
+
+    def tlt_take(self, wanted: Mapping[int, tuple[int, int]]) -> tuple[dict[int, list[list[float]]], Decoded | None]:
+        """Return the log-probs of requests (`NoiseTable.take`), and what their passes gave."""
+        names = [str(key) for key in wanted]
+        return self._tlt_table.take(wanted), self._tlt_drafting.take(names) if self._tlt_drafting else None
 
     def tlt_distribution(self) -> Tensor:
         return self._tlt_table.take_distribution()

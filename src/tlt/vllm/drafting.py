@@ -1,0 +1,276 @@
+"""Drafts for the rows that a vLLM model runner decodes: tlt's drafters, look-ahead and tuner, on the hidden states of
+the runner's passes.
+
+This module does not import vLLM. `proposer.py` connects it with the runner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.config import SpeculationConfig
+from tlt.draft.ahead import AheadStore, LookAhead, Pointer
+from tlt.draft.chains import Draft
+from tlt.draft.choose import make_drafters
+from tlt.draft.drafter_folder import DrafterError
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.backend import make_tuner
+from tlt.engine.drafters import Drafters
+from tlt.engine.drafting import draft_rows, look_ahead_offers
+from tlt.engine.harvest import Harvester
+from tlt.engine.noise import NoiseWindow
+from tlt.engine.rows import RowTable
+from tlt.engine.sampling_table import SamplingTable
+from tlt.engine.state import Round, count_depth, count_row, draft_counts
+from tlt.engine.stops import Stops
+from tlt.engine.tuner import RoundResult
+from tlt.types import PassCounts, RolloutStats, Row
+from tlt.vllm.ends import Ends
+
+_STOPS = Stops(None)  # tokens that end a response; stop strings need the text, which the engine has
+
+
+@dataclass
+class DraftedRow(Row):
+    """Row of a vLLM request. `chains` are its look-ahead drafts, its own first."""
+
+    name: str = ""
+    """vLLM's request id"""
+    chains: Sequence[np.ndarray] = ()
+    draft: Draft = field(default_factory=Draft)
+    """draft that the next pass verifies"""
+
+
+class Passed(NamedTuple):
+    """Part of a request in a target pass that has completed its prompt."""
+
+    row: DraftedRow
+    first: int
+    """position of its first token in the pass"""
+    at: int
+    """index of this token among the pass's hidden states"""
+    length: int
+    """number of its tokens in the pass"""
+    drafted: int
+    """number of draft tokens among them; vLLM may have cut the draft"""
+    sampled: Sequence[int]
+    """accepted draft tokens, and the token after them"""
+
+
+class _Pending(NamedTuple):
+    """Round whose drafts the next pass verifies."""
+
+    strategy: Strategy
+    began: float
+    """time at which the pass before it had ended"""
+    drafting: float
+    """seconds of its drafts"""
+
+
+class Decoded(NamedTuple):
+    """Counters and training data of passes."""
+
+    rows: dict[str, tuple[PassCounts, str]]
+    """counters of a request's passes, and sources of its tokens as in `Row.proposed`"""
+    stats: RolloutStats
+    """counters of the rollout since the last call, without tokens"""
+    harvests: list[Harvest]
+
+
+class RowTables:
+    """Rows that vLLM decodes in one rollout, with their state: sampling parameters, noise, hidden states if there is a
+    learned drafter, and positions in look-ahead drafts."""
+
+    def __init__(
+        self, target: Ends, drafters: Drafters, max_rows: int, depth: int, layout: FeatureLayout | None
+    ) -> None:
+        """Make empty tables. `depth`: largest number of tokens that a drafter drafts for a row."""
+        self.target, vocab_size = target, target.options.vocab_size
+        self.noise = NoiseWindow(max_rows, vocab_size, depth, target.device)
+        self.sampling, self.ahead, self.window = SamplingTable(target.device), _Chains(vocab_size), None
+        if layout:
+            self.window = FeatureWindow(layout, target.options.hidden_size, target.dtype, target.device)
+        windows = [self.window] if self.window else []
+        self.rows = RowTable([self.sampling, self.noise, *windows, self.ahead, drafters])
+        self.view = FeatureView(self.window) if self.window else None
+        drafters.begin(self.view)
+
+    def append(self, row: Row, first: int) -> None:
+        """Add a row. `first`: number of its tokens that vLLM's prefix cache had, so that they have no hidden states."""
+        self.rows.append(row)
+        if self.window:
+            place, prompt = len(self.rows) - 1, row.request.prompt.token_ids
+            self.window.first[place] = self.window.length[place] = first
+            for other in range(place):
+                if self.window.first[other] < first and self.rows[other].request.prompt.token_ids == prompt:
+                    self.window.copy(other, place, min(first, len(prompt) - 1), self.window.first[other])
+                    break
+
+    def entries(self, part: Passed, place: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the entries of a row's hidden states in a pass, as `Harvester.write` takes them."""
+        if self.window:
+            low = max(part.first, part.row.kv_length - self.window.window)
+            if low > part.first:  # a prompt that is longer than the window
+                self.window.first[place] = low
+            for position, token in enumerate(part.row.context[low + 1 :], start=low):
+                yield place, part.at + position - part.first, position, token
+
+    def remove(self, places: Iterable[int]) -> None:
+        for place in sorted(places, reverse=True):
+            self.rows.remove(place)
+
+
+class Drafting:
+    """Drafters and tuner of a vLLM. It follows the rows of vLLM's batch. `speculation` names the drafters. `layer`
+    replaces the learned drafter that it names. `widest`: largest number of draft tokens of a row. If `collects`, hidden
+    states are training data of the learned drafter."""
+
+    def __init__(
+        self,
+        speculation: SpeculationConfig,
+        target: Ends,
+        max_rows: int,
+        widest: int,
+        layer: EagleLayer | None = None,
+        collects: bool = False,
+    ) -> None:
+        made, self._layout = make_drafters(speculation, target, layer)
+        if self._layout and self._layout.taps:
+            raise DrafterError(
+                "vLLM returns no hidden states of inner layers, which kind eagle3 reads: use a drafter of kind eagle1"
+            )
+        self.target, self._max_rows, self._collects = target, max_rows, collects
+        self.tuner = make_tuner(speculation, target, made, widest)
+        self.drafters = Drafters(made, None)
+
+    def begin(self) -> None:
+        """Start a rollout, without rows."""
+        depth = max(arm.depth for arm in self.tuner.strategies)
+        self.rollout = RowTables(self.target, self.drafters, self._max_rows, depth, self._layout)
+        self.known: dict[str, DraftedRow] = {}  # rows of all requests, by vLLM's request id
+        self._stats, self._harvests = RolloutStats(), list[Harvest]()
+        give, window = self._harvests.append if self._collects else None, self.rollout.window
+        self._harvester = Harvester(window, self.target.version, give) if window else None
+        self._pending: _Pending | None = None
+
+    def draft_with(self, layer: EagleLayer) -> None:
+        """Replace the learned drafter by one with these weights."""
+        drafter = EagleDrafter(layer, self.target)
+        self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
+        self.tuner.renew(drafter.name, drafter.acceptance_rate)
+
+    def round(self, parts: Sequence[Passed], features: Tensor, others: bool) -> dict[str, Sequence[int]]:
+        """Commit what a pass sampled, and return the drafts for the next pass by request id. `features` [T, F] are the
+        hidden states of the pass. `others`: whether the pass had other requests too."""
+        began, here, rows = time.perf_counter(), {id(part.row) for part in parts}, self.rollout.rows
+        self.rollout.remove(place for place, row in enumerate(rows) if id(row) not in here)  # vLLM may preempt rows
+        known = {id(row) for row in rows}
+        for part in parts:
+            if id(part.row) not in known:
+                part.row.draft = Draft()
+                self.rollout.append(part.row, part.first)
+        alike = not others and all(id(p.row) in known and p.length == 1 + p.drafted for p in parts)
+        counts = self._commit(parts, features)
+        if (pending := self._pending) and parts:
+            # a worker may have waited between two rollouts, or vLLM computed a prompt
+            seconds, computed = (began - pending.began if alike else 0.0), sum(part.length for part in parts)
+            tokens, ahead = zip(*counts, strict=True)
+            result = RoundResult(pending.strategy, seconds, pending.drafting, computed, tokens, alike, ahead)
+            self.tuner.record(result)
+        self._pending = None
+        return self._draft(began) if len(rows) else {}
+
+    def _commit(self, parts: Sequence[Passed], features: Tensor) -> list[tuple[int, int]]:
+        """Append the sampled tokens to the rows, and remove rows that end. Return `draft_counts` of each part."""
+        self.drafters.next_round()
+        places = {id(row): place for place, row in enumerate(self.rollout.rows)}
+        entries, counts, ended = list[tuple[int, int, int, int]](), list[tuple[int, int]](), dict[int, str]()
+        for part in parts:
+            place, draft = places[id(part.row)], part.row.draft
+            draft = draft._replace(tokens=draft.tokens[: part.drafted], cells=draft.cells[: part.drafted])
+            taken, reason = self._take(part, place, draft)
+            counts.append(draft_counts(part.row, draft, taken))
+            if reason:
+                ended[place] = reason
+            entries += self.rollout.entries(part, place)
+        if self._harvester and entries:
+            everywhere = features[None].expand(len(places), *features.shape)
+            self._harvester.write(everywhere, entries, max(taken for taken, _ in counts))
+            self._harvester.collect(self.rollout.rows, ended)
+        self.rollout.remove(ended)
+        return counts
+
+    def _take(self, part: Passed, place: int, draft: Draft) -> tuple[int, str | None]:
+        """Append a row's sampled tokens, up to a stop. Return their number, and the finish reason."""
+        row, had, accepted, reason = part.row, len(part.row.tokens), len(part.sampled) - 1, None
+        drafter = (self._pending.strategy if self._pending else PLAIN).drafter
+        if draft.tokens and not draft.ahead:
+            self.drafters.learn(drafter, draft, accepted)
+            count_depth(self._stats, drafter, draft, accepted)
+        for token in part.sampled:
+            row.tokens.append(token)
+            if reason := _STOPS.reason(row):
+                break
+        news = row.tokens[had:]
+        count_row(self._stats, row, draft, len(news), min(len(news), accepted), drafter)
+        self.drafters.commit(place, news)
+        self.rollout.ahead.commit(place, news)
+        return len(news), reason
+
+    def _draft(self, began: float) -> dict[str, Sequence[int]]:
+        """Choose a strategy for the next pass, and return the drafts of all rows."""
+        rollout, rows, start = self.rollout, tuple(self.rollout.rows), time.perf_counter()
+        context = sum(row.kv_length for row in rows) / len(rows)
+        offers = look_ahead_offers(rollout)
+        strategy = self.tuner.choose(len(rows), context, self.drafters.usable.keys(), offers)
+        positions = [len(row.tokens) for row in rows]
+        now = Round(strategy, rows, [row.kv_length for row in rows], torch.tensor(positions), rollout.sampling.batch)
+        if strategy.depth:
+            rollout.noise.prepare(positions, strategy.depth)
+        drafts = draft_rows(now, rollout, self.drafters) if strategy != PLAIN else now.no_drafts()
+        live = [row for row in rows if isinstance(row, DraftedRow)]
+        for row, draft in zip(live, drafts, strict=True):
+            row.draft = draft
+        self._pending = _Pending(strategy, began, time.perf_counter() - start)
+        if not all(row.ahead for row in rows):
+            counts, seconds = self._stats.strategies, self._stats.seconds
+            counts[strategy.name] = counts.get(strategy.name, 0) + 1
+            seconds["draft"] = seconds.get("draft", 0.0) + self._pending.drafting
+        return {row.name: row.draft.tokens for row in live}
+
+    def take(self, names: Collection[str]) -> Decoded:
+        """Forget these requests. Return the counters and training data of their passes."""
+        gone = [self.known.pop(name) for name in names if name in self.known]
+        rows, numbers = self.rollout.rows, {id(row) for row in gone}
+        places = [place for place, row in enumerate(rows) if id(row) in numbers]
+        if self._harvester and places:
+            self._harvester.collect(rows, places)
+        self.rollout.remove(places)
+        stats, self._stats = self._stats, RolloutStats()
+        stats.tokens = stats.ahead_tokens = 0
+        stats.seconds["verify"] = -stats.seconds.get("draft", 0.0)  # the engine's seconds of a step have both
+        self.drafters.report(stats)
+        found = list(self._harvests)
+        self._harvests.clear()
+        return Decoded({row.name: (row.decoded, row.proposed) for row in gone}, stats, found)
+
+
+class _Chains(LookAhead):
+    """Look-ahead drafts that came with the requests."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(AheadStore(0), vocab_size)
+
+    def append(self, row: Row, kept: int) -> None:
+        chains = row.chains if isinstance(row, DraftedRow) else ()
+        self._pointers.append(Pointer(chains, row.tokens) if chains else None)
