@@ -256,12 +256,12 @@ class DisturbedRun:
         return struck if struck is not None else self.struck()
 
     def last_step(self) -> int:
-        """The last step on record; -1 before the first."""
+        """The last step on record; 0 before the first."""
         with suppress(OSError), (self.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 15)))
             lines = file.read().split(b"\n")[:-1]
-            return json.loads(lines[-1])["step"] if lines else -1
-        return -1
+            return json.loads(lines[-1])["step"] if lines else 0
+        return 0
 
 
 # -- processes, and what they leave ------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
     mean = f"mean@{config.eval.samples}"
     first, last = summary["eval_first"].get(mean), summary["eval_last"].get(mean)
     lines = read_metrics(Path(config.run.folder))
-    held_out = {line["step"]: line["eval"][mean] for line in lines if line["eval"]}
+    held_out = {line["step"] - 1: line["eval"][mean] for line in lines if line["eval"]}
     rise = summary["reward_last"] - summary["reward_first"]
     return {
         "recipe": recipe,

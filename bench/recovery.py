@@ -201,7 +201,7 @@ def verdict(folder: Path, expected: str, prompts: int) -> dict[str, bool]:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return {
         "same_sha256": summary["policy_sha256"] == expected,
-        "steps_in_order": [line["step"] for line in lines] == list(range(len(lines))),
+        "steps_in_order": [line["step"] for line in lines] == list(range(1, len(lines) + 1)),
         "consumed_once": len(set(consumed)) == len(consumed)
         and [epoch for _, epoch in consumed] == [i // prompts for i in range(len(consumed))],
     }

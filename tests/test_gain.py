@@ -25,8 +25,8 @@ def line(
 
 
 def lines(*plain: float, **changes: Any) -> list[Any]:
-    """Return the metrics of steps 1, 2, ..., whose rollouts take 1 s, and these seconds with plain decoding."""
-    return [line(step, seconds, **changes) for step, seconds in enumerate(plain, 1)]
+    """Return the metrics of steps 2, 3, ..., whose rollouts take 1 s, and these seconds with plain decoding."""
+    return [line(step, seconds, **changes) for step, seconds in enumerate(plain, 2)]
 
 
 def found(given: list[Any]) -> Gain:
@@ -61,7 +61,7 @@ def test_the_interval_covers_the_median_with_95_percent_if_the_pairs_suffice(num
 
 def test_a_disturbed_plain_rollout_without_drafts_is_no_gain() -> None:
     """No token was proposed in four rollouts of 6 s. One rollout with plain decoding took 58.8 s."""
-    given = [line(1, 58.8, 6.0, 0, 0), *(line(step, 6.1, 6.0, 0, 0) for step in (2, 3, 4))]
+    given = [line(2, 58.8, 6.0, 0, 0), *(line(step, 6.1, 6.0, 0, 0) for step in (3, 4, 5))]
     gain = found(given)
     assert (gain.times, gain.accept_length) == (None, 1.0)
     assert verdict(gain) == (
@@ -97,7 +97,7 @@ def test_an_interval_that_contains_1_is_no_gain() -> None:
 
 def test_few_pairs_and_the_start_up_are_no_gain() -> None:
     assert found(lines(1.5, 1.6)).times is None
-    assert found([line(0, 1.5)] * 3).times is None, "the first step includes the start-up"
+    assert found([line(1, 1.5)] * 3).times is None, "the first step includes the start-up"
     slow_start = [line(0, 1.0, 10.0), *lines(1.5, 1.6, 1.7)]
     assert found(slow_start) == found(slow_start[1:])
     assert gain_of([]) is None
@@ -118,8 +118,8 @@ def test_a_run_warns_once_of_busy_cores(caplog: pytest.LogCaptureFixture) -> Non
     caplog.set_level(logging.WARNING)
     busy = BusyWarning()
     for waited in (0.5, 3.0, 4.0):
-        busy.warn(2, {"cpu_seconds": 4 * waited if waited == 0.5 else waited, "cpu_wait_seconds": waited})
-    busy.warn(3, {})
+        busy.warn(3, {"cpu_seconds": 4 * waited if waited == 0.5 else waited, "cpu_wait_seconds": waited})
+    busy.warn(4, {})
     assert [record.getMessage() for record in caplog.records] == [
         "in step 3 the run's threads waited 50% of their time for a free core, because other work used the cores: end "
         "other programs, set OMP_NUM_THREADS=1, or use fewer workers"

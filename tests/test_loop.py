@@ -136,7 +136,7 @@ def test_the_engine_gets_the_weights_of_each_update_with_their_version() -> None
     assert fake.loaded == [(1.0, 1), (2.0, 2), (3.0, 3)]
     results = run(resumed, make_config(steps=4), first=2)
     assert [version for _, version in resumed.loaded] == [3, 4]
-    assert [(r.metrics.step, r.metrics.update["step_seen"]) for r in results] == [(2, 2.0), (3, 3.0)]
+    assert [(r.metrics.step, r.metrics.update["step_seen"]) for r in results] == [(3, 2.0), (4, 3.0)]
 
 
 def test_a_batch_may_span_epochs_and_every_request_has_a_seed_of_its_own() -> None:

@@ -48,7 +48,7 @@ def gain_of(lines: Sequence[Mapping[str, Any]]) -> Gain | None:
     found = [line for line in lines if _both(line)]
     if not found:
         return None
-    found = [line for line in found if line["step"]] or found
+    found = [line for line in found if line["step"] > 1] or found
     times = sorted(line["seconds"]["compare"] / line["seconds"]["rollout"] for line in found)
     middle, (low, high) = median(times), _interval(times)
     passes, accepted = (sum(line["rollout"].get(name, 0) for line in found) for name in ("draft_passes", "accepted"))
@@ -61,7 +61,7 @@ def gain_of(lines: Sequence[Mapping[str, Any]]) -> Gain | None:
         fault = f"{_cores_were_busy(waiting)}: {_REMEDY}, and measure again"
     elif not passes:
         fault = "no draft was used"
-    elif len(found) < FEWEST or found[0]["step"] == 0:
+    elif len(found) < FEWEST or found[0]["step"] == 1:
         fault = f"a gain needs {FEWEST} compared steps after the first step"
     elif low <= 1 <= high:
         fault = "the interval contains 1.00"
@@ -114,7 +114,7 @@ class BusyWarning:
         waiting = _waiting_share([energy])
         if waiting >= _BUSY and energy["cpu_wait_seconds"] >= _NOTABLE and not self._is_given:
             self._is_given = True
-            _log.warning("in step %d %s: %s", step + 1, _cores_were_busy(waiting), _REMEDY)
+            _log.warning("in step %d %s: %s", step, _cores_were_busy(waiting), _REMEDY)
 
 
 def verdict(gain: Gain) -> str:

@@ -79,7 +79,8 @@ class MetricsWriter:
         self._append(asdict(metrics))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Append the evaluation after the last step. `step` is the number of steps. Raises MetricsError."""
+        """Append the evaluation after the last step. `step` is the number of the step that would follow. Raises
+        MetricsError."""
         self._append({"step": step, "eval": evaluation})
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -226,7 +227,7 @@ def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Return series to plot over steps, one value for each step. `target_version` is the version of the weights that
     decoded the step's responses."""
     return {
-        "target_version": [line["step"] for line in lines],
+        "target_version": [line["step"] - 1 for line in lines],
         "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in lines],
         "accept_length": [line["accept_length"] for line in lines],
         "tokens_per_second": [line["tokens_per_second"] for line in lines],
@@ -278,7 +279,7 @@ def provenance() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    return {"machine": machine, "versions": {"python": platform.python_version(), **packages}, "commit": _commit()}
+    return {"machine": machine, "versions": {"python": platform.python_version(), **packages}, "commit": _COMMIT}
 
 
 def _cpu_name() -> str:
@@ -297,3 +298,6 @@ def _commit() -> str | None:
         return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+_COMMIT = _commit()  # at the import, because files may change while a run takes hours

@@ -352,9 +352,9 @@ class WorkerNow(NamedTuple):
 
 @dataclass
 class StepMetrics:
-    """One line of metrics.jsonl; docs/metrics.md explains each number. `reward` is the mean over responses that have a
-    reward, 0 if none has. `seconds` is wall-clock time of the driver; the phases do not overlap and sum to
-    `seconds['total']`."""
+    """One line of metrics.jsonl; docs/metrics.md explains each number. The first `step` is 1. `reward` is the mean over
+    responses that have a reward, 0 if none has. `seconds` is wall-clock time of the driver; the phases do not overlap
+    and sum to `seconds['total']`."""
 
     step: int
     reward: float

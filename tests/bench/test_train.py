@@ -145,7 +145,7 @@ def test_a_fork_is_checked_at_its_first_step_with_the_policy_before_it(
     found = forks.compare("copy", plain, copy, config)
     assert (found.first, found.explained, found.unexplained) == (step, 0, 1)
     (fork,) = found.forks
-    assert (fork.step, fork.position) == (step, 0)
+    assert (fork.step, fork.position) == (step + 1, 0)
     monkeypatch.setattr(forks, "EXPLAINED_GAP", {"float64": fork.gap * 1.001})
     assert forks.compare("copy", plain, copy, config).explained == 1
     after = plain / "checkpoints" / f"step_{step + 1:08d}" / "policy"

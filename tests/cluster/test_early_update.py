@@ -125,15 +125,15 @@ def begin(early: EarlyUpdate, shards: Sequence[str]) -> None:
 
 def test_each_shard_has_one_worker_until_it_is_lost() -> None:
     early, log = of_step("ab")
-    assert [early.next_call(worker, {}, 0.5) for worker in (1, 0, 2)] == [True, True, False]
+    assert [early.next_call(worker, dict, 0.5) for worker in (1, 0, 2)] == [True, True, False]
     early.handle_result(Done(1, METHOD, EarlySlice(0, 0.5, 1.0)))
-    assert early.next_call(1, {}, 0.5), "it goes on"
+    assert early.next_call(1, dict, 0.5), "it goes on"
     early.handle_result(Done(1, METHOD, EarlySlice(0, 1.0, 2.0)))
     early.handle_result(Done(0, METHOD, EarlySlice(1, 0.25, 4.0)))
-    assert not early.next_call(1, {}, 0.5), "the other one is another worker's"
+    assert not early.next_call(1, dict, 0.5), "the other one is another worker's"
     assert early.held_by([0, 1, 2]) == [{1: 0.25}, {0: 1.0}, {}]
     early.handle_result(Done(0, "decode", None, lost=True))
-    assert early.next_call(2, {}, 0.5)
+    assert early.next_call(2, dict, 0.5)
     expected = [(1, 0, "a"), (0, 1, "b"), (1, 0, "a"), (2, 1, "b")]
     assert log == [(worker, METHOD, number, shard, 0.5) for worker, number, shard in expected]
     assert [early.take_seconds(), early.take_seconds()] == [7.0, 0.0]
@@ -143,7 +143,7 @@ def test_each_shard_has_one_worker_until_it_is_lost() -> None:
 
 def test_a_call_of_an_earlier_wave_says_nothing_about_this_one() -> None:
     early, _ = of_step("ab")
-    assert early.next_call(0, {}, 0.5)
+    assert early.next_call(0, dict, 0.5)
     begin(early, "cd")
     early.handle_result(Done(0, METHOD, EarlySlice(0, 1.0, 1.0)))
     assert early.held_by([0]) == [{}]
@@ -154,16 +154,16 @@ def test_a_call_of_an_earlier_wave_says_nothing_about_this_one() -> None:
 def test_a_worker_keeps_a_few_gradients_or_any_number_of_logprobs(epochs: int, most: int) -> None:
     early, _ = of_step("abcdef", epochs=epochs)
     for shard in range(most):
-        assert early.next_call(0, {}, 0.5)
+        assert early.next_call(0, dict, 0.5)
         early.handle_result(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
-    assert not early.next_call(0, {}, 0.5)
-    assert early.next_call(1, {}, 0.5) == (most < 6)
+    assert not early.next_call(0, dict, 0.5)
+    assert early.next_call(1, dict, 0.5) == (most < 6)
 
 
 def test_a_worker_without_enough_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     early, _ = of_step("a")
-    assert early.next_call(0, {}, 0.5)
+    assert early.next_call(0, dict, 0.5)
     early.handle_result(Done(0, METHOD, None))
     assert "worker 0 has too little memory for the early update" in caplog.text
-    assert not early.next_call(0, {}, 0.5)
-    assert early.next_call(1, {}, 0.5)
+    assert not early.next_call(0, dict, 0.5)
+    assert early.next_call(1, dict, 0.5)

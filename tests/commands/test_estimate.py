@@ -27,7 +27,7 @@ def line(step: int, rollout: float = 4.0, plain: float = 8.0, update: float = 1.
     """Return the metrics of a step with 2 s of other phases. Saving and evaluations are not part of a step."""
     seconds = {"rollout": rollout, "compare": plain, "reward": 0.25, "update": update, "sync": 0.25}
     rollouts = {"draft_passes": 10, "accepted": 20}
-    return {"step": step, "seconds": {**seconds, "save": 99.0, "eval": 99.0}, "rollout": rollouts, **others}
+    return {"step": step + 1, "seconds": {**seconds, "save": 99.0, "eval": 99.0}, "rollout": rollouts, **others}
 
 
 def said(lines: list[dict[str, Any]], steps: int = 600, differ: int = 0) -> list[str]:

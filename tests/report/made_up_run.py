@@ -16,7 +16,7 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
     seconds = {"rollout": 4.0, "reward": 0.5, "update": 2.0, "sync": 0.5, "total": 7.0}
     seconds |= {"compare": 3.0 if step == 5 else 6.0, "total": 13.0} if compared else {}
     return {
-        **{"step": step, "reward": step / 10, "reward_std": 0.1, "accept_length": 2.0},
+        **{"step": step + 1, "reward": step / 10, "reward_std": 0.1, "accept_length": 2.0},
         **{"responses": 8, "tokens": 160, "tokens_per_second": 40.0, "seconds": seconds},
         "tasks": {"gcd": {"mean": step / 10, "std": 0.1, "responses": 4}},
         "lengths": {"mean": 20.0, "median": 18, "p99": 40, "max": 41, "truncated": 0.0},
@@ -41,7 +41,7 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
 
 def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> dict[str, Any]:
     return {
-        **{"step": step, "prompt_id": index // 4, "epoch": 0, "index": index % 4, "task": "gcd"},
+        **{"step": step + 1, "prompt_id": index // 4, "epoch": 0, "index": index % 4, "task": "gcd"},
         **{"prompt": f"What is {index // 4}?", "response": response, "answer": "4"},
         **{"reward": float(index % 3 == 0), "scores": {"exact": float(index % 3 == 0)}, "outcome": ""},
         **{"advantage": 0.0, "length": 9 + step, "finish_reason": "stop", "proposed": f"{2 + step}e1.3a1.2s"},

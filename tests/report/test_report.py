@@ -109,7 +109,7 @@ def test_the_proof_has_the_result_of_the_check_at_start(tmp_path: Path) -> None:
 
 def test_a_number_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     folder = with_lines(tmp_path / "run", line(0), line(1, update={"entropy": float("nan")}))
-    assert shown(write_report([folder]))[0]["columns"]["update/entropy"] == [[0, 0.5]]
+    assert shown(write_report([folder]))[0]["columns"]["update/entropy"] == [[1, 0.5]]
 
 
 def test_token_letters_become_run_lengths_and_thinned_lines_keep_extremes() -> None:
@@ -143,7 +143,7 @@ def test_a_missing_or_truncated_file_is_named_or_left_out(tmp_path: Path, name: 
         write_report([folder])
     path.write_bytes(whole[:-5])
     assert any(f"{name} " in fault and "damaged" in fault for fault in read_run(folder).faults)
-    assert [step["step"] for step in read_run(folder).steps] == ([0] if name == "metrics.jsonl" else [0, 1])
+    assert [step["step"] for step in read_run(folder).steps] == ([1] if name == "metrics.jsonl" else [1, 2])
     path.unlink()
     assert any(f"{name} is missing" in fault for fault in shown(write_report([folder]))[0]["faults"])
 

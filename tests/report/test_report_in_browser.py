@@ -113,7 +113,7 @@ def test_several_runs_begin_with_their_differences_and_share_charts(tmp_path: Pa
 
 def test_a_run_that_was_killed_in_its_first_step_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "rew', encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rew', encoding="utf-8")
     seen = seen_in(write_report([tmp_path]))
     assert seen["errors"] == []
     for said in ("The run of m has not ended a step yet.", "metrics.jsonl has 1 damaged", "summary.json is missing"):

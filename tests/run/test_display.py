@@ -96,7 +96,7 @@ def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
     display = Display(Console(file=io.StringIO()))
     with display.live(tiny_config(tmp_path, train={"steps": 5}), 0, list):
         assert display._time_left() == ""
-        display.step(StepResult([], [], step_metrics(0, seconds_left=40.0)))
+        display.step(StepResult([], [], step_metrics(1, seconds_left=40.0)))
         shown_left = []
         for clock.now in range(1000, 1025):
             shown_left.append(display._time_left())

@@ -91,7 +91,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: P
                     train(afresh(home), resume=resume)
 
     train(afresh(home), display=Second(Console(quiet=True)))
-    assert [line["step"] for line in read_metrics(home / "run")] == [0, 1]
+    assert [line["step"] for line in read_metrics(home / "run")] == [1, 2]
     train(afresh(home))
 
 

@@ -165,7 +165,7 @@ def test_the_time_left_does_not_jump(tmp_path: Path) -> None:
     for step in range(12):
         seconds = {"total": 10.0 if step else 100.0} | ({"eval": 4.0} if step % 2 == 0 else {})
         seconds["total"] += seconds.get("eval", 0.0)
-        metrics = types.SimpleNamespace(step=step, seconds=seconds, tokens_seen=0, seconds_left=0.0)
+        metrics = types.SimpleNamespace(step=step + 1, seconds=seconds, tokens_seen=0, seconds_left=0.0)
         progress.add(types.SimpleNamespace(metrics=metrics, groups=[]))  # type: ignore[arg-type]
         left.append(metrics.seconds_left)
         if (step + 1) % 4 == 0:  # a save is added to the seconds of a step after its line was made
@@ -200,15 +200,15 @@ def test_a_killed_and_resumed_run_has_every_completion_once(tmp_path: Path) -> N
 
     def dies(self: MetricsWriter, metrics: Any) -> None:
         write(self, metrics)
-        if metrics.step == 2:
+        if metrics.step == 3:
             raise Crash
 
     with patch.object(MetricsWriter, "write", dies), pytest.raises(Crash):
         train(config)
     path = Path(config.run.folder) / "completions.jsonl"
-    assert {line["step"] for line in read_completions(path.parent)} == {0, 1, 2}
+    assert {line["step"] for line in read_completions(path.parent)} == {1, 2, 3}
     with path.open("ab") as file:
-        file.write(b'{"step": 2, "half a li')
+        file.write(b'{"step": 3, "half a li')
     found = read_completions(train(config, resume=True))
     assert [line | HOW for line in found] == [line | HOW for line in whole]
 
@@ -314,7 +314,7 @@ def test_a_tracker_of_the_user_gets_every_metric(tmp_path: Path) -> None:
 
 def tracked(folder: Path, *names: str) -> Trackers:
     """Return trackers that were given three steps."""
-    trackers = Trackers({name: maker(TRACKERS[name]) for name in names}, TrackedRun(folder, 0, {}))
+    trackers = Trackers({name: maker(TRACKERS[name]) for name in names}, TrackedRun(folder, 1, {}))
     for step in range(3):
         trackers.log(step, {"reward": 1.0})
     return trackers

@@ -78,7 +78,7 @@ def test_a_run_leaves_its_configuration_and_its_rewards_in_tensorboard(home: Pat
 
     folder = home / "whole"
     assert json.loads((folder / "config.json").read_text(encoding="utf-8")) == whole(home).model_dump()
-    assert [line["step"] for line in read_metrics(folder)] == list(range(STEPS))
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, STEPS + 1))
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     shown = [(e.step, e.value) for e in events.Scalars("reward")]
@@ -166,7 +166,7 @@ def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path) -
     write = MetricsWriter.write
 
     def dying(self: MetricsWriter, metrics: Any) -> None:
-        if metrics.step == 1:
+        if metrics.step == 2:
             raise Crash
         write(self, metrics)
 
@@ -350,9 +350,11 @@ def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:
     assert summary["eval_first"] == lines[0]["eval"]
     assert summary["eval_last"] not in (summary["eval_first"], {})
     last = (home / "evaluated" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-    assert json.loads(last) == {"step": STEPS, "eval": summary["eval_last"]}
+    assert json.loads(last) == {"step": STEPS + 1, "eval": summary["eval_last"]}
     mean = read_run(home / "evaluated").column("eval/mean@2")
-    assert mean == {0: lines[0]["eval"]["mean@2"], 3: lines[3]["eval"]["mean@2"], STEPS: summary["eval_last"]["mean@2"]}
+    assert mean == {line["step"]: line["eval"]["mean@2"] for line in (lines[0], lines[3])} | {
+        STEPS + 1: summary["eval_last"]["mean@2"]
+    }
     assert 2 * lines[3]["seconds"]["total"] == pytest.approx(sum(lines[3]["seconds"].values()), rel=1e-9)
     again = copy_of_the_run(home, "evaluated again", 2)
     assert train(whole(home, again.name, eval=evaluated), resume=True)["eval_last"] == summary["eval_last"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import TrainConfig
@@ -37,12 +37,12 @@ class EarlyUpdate:
         the rollout; None if nothing is computed early."""
         self._groups, self._begun = groups, {}
 
-    def next_call(self, worker: int, so_far: Mapping[int, int], seconds: float) -> bool:
+    def next_call(self, worker: int, so_far: Callable[[], Mapping[int, int]], seconds: float) -> bool:
         """Let an idle worker compute an early shard for about `seconds` seconds. Return whether there is one. `so_far`:
-        number of tokens of each unfinished response, by seed."""
+        function that returns the number of tokens of each unfinished response, by seed."""
         if self._groups is None or worker in self._unable:
             return False
-        shards = self._groups.shards(so_far)
+        shards = self._groups.shards(so_far())
         own = [k for k, (holder, share) in self._begun.items() if holder == worker and share < 1.0]
         free = [k for k in range(len(shards)) if k not in self._begun]
         if sum(holder == worker for holder, _ in self._begun.values()) >= self.most:

@@ -62,7 +62,7 @@ class IdleWork:
 
     def update_early(self, index: int) -> bool:
         """Let an idle worker compute a shard of the early update. Return whether there was one."""
-        due = self.is_on and self.early.next_call(index, self.allocation.lengths(), self.slice_seconds)
+        due = self.is_on and self.early.next_call(index, self.allocation.lengths, self.slice_seconds)
         if due:
             self.tracers[index].enter(EARLY)
         return due

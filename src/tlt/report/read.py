@@ -46,7 +46,7 @@ class RunData:
 
     @property
     def missing_steps(self) -> int:
-        return self.steps[-1]["step"] + 1 - len(self.steps) if self.steps else 0
+        return self.steps[-1]["step"] - len(self.steps) if self.steps else 0
 
     @cached_property
     def columns(self) -> dict[str, dict[int, float]]:

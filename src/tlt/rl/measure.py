@@ -26,9 +26,9 @@ def measure(
     fate: dict[str, float],
     seconds: dict[str, float],
 ) -> StepMetrics:
-    """Return the metrics of a step. `groups`: all decoded groups, in prompt order. `fate`: numbers of waves of prompts
-    (`rollout.max_waves`), of groups in the update, and of groups carried over to the next step. `seconds`: seconds of
-    each phase and in total."""
+    """Return the metrics of a step. `step`: its index, from 0. `groups`: all decoded groups, in prompt order. `fate`:
+    numbers of waves of prompts (`rollout.max_waves`), of groups in the update, and of groups carried over to the next
+    step. `seconds`: seconds of each phase and in total."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(response.num_sampled for response in responses)
@@ -36,7 +36,7 @@ def measure(
     counters = {key: value for key, value in asdict(stats).items() if key not in apart}
     seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
     return StepMetrics(
-        step=step,
+        step=step + 1,
         reward=_mean(rewards),
         reward_std=_deviation(rewards),
         rewards=_by_term(groups),

@@ -155,7 +155,7 @@ class Display:
         if not self.history:
             return ""
         last = self.history[-1]
-        steps = self.config.train.steps - last.step - 1
+        steps = self.config.train.steps - last.step
         gone = min(time.monotonic() - self._step_began, last.seconds_left / max(1, steps))
         return f"{timedelta(seconds=round(last.seconds_left - gone))} left"
 
@@ -178,7 +178,7 @@ class Display:
         shown = max(3, min(_SHOWN_STEPS, self.console.height - _OTHER_LINES))
         for m in self.history[-shown:]:
             table.add_row(
-                str(m.step + 1),
+                str(m.step),
                 f"{m.reward:.3f}",
                 *(f"{m.lengths[key]:.0f}" for key in ("median", "max")),
                 f"{m.lengths['truncated']:.0%}",
@@ -226,7 +226,7 @@ class Display:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
         missing = ", ".join(f"{count} {outcome}" for outcome, count in m.outcomes.items())
         return (
-            f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  "
+            f"step {m.step}/{self.config.train.steps}  reward {m.reward:.3f}  "
             f"{f'without reward: {missing}  ' if missing else ''}"
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest "
             f"{m.lengths['truncated']:.0%} cut off  "

@@ -19,8 +19,8 @@ _LAST = 10  # number of recent steps from which the remaining time is estimated
 
 
 class Record:
-    """Writer of a run's results, step by step. `first_step` is the first step that it writes: 0, or the next step of a
-    resumed run. `last` is the metrics line of the step before `first_step`, as saved in the checkpoint."""
+    """Writer of a run's results, step by step. `first_step` is the number of the first step that it writes: 1, or a
+    later one if the run is resumed. `last` is the metrics line of the step before it, as saved in the checkpoint."""
 
     def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         self.metrics = MetricsWriter(folder, first_step, last)
@@ -37,7 +37,7 @@ class Record:
         self.trackers.log(metrics.step, asdict(metrics))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Write the metrics of the evaluation after the last step. `step` is the number of steps."""
+        """Write the metrics of the evaluation after the last step. `step`: number of the step that would follow."""
         if evaluation:
             self.metrics.write_last_evaluation(step, evaluation)
             self.trackers.log(step, {"eval": evaluation})
@@ -63,7 +63,7 @@ class RunProgress:
         """Add a step, and set `tokens_seen` and `seconds_left` in its metrics."""
         metrics = result.metrics
         self.tokens_seen += tokens_of(result.groups)
-        left = self.steps - metrics.step - 1
+        left = self.steps - metrics.step
         self._seconds.append(metrics.seconds)
         metrics.tokens_seen = self.tokens_seen
         metrics.seconds_left = left * median(

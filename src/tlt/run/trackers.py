@@ -38,8 +38,8 @@ class TrackedRun(NamedTuple):
 
     folder: Path
     first_step: int
-    """first step that will be logged: 0 for a new run. A resumed run logs this step and later steps again if the run
-    before it has logged them."""
+    """number of the first step that will be logged: 1 for a new run. A resumed run logs this step and later steps again
+    if the run before it has logged them."""
     config: Mapping[str, Any]
 
 
@@ -183,7 +183,7 @@ def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def known_id(run: TrackedRun, name: str) -> str | None:
     """Return the tracker's id of the run that is resumed; None for a new run. `name` is the tracker's name."""
     path = run.folder / _IDS
-    return json.loads(path.read_text(encoding="utf-8")).get(name) if run.first_step and path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")).get(name) if run.first_step > 1 and path.is_file() else None
 
 
 def remember_id(run: TrackedRun, name: str, known: str) -> None:

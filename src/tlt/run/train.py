@@ -66,11 +66,11 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
             folder.delete_previous_run()
         run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
         write_json(folder.path / "config.json", config.model_dump())
-        record = Record(config, folder.path, run.last_step.done, run.last_step.metrics)
+        record = Record(config, folder.path, run.last_step.done + 1, run.last_step.metrics)
         _trace(run)
         with run.display.live(config, run.last_step.done, run.parts.rollout.now, lambda: run.policy.updated):
             evaluation = _run_steps(run, record, stop)
-        record.write_last_evaluation(config.train.steps, evaluation)
+        record.write_last_evaluation(config.train.steps + 1, evaluation)
         record.close()
         exactness = run.parts.exactness.facts
         summary = summarize(folder.path, run.policy.sha256(), evaluation, exactness, run.changes)
@@ -98,17 +98,17 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     after the last step. Raises Stopped after a signal."""
     config = run.config
     for result in _steps(run, record, stop):
-        done = result.metrics.step + 1
+        done = result.metrics.step
         run.step_ended(done, asdict(result.metrics))
         stop.step_has_ended()
         if stop or _save_is_due(config, done):
             with timed("save", result.metrics.seconds, run.parts.tracer), stop.unhurried():
-                run.display.phase(result.metrics.step, "save", 0)
+                run.display.phase(done - 1, "save", 0)
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
         result.metrics.energy = run.parts.tracer.step_energy()
-        run.busy.warn(result.metrics.step, result.metrics.energy)
-        run.parts.tracer.mark("step ends", step=result.metrics.step)
+        run.busy.warn(done, result.metrics.energy)
+        run.parts.tracer.mark("step ends", step=done)
         result.metrics.workers = workers = _trace(run)
         result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
         result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}

@@ -26,6 +26,7 @@ EXPLAINED_GAP = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.25}
 class Fork:
     mode: str
     step: int
+    """number of the step, from 1"""
     prompt: int
     index: int
     position: int
@@ -40,9 +41,9 @@ def float64_target(config: Config, weights: Mapping[str, Tensor]) -> Decoder:
 
 
 def fork_of(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
-    """Return the fork of two responses: the first position with different tokens, and a gap recomputed in float64. The
-    gap is the distance between the noisy scores (log-prob + Gumbel noise) of the two tokens, or the distance of either
-    token to the top-k or top-p cut if that is smaller.
+    """Return the fork of two responses in a step with this index: the first position with different tokens, and a gap
+    recomputed in float64. The gap is the distance between the noisy scores (log-prob + Gumbel noise) of the two tokens,
+    or the distance of either token to the top-k or top-p cut if that is smaller.
 
     The gap is infinite if one response is a prefix of the other."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
@@ -50,7 +51,7 @@ def fork_of(mode: str, step: int, plain: Response, other: Response, reference: D
     position, tokens = next(((t, pair) for t, pair in pairs if pair[0] != pair[1]), (shorter, None))
     request = plain.request
     gap = math.inf if tokens is None else _gap(reference, request, plain.token_ids[:position], *tokens)
-    return Fork(mode, step, request.prompt.prompt_id, request.index, position, gap)
+    return Fork(mode, step + 1, request.prompt.prompt_id, request.index, position, gap)
 
 
 def _gap(reference: Decoder, request: Request, prefix: Sequence[int], a: int, b: int) -> float:
