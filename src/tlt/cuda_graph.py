@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,6 +19,19 @@ class CaptureError(ValueError):
 
 
 Compute = Callable[[], tuple[Tensor, ...]]
+
+
+class Addresses:
+    """Tensors whose addresses captured graphs have. The references are weak, so that the memory of a tensor which
+    nobody else uses is freed."""
+
+    def __init__(self) -> None:
+        self._known: list[ref[Tensor]] = []
+
+    def have_changed(self, *tensors: Tensor) -> bool:
+        """Return whether these are other tensors than in the previous call."""
+        before, self._known = [one() for one in self._known], [ref(tensor) for tensor in tensors]
+        return [*map(id, before)] != [*map(id, tensors)]
 
 
 class Replayed:

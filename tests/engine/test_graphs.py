@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def started(target: Decoder, count: int) -> tuple[Engine, GraphedPasses]:
     """Return an engine with requests, and its captured passes."""
     engine = Engine(target, EngineConfig())
     engine.start(requests(count))
-    graphs = engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, CPU)
+    graphs = engine.rollout.runner.graphs = GraphedPasses(engine.cache.store, target)
     return engine, graphs
 
 
@@ -57,7 +58,7 @@ def decoded(target: Decoder, strategy: Strategy, graphed: bool, asked: Sequence[
     engine.start(asked)
     runner, shapes = engine.rollout.runner, set[Any]()
     if graphed:
-        runner.graphs = GraphedPasses(engine.cache.store, CPU)
+        runner.graphs = GraphedPasses(engine.cache.store, target)
     tokens: dict[int, list[int]] = {}
     while engine.busy:
         tokens |= by_seed(engine.round())
@@ -110,7 +111,7 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
     engine.start(requests(4))
     engine.round()
     runner, store = engine.rollout.runner, engine.cache.store
-    graphs = GraphedPasses(store, CPU)
+    graphs = GraphedPasses(store, target)
     before = [layer.clone() for layer in store.layers]
     assert store.slots == 4
     graphs(torch.ones(3, 2, dtype=torch.long), [5, 40, 2], runner._forward)
@@ -122,17 +123,95 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
         assert not torch.equal(old[:, 2, :, 2:4], new[:, 2, :, 2:4])
 
 
-def test_graphs_are_freed_when_their_rollout_ends(target: Decoder) -> None:
+def test_graphs_are_freed_with_the_cache_whose_addresses_they_have(target: Decoder) -> None:
     """They are freed without the garbage collector, because a collection during a capture would make it fail."""
     engine, graphs = started(target, 3)
     engine.round()
     made = [weakref.ref(one.replayed) for one in graphs.passes.values()]
-    del graphs
     assert made
+    engine.release_requests([1000, 1001, 1002])
+    engine.release()
     gc.collect()
     gc.disable()
     try:
         engine.start(requests(2))
+        engine.round()
         assert all(one() is None for one in made)
     finally:
         gc.enable()
+
+
+# -- rollouts and new weights ------------------------------------------------------------------------------------------
+
+
+def model_of(seed: int, **changes: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return qwen3(seed, **sizes | changes)
+
+
+def with_graphs(model: Any) -> Decoder:
+    """Return the decoder of a model, which a device would replay."""
+    decoder = decoder_of(model)
+    decoder.cuda_graphs = True
+    return decoder
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
+def test_graphs_survive_rollouts_and_new_weights(changes: dict[str, Any]) -> None:
+    """The second rollout begins with the cache that the first one needed at its end. From then on nothing is captured
+    again, and the tokens are those of an engine without graphs."""
+    first, second = model_of(1, **changes), model_of(2, **changes)
+    asked = [replace(one, sampling=SamplingParams(max_new_tokens=12)) for one in requests(4)]
+    expected = [by_seed(Engine(decoder_of(model), EngineConfig()).generate(asked)) for model in (first, second)]
+    assert expected[0] != expected[1]
+    target = with_graphs(first)
+    with fake_graphs() as captured:
+        engine = Engine(target, EngineConfig(), layout=FeatureLayout((0,), 16))
+        for _ in range(2):
+            assert by_seed(engine.generate(asked)) == expected[0]
+        before = [one() for one in captured]
+        target.load(second.state_dict(), version=1)
+        assert by_seed(engine.generate(asked)) == expected[1]
+        assert [one() for one in captured] == before
+
+
+def test_a_head_that_is_tied_no_longer_is_in_no_graph() -> None:
+    """The tensors of a tied head and of a separate one differ, so the graphs are captured again."""
+    tied, apart = model_of(1, tie_word_embeddings=True), model_of(2)
+    target, asked = with_graphs(tied), requests(2)
+    with fake_graphs():
+        engine = Engine(target, EngineConfig())
+        for _ in range(2):
+            by_seed(engine.generate(asked))
+        target.load(apart.state_dict(), version=1)
+        found = by_seed(engine.generate(asked))
+    assert found == by_seed(Engine(decoder_of(apart), EngineConfig()).generate(asked))
+
+
+def test_an_abandoned_rollout_leaves_no_values_in_the_memory_that_is_kept() -> None:
+    """The mask of a shorter row does not hide values that are not finite."""
+    target, asked = with_graphs(model_of(1)), requests(3)
+    with fake_graphs():
+        engine = Engine(target, EngineConfig())
+        engine.start(asked)
+        engine.round()
+        for layer in engine.cache.store.layers:
+            layer[:, 2].fill_(torch.nan)
+        memory = engine.cache.store.memory[0]
+        engine.start(asked[:1])
+        assert engine.cache.store.memory[0] is memory
+        assert memory.isfinite().all()
+        engine.round()
+
+
+def test_the_limit_of_a_cache_counts_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that captures graphs keeps its cache."""
+    engine = Engine(with_graphs(model_of(1)), EngineConfig())
+    monkeypatch.setattr("tlt.engine.memory.free_bytes", lambda device: 10**9 - engine.cache.bytes)
+    bounds = []
+    with fake_graphs():
+        for count in (1, 2, 3):
+            by_seed(engine.generate(requests(count)))
+            bounds.append(engine.cache.bound_tokens)
+    assert engine.cache.bytes
+    assert bounds[1] == bounds[2]

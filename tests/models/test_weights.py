@@ -84,6 +84,7 @@ def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load(dtype: tor
     assert torch.equal(logits(decoder), before)
     decoder.load(state, version=2)
     assert decoder.version == 2
+    assert torch.equal(decoder.head, state["lm_head.weight"])
     assert torch.equal(logits(decoder), logits(loaded(state, dtype)))
     assert float((logits(decoder) - before).abs().max()) > 0.01
 

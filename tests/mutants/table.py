@@ -43,7 +43,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Detokenizer._bytes_of", "element", 2, "A byte-fallback token spells its byte."),
     ],
     ("engine.kv_cache", "engine/test_rows.py"): [
-        ("KVCache.clear", "drop", 1, "A new rollout does not reuse prompts of the previous one."),
+        ("KVCache.clear", "drop", 2, "A new rollout does not reuse prompts of the previous one."),
         ("KVCache.wipe", "drop", 1, "A wiped slot holds no prompt."),
         ("KVCache.remove", "drop", 1, "Values that are not finite are wiped when their row leaves."),
         ("KVCache.remove", "drop", 4, "A row that moves takes its keys and values along."),
@@ -150,10 +150,38 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Decoder.forward", "drop", 10, "Queries and keys are normed where the family does so."),
     ],
     ("models.decoder", "models/test_weights.py"): [
-        ("_Loader.own", "unwrap", 0, "The engine has its own copy of the policy's weights."),
+        ("Decoder.load", "unwrap", 21, "The engine has its own copy of the policy's weights."),
+        ("Decoder.load", "drop", 11, "The head that drafters read has the new weights."),
+        ("Decoder.load", "drop", 13, "The head's product has the new weights."),
     ],
     ("models.decoder", "models/test_families.py"): [
-        ("_Loader.check_all_taken", "drop", 1, "An unknown weight is an error."),
+        ("_Loader.__init__", "never", 4, "An unknown weight is an error."),
+    ],
+    ("models.decoder", "engine/test_graphs.py"): [
+        ("overwrite", "unwrap", 3, "New weights of a layer are copied."),
+        ("overwrite", "never", 0, "Weights and norms of a layer keep the addresses that CUDA graphs have."),
+        ("overwrite", "never", 1, "Biases and products of a layer are written into the old ones."),
+        ("Decoder.load", "never", 1, "The embedding keeps its address."),
+        ("Decoder.load", "drop", 10, "The embedding has the new weights."),
+        ("Decoder.load", "drop", 12, "The last norm has the new weight."),
+        ("Decoder.load", "operand", 2, "A head that is tied no longer is a tensor of its own."),
+    ],
+    ("draft.fused", "draft/test_replayed_chain.py"): [
+        ("FusedLayer.begin", "always", 1, "The drafter's table keeps the address that CUDA graphs have."),
+        ("FusedLayer.begin", "always", 3, "The head of a draft vocabulary keeps its address."),
+    ],
+    ("cuda_graph", "engine/test_graphs.py"): [
+        ("Addresses.have_changed", "compare", 0, "Graphs are captured again if the cache is resized, and only then."),
+    ],
+    ("engine.engine", "engine/test_graphs.py"): [
+        ("Engine._new_rollout", "always", 0, "A cache whose addresses graphs have is kept for the next rollout."),
+        ("Engine._new_rollout", "drop", 10, "A new rollout begins with an empty feature window."),
+    ],
+    ("engine.kv_cache", "engine/test_graphs.py"): [
+        ("KVCache.clear", "drop", 0, "Values that are not finite do not stay in a cache that is kept."),
+    ],
+    ("spot.trainer", "spot/test_trainer.py"): [
+        ("DrafterTrainer.target_moved", "unwrap", 1, "The head of an older version does not change."),
     ],
     ("models.weights", "models/test_weights.py"): [
         ("sha256", "element", 3, "A digest tells a tensor from its transpose."),
@@ -487,6 +515,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Worker._news", "drop", 2, "Each token is reported once."),
     ],
     ("cluster.run_worker", "cluster/test_worker.py"): [
+        ("RunWorker.release", "operand", 4, "Adam's moments need memory before the first update."),
         ("RunWorker._restore", "drop", 0, "Early shards of other weights are forgotten."),
     ],
     ("cluster.group_update", "cluster/test_coordinator.py"): [

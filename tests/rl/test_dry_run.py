@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,7 +119,7 @@ def test_the_largest_micro_batch_leaves_nothing_behind(
         found.append(tuple(batch.input_ids.shape))
 
     monkeypatch.setattr(policy.gradients, "add", add)
-    assert module._has_room(policy, config, PROMPT)
+    assert module._measured(policy, config, PROMPT) < math.inf
     assert found == [shape]
     assert (policy.sha256(), policy.updated) == (before, 0.0)
     assert torch.equal(torch.get_rng_state(), random)
@@ -134,15 +135,20 @@ def test_a_device_that_runs_out_of_memory_keeps_no_gradient(home: Path, monkeypa
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(policy.gradients, "add", fail)
-    assert not module._has_room(policy, config, PROMPT)
+    assert module._measured(policy, config, PROMPT) == math.inf
     assert not policy.gradients.early
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_pass_on_a_device_overrides_the_estimate(home: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
+@pytest.mark.parametrize("measured", [2**30, math.inf])
+def test_a_pass_on_a_device_overrides_the_estimate(
+    home: Path, monkeypatch: pytest.MonkeyPatch, measured: float
+) -> None:
     monkeypatch.setattr(module, "memory_needed", lambda *_: module.Need(3 * 2**30, 2**29, 2**20))
-    monkeypatch.setattr(module, "_has_room", lambda *_: has_room)
-    said = refusal(monkeypatch, 2**40, config_of(home), SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(module, "_measured", lambda *_: measured)
+    said, has_room = (
+        refusal(monkeypatch, 2**31, config_of(home), SimpleNamespace(device=torch.device("cuda"))),
+        measured < 2**31,
+    )
     assert has_room == (not said)
     assert has_room or "3.50 GiB (optimizer 3.00, activations 0.50, logits 0.00)" in said
 

@@ -226,3 +226,17 @@ def test_training_goes_one_draft_token_beyond_the_accepted_ones(model: Model, re
     assert made.reach == pytest.approx(reach + 0.1 * (right - reach))
     other.load_state(made.state())
     assert other.reach == made.reach
+
+
+def test_a_head_of_an_older_version_does_not_change_when_the_target_loads_weights() -> None:
+    """The distribution to learn is that of the version that computed the hidden states."""
+    model, other = make_model(seed=0), make_model(seed=1)
+    trainer = make_trainer(model)
+    trainer.target_moved([])
+    before = model.decoder.head.clone()
+    model.decoder.load(other.hf.state_dict(), version=1)
+    trainer.target_moved([0])
+    assert torch.equal(trainer.heads[0], before)
+    assert torch.equal(trainer.heads[1], other.decoder.head)
+    model.decoder.load(model.hf.state_dict(), version=2)
+    assert torch.equal(trainer.heads[1], other.decoder.head)

@@ -14,7 +14,9 @@ from torch import Tensor
 from tlt.build import open_target
 from tlt.cluster.worker import Worker, decoding_parts
 from tlt.config import Config
+from tlt.engine.engine import Engine
 from tlt.engine.exactness import Exactness, check_exactness
+from tlt.engine.memory import free_bytes
 from tlt.engine.protocol import RolloutEngine
 from tlt.models.device import torch_device
 from tlt.rl.choose import make_policy
@@ -26,6 +28,8 @@ from tlt.rl.sharded import ShardedPolicy
 from tlt.rl.shards import Held
 from tlt.spot.spot_worker import SpotWorker
 from tlt.types import TrainBatch
+
+_MARGIN = 1.2  # on the measured memory of an update, because free memory is in pieces
 
 
 class EarlySlice(NamedTuple):
@@ -65,6 +69,7 @@ class RunWorker(Worker):
         self.policy = policy
         self.membership = Membership(meets, config.cluster.workers, torch_device(config.model), join)
         self._before: State | None = None  # state before the current update, for `rollback`
+        self._needed = math.inf  # bytes that an update needs in addition to weights and Adam's moments
 
     @classmethod
     def of_run(
@@ -89,8 +94,16 @@ class RunWorker(Worker):
     def check_at_start(self, longest_prompt: int) -> Exactness:
         """Return whether the engine is exact. Raise ConfigError if an update does not fit the memory."""
         self.engine.release()
-        dry_run(self.policy, self.config, longest_prompt)
+        self._needed = dry_run(self.policy, self.config, longest_prompt)
         return check_exactness(self.target)
+
+    def release(self) -> None:
+        """Free the engine's memory for the update that follows. If the engine has CUDA graphs, which need the addresses
+        of its key-value cache, and the memory suffices without that, do nothing."""
+        captures = isinstance(self.engine, Engine) and self.engine.runner.graphs
+        has_moments = bool(self.policy.optimizer.state)
+        if not (captures and has_moments and free_bytes(self.target.device) > _MARGIN * self._needed):
+            super().release()
 
     def early_update(
         self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf

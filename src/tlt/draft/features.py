@@ -86,6 +86,10 @@ class FeatureWindow:
         self.first: list[int] = []  # oldest entry of each active row, then of each free place
         self.length: list[int] = []
 
+    def clear(self) -> None:
+        """Drop all rows and keep the memory."""
+        self._blocks, self.live, self.first, self.length = [], 0, [], []
+
     @property
     def features(self) -> Tensor:
         """Ring buffer of hidden states of each row, [R, C, F]: entry p is at index p modulo C."""

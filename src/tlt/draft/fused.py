@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.draft.eagle import EagleLayer
-from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
+from tlt.models.decoder import Decoder, RMSNorm, overwrite, rotate_, to_pairs
 from tlt.models.product import Product
 from tlt.sampling import SamplingTensors, sampling_log_probs
 
@@ -45,6 +45,8 @@ class FusedLayer:
             parts = torch.cat([fc, fc @ qkv], dim=1).split(o.hidden_size)
         gate_up = torch.cat([state["gate_proj.weight"], state["up_proj.weight"]]).t()
         matrices = (*parts, fc, state["o_proj.weight"].t(), normed("post_attention_layernorm", gate_up))
+        self.table: Tensor | None = None
+        self.to_logits: Product | None = None
         self.vocabulary = None if layer.vocabulary is None else layer.vocabulary.to(target.device)
         self.from_embedding, self.from_features, self.fc, self.out, self.gate_up, self.down = (
             Product(weight.t().to(target.dtype)) for weight in (*matrices, state["down_proj.weight"].t())
@@ -52,11 +54,18 @@ class FusedLayer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Compute the tensors that depend on the target's current weights."""
-        o, target = self.options, self.target
-        small = o.vocab_size * len(self.from_embedding.weight) <= _TABLE
-        self.table = self._contribution(target.embedding) if small else None
-        self.to_logits = target.to_logits if self.vocabulary is None else Product(target.head[self.vocabulary])
+        """Compute the tensors that depend on the target's current weights. They keep their addresses, which CUDA graphs
+        have."""
+        target = self.target
+        if self.options.vocab_size * self.from_embedding.shape[0] <= _TABLE:
+            table = self._contribution(target.embedding)
+            self.table = table if self.table is None else self.table.copy_(table)
+        if self.vocabulary is None:
+            self.to_logits = target.to_logits
+        elif self.to_logits is None:
+            self.to_logits = Product(target.head[self.vocabulary])
+        else:
+            overwrite(self.to_logits, Product(target.head[self.vocabulary]))
 
     def inputs(self, features: Tensor) -> Tensor:
         """Map the target's hidden states [M, F] to the fused states [M, D] that `project` reads."""
@@ -93,4 +102,5 @@ class FusedLayer:
     def log_q(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
         """Return log q [B, V] for the layer's outputs [B, D], over the V tokens that the drafter can propose."""
         normed = self.norms["norm"](hidden) if "norm" in self.norms else hidden
+        assert self.to_logits, "call begin first"
         return sampling_log_probs(self.to_logits(normed), sampling)[0]

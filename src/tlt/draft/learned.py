@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
 from tlt.attention.choose import attention_for
-from tlt.cuda_graph import rounded_up
+from tlt.cuda_graph import Addresses, rounded_up
 from tlt.draft.drafter import Candidates, Level, Sources
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
@@ -57,17 +57,21 @@ class EagleDrafter:
         self.acceptance_rate = layer.acceptance_rate
         self.fused = FusedLayer(layer, target)
         self.whole_chains = target.cuda_graphs
-
-    def begin(self, window: FeatureView | None) -> None:
-        assert window is not None, "the learned drafter needs the target's hidden states"
-        assert window.layout == self.options.layout, "the window must have this drafter's layout"
-        o, target = self.options, self.target
-        self.window = window
+        o = self.options
         shape = HeadShape(1, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         self.attention = attention_for(shape)
         self.ready: list[int] = []  # by row: entries below this one are in the cache
         self.chains: dict[ChainShape, ReplayedChain] = {}
-        self._addresses: tuple[Tensor, ...] = ()
+        self._addresses = Addresses()
+
+    @torch.inference_mode()
+    def begin(self, window: FeatureView | None) -> None:
+        assert window is not None, "the learned drafter needs the target's hidden states"
+        assert window.layout == self.options.layout, "the window must have this drafter's layout"
+        self.window = window
+        for slot in range(min(len(self.ready), self.attention.slots)):  # rows of an interrupted rollout
+            self.attention.wipe(slot, 0)
+        self.ready = []
         self.fused.begin()
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
@@ -99,9 +103,11 @@ class EagleDrafter:
     @torch.inference_mode()
     def draft_chain(self, alive: np.ndarray, sampling: SamplingTensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._catch_up(alive)
-        addresses = self.attention.memory[0], self.window.features, self.window.tokens
-        if [*map(id, addresses)] != [*map(id, self._addresses)]:  # captured chains use addresses of freed tensors
-            self.chains, self._addresses = {}, addresses
+        window, target = self.window, self.target
+        if self._addresses.have_changed(
+            self.attention.memory[0], window.features, window.tokens, target.embedding, target.head
+        ):
+            self.chains = {}
         rows = min(rounded_up(len(alive)), self.attention.slots)
         shape = ChainShape(
             rows, rounded_up(len(missing.rows)), noise.shape[1], sampling.restricted, sampling.tempered, sampling.greedy

@@ -71,23 +71,28 @@ class Engine(Generates):
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
         self.tuner, self.stops = tuner or Fixed(PLAIN), Stops(detokenize)
-        shape = HeadShape.of(target.options, target.dtype, target.device)
-        self._bound = lambda: kv_tokens or cache_tokens(config.kv_memory_mb, shape)
-        self.cache = KVCache(attention_for(shape), self._bound())
+        o, dtype, device = target.options, target.dtype, target.device
+        shape = HeadShape.of(o, dtype, device)
+        self._bound = lambda held: kv_tokens or cache_tokens(config.kv_memory_mb, shape, held)
+        self.cache = KVCache(attention_for(shape), bound_tokens=0)
         self.drafters = Drafters(drafters, self.cache)
+        window = FeatureWindow(layout, o.hidden_size, dtype, device) if layout else None
+        self.runner = Runner(target, self.cache, window, config.prefill_tokens)
         self.rollout = self._new_rollout()
         self._in_round = False
 
     def _new_rollout(self) -> RolloutState:
         target, config, strategies = self.target, self.config, self.tuner.strategies
         self.cache.clear()
-        self.cache.bound_tokens = self._bound()
+        if not self.runner.graphs:  # graphs have the cache's addresses
+            self.cache.release()
+        self.cache.bound_tokens = self._bound(self.cache.bytes)
         sampling = SamplingTable(target.device)
         depth = max(s.depth for s in strategies)
         noise = NoiseWindow(config.max_rows, target.options.vocab_size, depth, target.device)
-        window = view = harvester = None
-        if self.layout:
-            window = FeatureWindow(self.layout, target.options.hidden_size, target.dtype, target.device)
+        window, view, harvester = self.runner.window, None, None
+        if window:
+            window.clear()
             view, harvester = FeatureView(window), Harvester(window, target.version, self.on_harvest)
         ahead = LookAhead(self.store, target.options.vocab_size)
         turns = TurnStore(self.cache, window)
@@ -103,7 +108,7 @@ class Engine(Generates):
             harvester=harvester,
             ahead=ahead,
             turns=turns,
-            runner=Runner(target, self.cache, window, config.prefill_tokens),
+            runner=self.runner,
             stats=RolloutStats(seconds={"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0, "ahead": 0.0}),
             version=target.version,
         )
@@ -195,7 +200,7 @@ class Engine(Generates):
 
     def round(self) -> list[Response]:
         """Run one round: admit, draft, verify and commit. Return the finished responses."""
-        assert self.target.version == self.rollout.version, "the target has new weights: call start"
+        assert 0 <= self.target.version == self.rollout.version, "the target has new weights or none: call start"
         assert not self._in_round, "the last round failed, so the key-value cache is incomplete: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._in_round = True

@@ -10,7 +10,6 @@ Shapes: B rows, N new tokens per row, D hidden size, F size of a token's feature
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, SlotPlan
-from tlt.cuda_graph import Replayed, rounded_up
+from tlt.cuda_graph import Addresses, Replayed, rounded_up
+from tlt.models.decoder import Decoder
 
 _LEAST_TOKENS = 512  # least number of positions in a graph; reading masked keys costs less than capturing more graphs
 
@@ -37,23 +37,22 @@ class Shape(NamedTuple):
 
 
 class GraphedPasses:
-    """CUDA graphs of target passes over the first slots of the cache, one for each padded shape. A pass overwrites the
-    hidden states that the previous pass of the same shape returned."""
+    """CUDA graphs of target passes over the first slots of the cache, one for each padded shape. They are captured
+    again if the cache is resized. A pass overwrites the hidden states that the previous pass of its shape returned."""
 
-    def __init__(self, slots: SlotAttention, device: torch.device) -> None:
-        self.slots, self.device = slots, device
+    def __init__(self, slots: SlotAttention, target: Decoder) -> None:
+        self.slots, self.target = slots, target
         self.passes: dict[Shape, PaddedPass] = {}
-        self._memory: Callable[[], Tensor | None] = lambda: None  # a weak reference, so that a released cache is freed
+        self._addresses = Addresses()
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
         """Run a pass over the new tokens [B, N] of the first B slots, which have `lengths` committed positions."""
-        memory = self.slots.memory[0]
-        if self._memory() is not memory:  # the graphs have the addresses of a cache that was freed
-            self.passes, self._memory = {}, weakref.ref(memory)
+        if self._addresses.have_changed(self.slots.memory[0], self.target.head):
+            self.passes = {}
         shape = self._shape(len(lengths), tokens.shape[1], max(lengths))
         if shape not in self.passes:
-            self.passes[shape] = PaddedPass(shape, self.slots, self.device)
+            self.passes[shape] = PaddedPass(shape, self.slots, self.target.device)
         return self.passes[shape](tokens, lengths, forward)
 
     def _shape(self, rows: int, new: int, longest: int) -> Shape:

@@ -88,10 +88,11 @@ class KVCache:
         self._held: list[tuple[int, ...]] = []
 
     def clear(self) -> None:
-        """Drop all rows and free the memory, because an interrupted rollout may have left values that are not
-        finite."""
-        self._rows = []
-        self.release()
+        """Drop all rows and prompts. The slots of rows are set to zero, because an interrupted rollout may have left
+        values that are not finite."""
+        for slot in range(len(self._rows)):
+            self.wipe(slot, 0)
+        self._rows, self._held = [], [()] * self.store.slots
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -116,6 +117,10 @@ class KVCache:
         return self._held[slot] if slot < len(self._held) else ()
 
     # -- capacity ------------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.store.memory)
 
     def fits(self, slots: int, tokens: int) -> bool:
         """Return whether `slots` slots of `tokens` tokens each are within the memory limit. The capacity of a slot is

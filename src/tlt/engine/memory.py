@@ -18,10 +18,10 @@ _GROUPS = {  # version of Linux control groups -> three files (limit, use, stati
 }
 
 
-def cache_tokens(mib: int | Literal["auto"], shape: HeadShape) -> int:
+def cache_tokens(mib: int | Literal["auto"], shape: HeadShape, held: int = 0) -> int:
     """Return the number of tokens whose keys and values fit in `mib` MiB. 'auto' means 80 % of a CUDA device's free
-    memory, or 25 % of the host's. The cache must be empty."""
-    size = mib * 2**20 if mib != "auto" else _SHARES[shape.device.type] * free_bytes(shape.device)
+    memory, or 25 % of the host's. `held`: bytes that the cache already has."""
+    size = mib * 2**20 if mib != "auto" else _SHARES[shape.device.type] * (free_bytes(shape.device) + held)
     return max(1, int(size) // shape.bytes_per_token)
 
 

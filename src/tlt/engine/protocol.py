@@ -46,7 +46,8 @@ class Target(Protocol):
         ...
 
     def load(self, weights: Mapping[str, Tensor], version: int, /) -> None:
-        """Load all weights, given by their Hugging Face names. If this raises ModelError, the old weights are kept."""
+        """Load all weights, given by their Hugging Face names. If a weight is missing, raise ModelError and keep the
+        old weights."""
         ...
 
 

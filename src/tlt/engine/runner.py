@@ -81,7 +81,7 @@ class Runner:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
         self.graphs = None
         if target.cuda_graphs and target.can_be_captured and isinstance(slots := cache.store, SlotAttention):
-            self.graphs = GraphedPasses(slots, target.device)
+            self.graphs = GraphedPasses(slots, target)
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
         """Compute the keys and values of each context, in the slots from `first` on. The last token of a context is not

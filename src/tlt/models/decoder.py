@@ -25,7 +25,7 @@ from tlt.models.families import DecoderOptions
 from tlt.models.model_folder import ModelError
 from tlt.models.product import Product
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD, _LAYER = "model.embed_tokens.weight", "lm_head.weight", "model.layers."
 _RIGHT = 4  # number of text tokens in each verification pass of `text_logits`
 
 
@@ -99,6 +99,8 @@ class Decoder:
 
     can_be_captured = True
     """whether a pass can be captured as a CUDA graph, because the host never waits for the device during it"""
+    norm: RMSNorm
+    to_logits: Product
 
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
         self.options = options
@@ -107,6 +109,7 @@ class Decoder:
         self.version = -1
         self.cuda_graphs = device.type == "cuda"  # whether passes and drafts are replayed as CUDA graphs
         self.layers: list[Layer] = []
+        self.embedding = self.head = torch.empty(0, 0)
         self._cis = rotary_table(options, dtype, device)
 
     def empty(self) -> Decoder:
@@ -120,17 +123,31 @@ class Decoder:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copy all weights, given by their Hugging Face names, into the fused layout. If this raises ModelError, the
-        old weights are kept."""
+        """Copy all weights, given by their Hugging Face names, into the fused layout. Later calls write into the
+        tensors of the first call, layer by layer, because CUDA graphs have their addresses.
+
+        If a weight is missing or unknown, raise ModelError and keep the old weights. After any other error, also for
+        a weight of a wrong shape, there are no weights (`version` is -1)."""
         loader = _Loader(state, self.options, self.dtype, self.device)
-        layers = [loader.layer(i) for i in range(self.options.num_layers)]
-        embedding = loader.own(_EMBEDDING, (self.options.vocab_size, self.options.hidden_size))
-        head = loader.head(embedding)
-        norm = loader.norm("model.norm.weight")
-        loader.check_all_taken()
-        to_logits = Product(head, shared=True)
-        self.layers, self.embedding, self.norm, self.version = layers, embedding, norm, version
-        self.head, self.to_logits = head, to_logits
+        self.version = -1
+        for index in range(self.options.num_layers):
+            layer = loader.layer(index)
+            if index < len(self.layers):
+                overwrite(self.layers[index], layer)
+            else:
+                self.layers.append(layer)
+        embedding = loader.take(_EMBEDDING)
+        head, norm = loader.head(embedding), loader.norm("model.norm.weight")
+        if self.head.shape == head.shape and (self.head is self.embedding) == (head is embedding):
+            self.embedding.copy_(embedding)
+            self.head.copy_(head)
+            overwrite(self.norm, norm)
+            overwrite(self.to_logits, Product(head, shared=True))
+        else:
+            self.embedding = embedding.clone(memory_format=torch.contiguous_format)
+            self.head = self.embedding if head is embedding else head.clone(memory_format=torch.contiguous_format)
+            self.norm, self.to_logits = norm, Product(self.head, shared=True)
+        self.version = version
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
@@ -225,31 +242,69 @@ def rotate_(x: Tensor, cis: Tensor) -> None:
         torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(cis)
 
 
+def overwrite(old: Any, new: Any) -> None:
+    """Copy the tensors of `new`, such as a `Layer` or a `Product`, into those of `old`, which has the same shapes.
+    Weights that oneDNN packed are replaced, because no CUDA graph has their addresses."""
+    for name, value in vars(new).items():
+        if isinstance(value, Tensor) and not value.is_mkldnn:
+            getattr(old, name).copy_(value)
+        elif isinstance(value, RMSNorm | Product):
+            overwrite(getattr(old, name), value)
+        else:
+            setattr(old, name, value)
+
+
+def weight_shapes(o: DecoderOptions) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight by its Hugging Face name, except the head's."""
+    D, E, F_ = o.hidden_size, o.head_dim, o.intermediate_size
+    q_size, kv_size = o.num_heads * E, o.num_kv_heads * E
+    linear = (
+        *(("self_attn.q_proj", q_size, D, o.qkv_bias), ("self_attn.o_proj", D, q_size, o.out_bias)),
+        *((f"self_attn.{name}_proj", kv_size, D, o.qkv_bias) for name in "kv"),
+        *((f"mlp.{name}_proj", F_, D, o.mlp_bias) for name in ("gate", "up")),
+        ("mlp.down_proj", D, F_, o.mlp_bias),
+    )
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
+    for name, outputs, inputs, has_bias in linear:
+        layer[name + ".weight"] = outputs, inputs
+        if has_bias:
+            layer[name + ".bias"] = (outputs,)
+    if o.qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (E,) for name in "qk"}
+    layers = {f"{_LAYER}{i}.{name}": shape for i in range(o.num_layers) for name, shape in layer.items()}
+    return {_EMBEDDING: (o.vocab_size, D), "model.norm.weight": (D,), **layers}
+
+
 class _Loader:
-    """Reader of a model's weights by name. It checks their shapes and records which names were read."""
+    """Reader of a model's weights by name. Raises ModelError if a weight is missing or unknown, or has a wrong
+    shape."""
 
     def __init__(
         self, state: Mapping[str, Tensor], options: DecoderOptions, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.state, self.options, self.dtype, self.device = state, options, dtype, device
-        self.taken: set[str] = set()
+        self.shapes = weight_shapes(options)
+        if not options.tied or _HEAD in state:
+            self.shapes[_HEAD] = self.shapes[_EMBEDDING]
+        if missing := [name for name in self.shapes if name not in state]:
+            raise ModelError(f"the weights lack {missing[0]}: the checkpoint does not fit its config.json")
+        # old Llama checkpoints carry rotary.inv_freq buffers, which config.json determines
+        rest = sorted(k for k in state if k not in self.shapes and not k.endswith("rotary_emb.inv_freq"))
+        if rest:
+            raise ModelError(
+                f"the weights hold {rest[0]}, a tensor that tlt's decoder does not use (and {len(rest) - 1} more): "
+                "the checkpoint does not fit its config.json"
+            )
 
-    def own(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy of a weight, which stays unchanged when the policy's weights are updated."""
-        return self.take(name, shape).clone(memory_format=torch.contiguous_format)
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str) -> Tensor:
         """Return a weight that may share memory with the policy. The caller must copy it."""
-        if name not in self.state:
-            raise ModelError(f"the weights lack {name}: the checkpoint does not fit its config.json")
-        tensor = self.state[name]
+        tensor, shape = self.state[name], self.shapes[name]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}")
-        self.taken.add(name)
         return tensor.detach().to(self.device, self.dtype)
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.take(name, (self.options.hidden_size,)), self.options.rms_norm_eps)
+        return RMSNorm(self.take(name), self.options.rms_norm_eps)
 
     def head(self, embedding: Tensor) -> Tensor:
         """Return the weight of the head. If config.json ties it to the embedding, but the weights have a different
@@ -259,52 +314,37 @@ class _Loader:
         tied = self.options.tied
         both = [self.state[name] for name in (_HEAD, _EMBEDDING) if name in self.state] if tied else []
         if tied and both[0].data_ptr() == both[-1].data_ptr():  # `both` keeps them alive: freed memory could be reused
-            self.taken.add(_HEAD)
             return embedding
-        head = self.own(_HEAD, tuple(embedding.shape))
+        head = self.take(_HEAD)
         return embedding if tied and torch.equal(head, embedding) else head
 
-    def check_all_taken(self) -> None:
-        # old Llama checkpoints carry rotary.inv_freq buffers, which config.json determines
-        rest = sorted(k for k in self.state if k not in self.taken and not k.endswith("rotary_emb.inv_freq"))
-        if rest:
-            raise ModelError(
-                f"the weights hold {rest[0]}, a tensor that tlt's decoder does not use (and {len(rest) - 1} more): "
-                "the checkpoint does not fit its config.json"
-            )
-
     def layer(self, index: int) -> Layer:
-        o, prefix = self.options, f"model.layers.{index}."
-        D, E, F_ = o.hidden_size, o.head_dim, o.intermediate_size
-        q_size, kv_size = o.num_heads * E, o.num_kv_heads * E
-        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        qkv = [self._in_pairs(prefix + f"self_attn.{n}.weight", (s, D)) for n, s in sizes.items()]
-        qkv_bias = qk_norm = None
-        if o.qkv_bias:
-            qkv_bias = torch.cat([self._in_pairs(prefix + f"self_attn.{n}.bias", (s,)) for n, s in sizes.items()])
+        o, own, mlp = self.options, f"{_LAYER}{index}.", f"{_LAYER}{index}.mlp."
+        qk_norm = None
         if o.qk_norm:
-            q, k = (self._in_pairs(prefix + f"self_attn.{n}_norm.weight", (E,)) for n in "qk")
-            weight = torch.cat([q.expand(o.num_heads, E), k.expand(o.num_kv_heads, E)])
+            q, k = (to_pairs(self.take(own + f"self_attn.{n}_norm.weight"), o.head_dim) for n in "qk")
+            weight = torch.cat([q.expand(o.num_heads, -1), k.expand(o.num_kv_heads, -1)])
             qk_norm = RMSNorm(weight, o.rms_norm_eps)
-        mlp, out = prefix + "mlp.", prefix + "self_attn.o_proj."
-        gate_up = [self.take(mlp + f"{n}_proj.weight", (F_, D)) for n in ("gate", "up")]
-        gate_up_bias = [self.take(mlp + f"{n}_proj.bias", (F_,)) for n in ("gate", "up")] if o.mlp_bias else None
         return Layer(
-            input_norm=self.norm(prefix + "input_layernorm.weight"),
-            qkv=Product(torch.cat(qkv), qkv_bias),
+            input_norm=self.norm(own + "input_layernorm.weight"),
+            qkv=self._product(*(own + f"self_attn.{n}_proj" for n in "qkv")),
             qk_norm=qk_norm,
-            out=Product(self.take(out + "weight", (D, q_size)), self.own(out + "bias", (D,)) if o.out_bias else None),
-            post_norm=self.norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=Product(torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None),
-            down=Product(
-                self.take(mlp + "down_proj.weight", (D, F_)),
-                self.own(mlp + "down_proj.bias", (D,)) if o.mlp_bias else None,
-            ),
+            out=self._product(own + "self_attn.o_proj"),
+            post_norm=self.norm(own + "post_attention_layernorm.weight"),
+            gate_up=self._product(mlp + "gate_proj", mlp + "up_proj"),
+            down=self._product(mlp + "down_proj"),
         )
 
-    def _in_pairs(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.take(name, shape)
-        return tensor if "v_proj" in name else to_pairs(tensor, self.options.head_dim)
+    def _product(self, *names: str) -> Product:
+        """Return one product for the linear layers with these names."""
+        weights = [self._in_pairs(name + ".weight") for name in names]
+        has_bias = names[0] + ".bias" in self.shapes
+        bias = torch.cat([self._in_pairs(name + ".bias") for name in names]) if has_bias else None
+        return Product(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+
+    def _in_pairs(self, name: str) -> Tensor:
+        tensor = self.take(name)
+        return to_pairs(tensor, self.options.head_dim) if "q_proj" in name or "k_proj" in name else tensor
 
 
 def to_pairs(weight: Tensor, head_dim: int) -> Tensor:

@@ -88,25 +88,20 @@ class Int8Copy:
             warnings.simplefilter("ignore")  # the tensor's dtype is deprecated, but the product needs it
             to_logits: Any = pool.submit(Int8Product, target.to_logits)
             products = list(pool.map(_layer_products, target.layers))
-        self._copy.to_logits = to_logits.result()
-        self._take(target, products)
+        copy = self._copy
+        copy.to_logits = to_logits.result()
+        copy.embedding, copy.norm, copy.head = target.embedding, target.norm, target.head
+        copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
         self._version = target.version
         self._ended = time.perf_counter()
         self._seconds = self._ended - began
 
     def decoder(self, target: Decoder) -> Decoder:
-        """Return the copy as a decoder. Its embedding and norms are always the target's current ones, so that old
-        tensors are not kept in memory."""
+        """Return the copy as a decoder. It shares its embedding and norms with the target, so they are the current
+        ones."""
         if not self._copy.layers:
             self._quantize(target)
-        elif self._copy.embedding is not target.embedding:
-            self._take(target, [{name: getattr(layer, name) for name in _PRODUCTS} for layer in self._copy.layers])
         return self._copy
-
-    def _take(self, target: Decoder, products: list[dict[str, Any]]) -> None:
-        copy = self._copy
-        copy.embedding, copy.norm, copy.head = target.embedding, target.norm, target.head
-        copy.layers = [replace(layer, **own) for layer, own in zip(target.layers, products, strict=True)]
 
 
 def _layer_products(layer: Layer) -> dict[str, Int8Product]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -39,15 +40,16 @@ class Need(NamedTuple):
         return f"{sum(self) / 2**30:.2f} GiB ({parts})"
 
 
-def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
-    """Raise ConfigError, which names the fields to change, if an update does not fit the memory.
+def dry_run(policy: Policy, config: Config, longest_prompt: int) -> float:
+    """Raise ConfigError, which names the fields to change, if an update does not fit the memory. Return the bytes that
+    it needs in addition to the memory in use. On a CUDA device these are without Adam's moments.
 
     `longest_prompt` is in tokens. On a CUDA device the gradient of the largest micro-batch is computed and dropped. On
     a CPU the needed memory is only estimated, because the system would kill a process that runs out of memory. No
     weight and no random state changes."""
     need, free = memory_needed(policy, config, longest_prompt), _free(policy.device, config)
-    if _has_room(policy, config, longest_prompt) if policy.device.type == "cuda" else sum(need) <= free:
-        return
+    if (bytes_ := _measured(policy, config, longest_prompt) if policy.device.type == "cuda" else sum(need)) <= free:
+        return bytes_
     workers, (_, tokens) = config.cluster.workers, _tokens(config, longest_prompt)
     share = f" for each of {workers} workers" if workers > 1 else ""
     raise ConfigError(
@@ -119,9 +121,9 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
     return total
 
 
-def _has_room(policy: Policy, config: Config, longest_prompt: int) -> bool:
-    """Allocate Adam's moments, and compute the gradient of the largest micro-batch. Return whether both fit the
-    memory."""
+def _measured(policy: Policy, config: Config, longest_prompt: int) -> float:
+    """Allocate Adam's moments, and compute the gradient of the largest micro-batch. Return the bytes of the gradient
+    and its computation, or infinity if the memory does not suffice."""
     packer, (longest, tokens) = policy.passes.packer, _tokens(config, longest_prompt)
     tokens = tokens if packer.shares else longest
     count = -(-tokens // longest)
@@ -132,11 +134,14 @@ def _has_room(policy: Policy, config: Config, longest_prompt: int) -> bool:
     gradients = policy.gradients
     try:
         moments = torch.empty(2 * _trained_bytes(policy), dtype=torch.uint8, device=policy.device)
+        before = torch.cuda.memory_allocated()
+        if policy.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         gradients.add(gradients.begin(Shard(0, batch, list(range(count)))), micro)
         del moments
-        return True
+        return torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
-        return False
+        return math.inf
     finally:
         gradients.forget()
         if policy.device.type == "cuda":

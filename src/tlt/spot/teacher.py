@@ -33,7 +33,7 @@ class Teacher(Protocol):
 
     @property
     def head(self) -> Tensor:
-        """[V, D] output head of the current version. The returned tensor does not change when the model changes."""
+        """[V, D] output head of the current version, which the next version may change in place"""
         ...
 
     def cis(self, positions: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class DrafterTrainer:
             self.parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.rng = random.Random(seed)
-        self.heads = {target.version: target.head}
+        self.heads = {target.version: target.head.clone()}
         self.steps = 0
         """number of optimizer steps"""
         self.reach = float(config.unroll) if layer.trained else 0.0
@@ -116,7 +116,7 @@ class DrafterTrainer:
         """Record that the target has new weights. Keep its head, and the heads of the versions in `held`, which have
         training data."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
-        self.heads[self.target.version] = self.target.head
+        self.heads[self.target.version] = self.target.head.clone()  # the next load changes it in place
 
     @property
     def depth(self) -> int:
