@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tlt.wording import counted
 
+NO_DRAFT = "no draft was used"
 FEWEST = 3  # number of pairs from which a gain may be claimed
 _BUSY = 0.15  # waiting share from which other work disturbs the times
 _CONFIDENCE = 0.95
@@ -60,7 +61,7 @@ def gain_of(lines: Sequence[Mapping[str, Any]]) -> Gain | None:
     if not is_trusted:
         fault = f"{_cores_were_busy(waiting)}: {_REMEDY}, and measure again"
     elif not passes:
-        fault = "no draft was used"
+        fault = NO_DRAFT
     elif len(found) < FEWEST or found[0]["step"] == 1:
         fault = f"a gain needs {FEWEST} compared steps after the first step"
     elif low <= 1 <= high:

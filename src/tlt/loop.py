@@ -28,7 +28,7 @@ from tlt.engine.exactness import Exactness
 from tlt.environments.episodes import SingleTurn, Turns
 from tlt.metrics import timed
 from tlt.rewards import Reward
-from tlt.rewards.checks import Unrewarded, warn_if_alike
+from tlt.rewards.checks import Unrewarded, warn_if_alike, warn_if_all_masked
 from tlt.rl.early import EarlyGroups, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
@@ -180,6 +180,8 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         before, used, left_over = parts.carried, good[:count], good[count:]
         with timed("update", seconds, parts.tracer):
             batch = make_batch(used, config)
+            if step == 0:
+                warn_if_all_masked(batch)
             watcher.phase(step, "update", len(batch.response_ids))
             parts.rollout.release()
             parts.carried = _carry(left_over, parts.policy, config)

@@ -159,8 +159,10 @@ def config(name: str, **data: Any) -> Config:
 def test_the_chat_template_receives_the_tools() -> None:
     schemas = [get_json_schema(function) for function in tiny_environments.Desk.tools]
     assert with_tools(config("Desk")).data.chat_arguments == {"tools": schemas}
-    own = config("Desk", chat_arguments={"tools": []})
-    assert with_tools(own) is own, "the recipe has them"
+    same = config("Desk", chat_arguments={"tools": schemas})
+    assert with_tools(same) == same
+    with pytest.raises(RewardError, match="data.chat_arguments.tools would hide the tools of .*Desk': remove it"):
+        with_tools(config("Desk", chat_arguments={"tools": []}))
     plain = config("Desk", chat=False)
     assert with_tools(plain) is plain, "there is no template"
     assert with_tools(config("Echo")).data.chat_arguments == {}

@@ -1,4 +1,4 @@
-"""A first step with equal rewards is explained."""
+"""A first step from which the policy cannot learn is explained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tlt.config import parse_config
 from tlt.rewards import make_reward
-from tlt.rewards.checks import warn_if_alike
-from tlt.types import Group, Prompt, Request, Response, SamplingParams
+from tlt.rewards.checks import warn_if_alike, warn_if_all_masked
+from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
 
 PROMPT = Prompt(5, "What is 6 x 7?", (1,), {"answer": "42"})
 
@@ -34,3 +34,14 @@ def test_a_first_step_of_equal_rewards_shows_an_answer(caplog: pytest.LogCapture
 def test_rewards_that_differ_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     rewarded("Answer: 42", "Answer: 41")
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("masked", [set(), {0}, {0, 1}])
+def test_a_first_step_whose_responses_were_all_cut_off_is_named(
+    masked: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_all_masked(TrainBatch([(1,)] * 2, [[2], [3]], [1.0, -1.0], [[], []], masked=masked))
+    expected = ["all 2 responses of the first step were cut off, and train.mask_truncated leaves them out"]
+    assert [message.partition(" of the update")[0] for message in caplog.messages] == expected * (len(masked) == 2)
+    warn_if_all_masked(TrainBatch([], [], [], []))
+    assert len(caplog.messages) == (len(masked) == 2), "without responses another message says why"

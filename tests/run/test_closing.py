@@ -29,10 +29,10 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def gain(*times: float, passes: int = 10) -> dict[str, Any]:
+def gain(*times: float, passes: int = 10, accepted: int = 20) -> dict[str, Any]:
     """Return the gain of a run in which plain decoding took these times as long."""
-    rollout = {"draft_passes": passes, "accepted": 2 * passes}
-    lines = [{"step": 1, "seconds": {"compare": each, "rollout": 1.0}, "rollout": rollout} for each in times]
+    rollout = {"draft_passes": passes, "accepted": accepted}
+    lines = [{"step": 2, "seconds": {"compare": each, "rollout": 1.0}, "rollout": rollout} for each in times]
     found = gain_of(lines)
     assert found
     return found._asdict()
@@ -71,19 +71,23 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "passes", "advised"),
+    ("times", "passes", "accepted", "advised"),
     [
-        ((0.9, 0.95, 0.99), 10, True),
-        ((1.01, 1.04, 1.05), 10, True),
-        ((1.06, 1.07, 1.08), 10, False),
-        ((0.9, 1.0, 1.1), 10, True),
-        ((0.9, 1.0, 1.1), 0, False),
-        ((0.9,), 10, False),
+        ((0.9, 0.95, 0.99), 10, 20, True),
+        ((1.01, 1.04, 1.05), 10, 20, True),
+        ((1.06, 1.07, 1.08), 10, 20, False),
+        ((0.9, 1.0, 1.1), 10, 20, True),
+        ((0.9, 0.95, 0.99), 10, 0, True),  # all draft tokens were rejected
+        ((0.9, 1.0, 1.1), 0, 0, False),
+        ((0.9,), 10, 20, False),
     ],
 )
-def test_a_run_whose_drafts_gained_little_gets_advice(times: tuple[float, ...], passes: int, advised: bool) -> None:
+def test_a_run_whose_drafts_gained_little_gets_advice(
+    times: tuple[float, ...], passes: int, accepted: int, advised: bool
+) -> None:
     """Without drafts or with a single pair the advice would have no ground."""
-    lines = closing(SUMMARY | {"gain": gain(*times, passes=passes), "compared": {"differ": 0}}, "runs/x")
+    found = gain(*times, passes=passes, accepted=accepted)
+    lines = closing(SUMMARY | {"gain": found, "compared": {"differ": 0}}, "runs/x")
     assert any("tlt draft train" in line.plain for line in lines) == advised
 
 

@@ -142,8 +142,8 @@ def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
 def with_tools(config: Config) -> Config:
     """Return the configuration with the schemas of its environment's tools in data.chat_arguments, so that the chat
     template shows them. The schemas are read in a separate process, because the environment is user code. Raises
-    RewardError."""
-    if not (config.reward.environment and config.data.chat) or "tools" in config.data.chat_arguments:
+    RewardError, also if data.chat_arguments has other tools."""
+    if not (config.reward.environment and config.data.chat):
         return config
     isolated = IsolatedScore(config, opens=_open_schemas)
     try:
@@ -156,6 +156,11 @@ def with_tools(config: Config) -> Config:
             "correct the environment, or raise reward.memory_mb or reward.timeout_seconds"
         )
     schemas = json.loads(reply_text(verdict.reply))
+    if schemas and config.data.chat_arguments.get("tools", schemas) != schemas:
+        raise RewardError(
+            f"data.chat_arguments.tools would hide the tools of reward.environment = {config.reward.environment!r}: "
+            "remove it"
+        )
     arguments = config.data.chat_arguments | ({"tools": schemas} if schemas else {})
     return config.model_copy(update={"data": config.data.model_copy(update={"chat_arguments": arguments})})
 

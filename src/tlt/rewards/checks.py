@@ -1,7 +1,7 @@
 """Checks of the rewards of a step.
 
 If the responses of two steps in a row have no reward, the run ends. If all rewards of the first step are equal, a
-warning shows an answer.
+warning shows an answer. If all its responses are left out because they were cut off, a warning says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tlt.rewards.answers import RewardError
-from tlt.types import Group, Response
+from tlt.types import Group, Response, TrainBatch
 
 log = logging.getLogger(__name__)
 _SHOWN = 500
@@ -68,4 +68,14 @@ def warn_if_alike(groups: Sequence[Group]) -> None:
             "%r, and the data %r",
             *(len(rewarded), shown.reward, shown.text[-_SHOWN:], shown.answer[-_SHOWN:]),
             shown.request.prompt.ground_truth,
+        )
+
+
+def warn_if_all_masked(batch: TrainBatch) -> None:
+    """Log a warning if no response of a batch is trained on, because all were cut off (train.mask_truncated)."""
+    if batch.response_ids and len(batch.masked) == len(batch.response_ids):
+        log.warning(
+            "all %d responses of the first step were cut off, and train.mask_truncated leaves them out of the update, "
+            "so the policy learns nothing: raise rollout.max_new_tokens",
+            len(batch.masked),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from tlt.gain import FEWEST, Gain, verdict
+from tlt.gain import FEWEST, NO_DRAFT, Gain, verdict
 from tlt.wording import counted
 
 _LITTLE = 1.05  # gain over plain decoding below which `NO_GAIN` is shown
@@ -74,7 +74,8 @@ def _first_and_last(summary: dict[str, Any]) -> str:
 
 def gained_little(gain: Gain) -> bool:
     """Return whether drafts were used and gained little or nothing."""
-    return gain.is_trusted and gain.accept_length > 1 and gain.pairs >= FEWEST and (gain.times or 1.0) < _LITTLE
+    was_used = gain.is_trusted and gain.fault != NO_DRAFT
+    return was_used and gain.pairs >= FEWEST and (gain.times or 1.0) < _LITTLE
 
 
 def same_tokens(compared: dict[str, Any]) -> str:
