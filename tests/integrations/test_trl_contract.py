@@ -350,7 +350,7 @@ def test_responses_of_an_evaluation_are_drafts_of_the_next_and_those_of_training
             (lambda trainer, name=name, value=value: setattr(trainer.args, name, value), f"does not support {name}")
             for name, value in (
                 *[("min_p", 0.05), ("repetition_penalty", 1.1), ("generation_kwargs", {"num_beams": 2})],
-                *[("cache_implementation", "static"), ("use_vllm", True), ("fp16", True), ("temperature", 0)],
+                *[("cache_implementation", "static"), ("fp16", True), ("temperature", 0)],
                 *[("use_transformers_continuous_batching", True), ("cast_lm_head_to_fp32", True)],
                 *[("max_completion_length", None), ("bf16_full_eval", True)],  # this casts the model behind training
             )

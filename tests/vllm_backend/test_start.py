@@ -49,7 +49,7 @@ def test_vllm_has_the_dtype_of_the_recipe_and_at_most_the_positions_of_the_model
 ) -> None:
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda: False)
     config = tiny_config(tmp_path, model={"dtype": dtype, "device": "cpu"})
-    made = target.VllmTarget(config.model, config.engine, config.speculation, 10**6)
+    made = target.start_vllm(config.model, config.engine, config.speculation, 10**6)
     assert (started[-1].arguments["dtype"], made.dtype) == (str(expected).removeprefix("torch."), expected)
     assert started[-1].longest == made.options.max_positions
 

@@ -12,8 +12,8 @@ from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.worker import Worker, decoding_parts
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.engine.exactness import check_exactness
+from tlt.engine.protocol import Target
 from tlt.integrations import log
-from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
 from tlt.spelling import Detokenizer
 
@@ -34,7 +34,7 @@ def recipe_of(
 
 
 def decoding_worker(
-    config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
+    config: Config, target: Target, tokenizer: Any, resumed: bool = False
 ) -> tuple[Worker, ClusterRollout]:
     """Return a worker without a policy that decodes with `target`, and its rollout.
 

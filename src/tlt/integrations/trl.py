@@ -23,6 +23,7 @@ from tlt.integrations import UnsupportedError, refuse_version
 from tlt.integrations.decoding import decoding_worker, prompt_number, recipe_of, train_until
 from tlt.integrations.trl_terms import TESTED, prompts_of, refuse, refuse_impossible, to_sampling_params
 from tlt.integrations.trl_tools import ToolTurns, has_tools
+from tlt.integrations.trl_vllm import TrlTarget, prepare_vllm
 from tlt.integrations.trl_weights import Trained
 from tlt.models.choose import decoder_for
 from tlt.rl.parity import take_weights
@@ -49,6 +50,7 @@ class Rollout:
         refuse_version("trl", "TRL", TESTED)
         self.speculation = section_of(SpeculationConfig, speculation, "speculation")
         self.engine = section_of(EngineConfig, engine, "engine")
+        prepare_vllm(self.speculation)
         self._process: _Process | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
@@ -75,7 +77,13 @@ class _Process:
     def __init__(self, trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> None:
         config = _config(trainer, speculation, engine)
         self.trained = Trained(trainer)
-        self.target = decoder_for(self.trained.model.config, self.trained.dtype, trainer.accelerator.device)
+        family = self.trained.model.config
+        if trainer.args.use_vllm:
+            self.target = TrlTarget(trainer, family)
+            rows = config.engine.model_copy(update={"backend": "vllm", "max_rows": self.target.max_rows})
+            config = config.model_copy(update={"engine": rows})
+        else:
+            self.target = decoder_for(family, self.trained.dtype, trainer.accelerator.device)
         self.counter, self.updates = _GenerationCounter(), 0
         self._take_weights()
         trainer.add_callback(_AfterEvaluation(self.counter))
@@ -96,7 +104,7 @@ class _Process:
         decoded = time.perf_counter()
         self.others.wait(lambda is_over: train_until(is_over, self.rollout))
         waited = time.perf_counter()
-        self.rollout.release()
+        self._release()
         seconds = {"sync": synced - began, "rollout": decoded - synced, "wait": waited - decoded}
         for name, value in _metrics(stats, seconds, self.training).items():
             self.trained.trainer._log_metric(f"tlt/{name}", value)  # what TRL gives to reward functions as `log_metric`
@@ -116,8 +124,13 @@ class _Process:
         them."""
         with _copied_random_state(self.trained.trainer):
             responses, _ = self._decode(requests)
-        self.rollout.release()
+        self._release()
         return responses
+
+    def _release(self) -> None:
+        self.rollout.release()
+        if isinstance(self.target, TrlTarget):
+            self.target.sleep()
 
     def _sync(self) -> None:
         if self._take_weights():
@@ -137,7 +150,7 @@ class _Process:
         first, params = trainer.accelerator.process_index * len(prompts), to_sampling_params(trainer)
         requests = []
         for index, token_ids in enumerate(prompts_of(prompts, trainer), start=first):
-            refuse_impossible(token_ids, params, self.target.options.max_positions)
+            refuse_impossible(token_ids, params, self.target.longest)
             prompt = Prompt(prompt_number(token_ids), "", token_ids)
             when = prompt.prompt_id if step is None else step
             seed = request_seed(trainer.args.seed, domain, when, time_, index)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from tlt.config import EngineConfig
 from tlt.integrations import UnsupportedError
 from tlt.integrations.trl_tools import has_tools, refuse_other_methods
+from tlt.integrations.trl_vllm import refuse_vllm
 from tlt.types import SamplingParams
 
 TESTED = ((1, 16), (1, 16))
@@ -26,7 +27,6 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (args.repetition_penalty != 1.0, "repetition_penalty", "set it to 1.0"),
         (args.generation_kwargs, "generation_kwargs", "leave them out"),
         (getattr(args, "cache_implementation", None), "cache_implementation", "leave it out"),
-        (args.use_vllm, "use_vllm", "set it to False, because tlt decodes (docs/vllm.md: tlt's sampling in vLLM)"),
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching", "set it to False"),
         (args.fp16 or model.dtype == torch.float16, "fp16", "set bf16=True, and load the model in bfloat16 or float32"),
         (args.fp16_full_eval, "fp16_full_eval", "leave it out"),
@@ -50,6 +50,8 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
     ):
         if asked:
             raise UnsupportedError(f"tlt in TRL does not support {what}: {remedy}")
+    if args.use_vllm:
+        refuse_vllm(args)
     if has_tools(trainer):
         refuse_other_methods(trainer)
 

@@ -18,7 +18,7 @@ from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.vllm.engine import VllmEngine
-from tlt.vllm.target import VllmTarget
+from tlt.vllm.target import VllmTarget, start_vllm
 
 
 class VllmBackend:
@@ -31,7 +31,7 @@ class VllmBackend:
         model.path, and let it free its KV cache during the update. Raises ModelError or VllmError."""
         _refuse_other_heads(config)
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        target = VllmTarget(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
+        target = start_vllm(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
         if folder:
             target.load(folder_weights(folder, target.dtype), 0)
         return target
@@ -59,7 +59,7 @@ class VllmBackend:
         detokenize: Detokenizer,
         longest: int | None,
     ) -> VllmEngine:
-        target = VllmTarget(model, engine, speculation, longest)
+        target = start_vllm(model, engine, speculation, longest)
         if target.drafts:
             target.ends.load(folder_weights(model.path, target.dtype), 0)
         return VllmEngine(target, engine, detokenize, speculation=speculation)

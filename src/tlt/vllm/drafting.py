@@ -190,6 +190,18 @@ class Drafting:
         self._pending = None
         return self._draft(began) if len(rows) else {}
 
+    def noise(self, names: Sequence[str], counts: Sequence[int]) -> Tensor | None:
+        """Return the noise of the rows of logits of a pass, [R, V], if the drafts needed it all. `counts`: numbers of
+        draft tokens of the requests `names`. A request has a row for its last token and one for each draft token."""
+        noise, places = self.rollout.noise, {id(row): place for place, row in enumerate(self.rollout.rows)}
+        asked = list[tuple[int, int]]()
+        for name, count in zip(names, counts, strict=True):
+            row = self.known.get(name)
+            if row is None or (place := places.get(id(row))) is None or noise.ready[place] <= len(row.tokens) + count:
+                return None
+            asked += [(place, len(row.tokens) + n) for n in range(count + 1)]
+        return noise.at(*torch.tensor(asked).T) if asked else None
+
     def _commit(self, parts: Sequence[Passed], features: Tensor) -> list[tuple[int, int]]:
         """Append the sampled tokens to the rows, and remove rows that end. Return `draft_counts` of each part."""
         self.drafters.next_round()

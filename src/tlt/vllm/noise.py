@@ -198,16 +198,17 @@ class NoiseTable:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def apply(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, slots: Tensor, positions: Tensor, noise: Tensor | None = None) -> Tensor:
         """Replace logits [R, V] by scores with noise, in place, and store the log-probs of each row's argmax.
 
         `slots` [R] are the slots of the rows' requests. `positions` [R] are the positions of the input tokens in the
-        sequence of prompt and response. Rows of requests without a `Draw` are not changed.
+        sequence of prompt and response. `noise` is the rows' noise [R, V], if it is known. Rows of requests without a
+        `Draw` are not changed.
         """
         if not self.draws:
             return logits
         times = positions + 1 - self._starts[slots]
-        log_p, full, noisy = self._write_scores(logits, slots, times)
+        log_p, full, noisy = self._write_scores(logits, slots, times, noise)
         token = logits.argmax(dim=-1, keepdim=True)
         logprob = log_p.gather(-1, token)
         logprob = logprob.masked_fill(~noisy[:, None], 0.0)
@@ -220,7 +221,9 @@ class NoiseTable:
                 self._distribution = full[row].float()
         return logits
 
-    def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _write_scores(
+        self, logits: Tensor, slots: Tensor, times: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Replace the logits of requests with a `Draw` by log p + noise, in place. `times` [R] are the positions in the
         response. Rows with temperature 0 get log p without noise. Rows of other requests do not change. Return log p
         and the log-softmax of logits / temperature, both [R, V], and a mask [R] of the rows with a temperature above
@@ -235,7 +238,10 @@ class NoiseTable:
         )
         log_p, full = sampling_log_probs(logits, sampling)
         noisy = sampling.temperature > 0
-        self._write(logits, log_p, self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy)
+        if noise is None:
+            self._write(logits, log_p, self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy)
+        else:
+            add_noise(logits, log_p, noise, self._ours[slots], noisy)
         return log_p, full, noisy
 
 
@@ -258,5 +264,10 @@ def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ou
     Rows outside the mask `noisy` [R] get log p alone. `log_p` is [R, V]. `seeds` and `times`, the positions in the
     response, are [R].
     """
-    noise = gumbel_noise(seeds, times, logits.shape[-1]).masked_fill(~noisy[:, None], 0.0)
+    add_noise(logits, log_p, gumbel_noise(seeds, times, logits.shape[-1]), ours, noisy)
+
+
+def add_noise(logits: Tensor, log_p: Tensor, noise: Tensor, ours: Tensor, noisy: Tensor) -> None:
+    """Write log p + noise into `logits`. Shapes and masks are those of `write_scores`."""
+    noise = noise.masked_fill(~noisy[:, None], 0.0)
     logits.copy_(torch.where(ours[:, None], (log_p + noise).to(logits.dtype), logits))

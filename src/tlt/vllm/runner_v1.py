@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.sampling import has_kernel
 from tlt.vllm.noise import Draw, NoiseTable
 from tlt.vllm.proposer import Proposer
 from tlt.vllm.versions import require_vllm
@@ -39,7 +40,7 @@ class NoisySampling:
     def __call__(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         if logits is not None:
             logits = _widened(logits)
-            self.table.apply(logits, *self._rows(spec_decode_metadata))
+            self.table.apply(logits, *self._rows(spec_decode_metadata), self._noise(spec_decode_metadata))
         return self._sample(logits, spec_decode_metadata)
 
     def _rows(self, drafts: Any) -> tuple[Tensor, Tensor]:
@@ -52,6 +53,19 @@ class NoisySampling:
             return slots, runner.positions[runner.query_start_loc.gpu[1 : len(slots) + 1].long() - 1]
         counts = torch.tensor(drafts.num_draft_tokens, device=device) + 1
         return slots.repeat_interleave(counts), runner.positions[drafts.logits_indices.long()]
+
+    def _noise(self, drafts: Any) -> Tensor | None:
+        """Return the noise of all rows of logits if the drafters have computed it. Devices with a kernel for the noise
+        compute it again, which is faster."""
+        proposer = getattr(self.runner, "drafter", None)
+        if (
+            drafts is None
+            or not isinstance(proposer, Proposer)
+            or proposer.drafting is None
+            or has_kernel(self.runner.device)
+        ):
+            return None
+        return proposer.drafting.noise(self.runner.input_batch.req_ids, drafts.num_draft_tokens)
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.models.device import torch_device, torch_dtype
@@ -28,37 +29,26 @@ _NEAR_TIE = 1e-3  # rounding may swap two scores that are this close
 class VllmTarget:
     def __init__(
         self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        speculation: SpeculationConfig,
-        longest: int | None = None,
+        llm: Any,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int,
+        *,
+        drafts: bool,
         sleeps: bool = False,
+        parallel: bool = False,
     ) -> None:
-        """Start vLLM.
+        """Decode with a vLLM engine that has tlt's worker extension.
 
-        `longest` is the maximum length of a prompt with its response, in tokens (default: the model's limit). If
-        `sleeps` is True, `release` frees the KV cache on a GPU. Only one vLLM per process may be started with `sleeps`.
-        Raises ModelError, or VllmError if vLLM cannot start.
+        `longest` is the maximum length of a prompt with its response, in tokens. `drafts`: whether vLLM has tlt's
+        proposer. If `sleeps`, `release` frees the KV cache. `parallel`: whether vLLM's workers are other processes.
         """
-        self._config = read_config(model.path)
-        self.options = options = decoder_options(self._config)
-        self.dtype, self.device = torch_dtype(model), torch_device(model)
-        model = model.model_copy(update={"dtype": str(self.dtype).removeprefix("torch.")})
-        require_vllm()
-        set_environment()
-        self.ends = Ends(self._config, self.dtype, self.device)
-        self.version = 0
-        self.longest = min(longest or options.max_positions, options.max_positions)
-        self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
-        self._keys = itertools.count()
-        self._sleeps, self._asleep = sleeps and self.device.type == "cuda", False
-        speculative = speculative_arguments(speculation)
-        self.drafts = speculative is not None
-        arguments = engine_arguments(model, engine, speculative, self.longest, self._sleeps)
-        with _threads_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # these warnings are about vLLM's use of torch
-            self.llm: Any = _start(arguments)
-        self.llm.collective_rpc("tlt_begin")
+        self.llm, self._config, self.dtype, self.device, self.longest = llm, config, dtype, device, longest
+        self.options, self.ends = decoder_options(config), Ends(config, dtype, device)
+        self.drafts, self.parallel, self._sleeps, self._asleep = drafts, parallel, sleeps, False
+        self.version, self._keys = 0, itertools.count()
+        llm.collective_rpc("tlt_begin")
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load all weights by their Hugging Face names and clear the prefix cache."""
@@ -153,6 +143,36 @@ class VllmTarget:
         if self._asleep:
             self.llm.wake_up(["kv_cache"])
             self._asleep = False
+
+
+def start_vllm(
+    model: ModelConfig,
+    engine: EngineConfig,
+    speculation: SpeculationConfig,
+    longest: int | None = None,
+    sleeps: bool = False,
+) -> VllmTarget:
+    """Start vLLM with the weights in the model's folder.
+
+    `longest` is the maximum length of a prompt with its response, in tokens (default: the model's limit). If `sleeps`
+    is True, `release` frees the KV cache on a GPU. Only one vLLM per process may be started with `sleeps`. Raises
+    ModelError, or VllmError if vLLM cannot start.
+    """
+    config, dtype, device = read_config(model.path), torch_dtype(model), torch_device(model)
+    model = model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    require_vllm()
+    set_environment()
+    most = decoder_options(config).max_positions
+    longest, sleeps = min(longest or most, most), sleeps and device.type == "cuda"
+    speculative = speculative_arguments(speculation)
+    arguments = engine_arguments(model, engine, speculative, longest, sleeps)
+    with _threads_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these warnings are about vLLM's use of torch
+        llm = _start(arguments)
+    parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
+    return VllmTarget(
+        llm, config, dtype, device, longest, drafts=speculative is not None, sleeps=sleeps, parallel=parallel
+    )
 
 
 def _start(arguments: dict[str, Any]) -> Any:
