@@ -199,7 +199,7 @@ def linear_weights(model: Any) -> set[str]:
 
 def decode(target: Decoder, temperature: float, strategy: Strategy) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return prompts with their responses."""
-    engine = Engine(target, EngineConfig(), [SuffixDrafter(10_000)] if strategy != PLAIN else [], Fixed(strategy))
+    engine = Engine(target, EngineConfig(), [SuffixDrafter()] if strategy != PLAIN else [], Fixed(strategy))
     sampling = SamplingParams(temperature=temperature, max_new_tokens=NEW)
     texts = [tuple((7 * i + 3 * j) % (VOCABULARY - 8) + 3 for j in range(5 + 24 * i)) for i in range(4)]
     requests = make_requests([Prompt(i, str(i), text) for i, text in enumerate(texts)], 1, sampling, seed=3)

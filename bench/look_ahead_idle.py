@@ -23,7 +23,7 @@ import numpy as np
 from tlt.cluster.ahead import LookingAhead
 from tlt.draft.ahead import Ahead
 from tlt.metrics import provenance, write_json
-from tlt.types import Prompt, Request, RolloutStats, Row, SamplingParams
+from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams
 
 PROMPTS, GROUP, LONGEST = 16, 8, 20_480
 MEDIAN, BETWEEN, WITHIN = 3_000, 0.8, 0.6  # standard deviations of log lengths; 75th percentile: 5,900
@@ -86,7 +86,7 @@ class World:
 
     def _rollout(self, requests: Sequence[Request], coming: Iterator[list[Request]]) -> None:
         looking = self.looking
-        looking.begin(requests, coming if self.looks_ahead else ())
+        looking.begin(coming if self.looks_ahead else ())
         line = looking.deal([Row(request) for request in requests], self.workers)
         shares: list[list[Live]] = [[] for _ in range(self.workers)]
         fair = -(-len(requests) // self.workers)
@@ -101,7 +101,7 @@ class World:
             for index in dry if self.looks_ahead else ():
                 self._decode_ahead(index, len(dry))
             seconds, idle = seconds + TICK, idle + TICK * len(dry)
-        looking.end(RolloutStats())
+        looking.end(RolloutStats(), [Response(request, [], [], [], "stop") for request in requests], 0)
         self.seconds.append(seconds)
         self.idle.append(idle)
         self.seen.append(seen)

@@ -59,7 +59,7 @@ def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
 
 def decode_ahead(older: Decoder, config: Config, requests: Sequence[Request]) -> list[Ahead]:
     """Decode these requests with the older target. Return its responses as look-ahead drafts."""
-    store = AheadStore(sum(request.sampling.max_new_tokens for request in requests))
+    store = AheadStore()
     rows = config.engine.model_copy(update={"max_rows": _MOST_ROWS})
     engine = Engine(older, rows, detokenize=load_detokenizer(config.model), store=store)
     engine.look_ahead(requests)

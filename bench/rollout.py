@@ -256,11 +256,10 @@ class _Bench:
         return done
 
     def _engine(self, contender: _Contender, batch: int, ahead: Sequence[Ahead]) -> Engine:
-        # new drafters, because the suffix drafter would remember these requests
         drafters, layout = make_drafters(self.config.speculation, self.target)
         if all(strategy.drafter == PLAIN.drafter for strategy in contender.tuner.strategies):
             drafters, layout = [], layout if contender.harvest else None
-        store = AheadStore(sum(len(known.tokens) for known in ahead))
+        store = AheadStore()
         store.put(ahead if contender.looks_ahead else ())
         buffer = HarvestBuffer(self.config.speculation.training.buffer_tokens)
         engine = Engine(

@@ -111,6 +111,11 @@ def steps_ahead(config: SpeculationConfig) -> int:
     return config.look_ahead if config.drafter == "adaptive" else 0
 
 
+def history_tokens(config: SpeculationConfig) -> int:
+    """Return the number of tokens of earlier responses that a run keeps; 0 if no drafter reads them."""
+    return config.history_tokens if config.drafter in ("adaptive", "suffix") else 0
+
+
 def load_detokenizer(model: ModelConfig) -> Detokenizer:
     """Return the detokenizer of a model. Engines use it to find stop strings."""
     return Detokenizer(load_tokenizer(model.path))

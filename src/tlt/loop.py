@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from tlt.config import Config
 from tlt.data.prompts import Cursor
-from tlt.draft.ahead import Ahead
 from tlt.energy import MeteredTracer
 from tlt.engine.exactness import Exactness
 from tlt.environments.episodes import SingleTurn, Turns
@@ -72,16 +72,18 @@ class Rollout(Protocol):
         """Decode the same requests with plain decoding, for comparison. The tuner and the drafter are not updated."""
         ...
 
-    def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Store look-ahead drafts for requests that will be decoded again, such as those of an evaluation."""
-        ...
-
     def state(self) -> dict[str, Any]:
         """Return the measurements of the tuner and of the drafter training, as plain data for a checkpoint. No token
         depends on them."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def save_history(self, folder: Path) -> None:
+        """Write the last responses to each prompt to a checkpoint's folder. No token depends on them."""
+        ...
+
+    def load_history(self, folder: Path) -> None: ...
 
     def release(self) -> None:
         """Free device memory for the update that follows. The next `generate` allocates it again."""

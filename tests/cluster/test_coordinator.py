@@ -24,7 +24,7 @@ from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.remote import join
 from tlt.cluster.supervisor import Supervisor
-from tlt.cluster.worker import Slice
+from tlt.cluster.worker import DecodeWork, Slice
 from tlt.config import Config
 from tlt.metrics import read_metrics
 from tlt.run import train as run_module
@@ -355,6 +355,39 @@ def test_tokens_of_a_lost_worker_are_drafts_of_its_replacement(home: Path) -> No
     train(config, loses=loses)
     disturbed = ahead_of(config)
     assert disturbed["ahead_drafted"] == disturbed["seen_ahead"] > 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_last_responses_to_a_prompt_travel_with_its_requests(home: Path, lost: bool) -> None:
+    """They go to any worker, also to one that replaces another. An epoch has one and a half steps."""
+    config, decodes = config_of(home, 2, rollout=LONGER, train={"steps": 6}), count()
+    answers: dict[tuple[int, ...], list[list[int]]] = {}  # of the last epoch
+    sent, decode, rollout = [0] * 6, ThreadWorker.decode, Coordinator.rollout
+
+    def seen(worker: ThreadWorker, work: DecodeWork, seconds: float) -> Slice:
+        own = {asked.seed for asked in (*work.requests, *(row.request for row in work.resumed))}
+        prompts = {asked.prompt.token_ids for asked in (*work.requests, *(row.request for row in work.resumed))}
+        drafts = [ahead for ahead in work.drafts if ahead.seed not in own and ahead.ended]
+        for prompt in prompts:
+            found = sorted(ahead.tokens.tolist() for ahead in drafts if ahead.prompt == prompt)
+            assert found == answers.get(prompt, [])
+            sent[work.rollout - 2] += len(found)
+        assert {ahead.prompt for ahead in drafts} <= prompts
+        return decode(worker, work, seconds)
+
+    def rolled(coordinator: Coordinator, *arguments: Any) -> Any:
+        responses, stats = rollout(coordinator, *arguments)
+        for prompt in {response.request.prompt.token_ids for response in responses}:
+            answers[prompt] = sorted(r.token_ids for r in responses if r.request.prompt.token_ids == prompt)
+        return responses, stats
+
+    def loses(worker: int, method: str) -> str:
+        return "after" if lost and method == "decode" and any(sent[2:]) and next(decodes) == 5 else ""
+
+    with patch.object(ThreadWorker, "decode", seen), patch.object(Coordinator, "rollout", rolled):
+        train(config, loses=loses)
+    assert sent[0] == 0
+    assert all(sent[2:])
 
 
 @cache

@@ -49,7 +49,7 @@ def seeds(given: AheadWork | None) -> list[int]:
 
 def test_no_request_is_decoded_twice_or_too_many_steps_ahead() -> None:
     ahead = looking()
-    ahead.begin(requests(0, 1), iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
+    ahead.begin(iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
     assert seeds(ahead.work(0, 1, 2)) == [10, 11, 22]
     assert seeds(ahead.work(1, 1, 2)) == [20, 21]
     assert ahead.work(2, 1, 2) is None, "the step after the next two is too far"
@@ -77,7 +77,7 @@ def test_requests_likely_to_be_longest_come_first(given: list[int], found: tuple
 
 def test_ended_responses_are_not_decoded_again_and_others_continue() -> None:
     ahead = looking(known(10, 5), known(11, 5, ended=False))
-    ahead.begin((), iter([requests(10, 11, 12)]))
+    ahead.begin(iter([requests(10, 11, 12)]))
     given = ahead.work(0, 7, 1)
     assert seeds(given) == [11, 12]
     assert given
@@ -87,31 +87,51 @@ def test_ended_responses_are_not_decoded_again_and_others_continue() -> None:
 
 def test_requests_of_an_ended_call_or_rollout_are_assigned_again() -> None:
     ahead = looking()
-    ahead.begin((), iter([requests(10, 11, 12)]))
+    ahead.begin(iter([requests(10, 11, 12)]))
     ahead.work(0, 1, 1)
     assert ahead.work(1, 1, 1) is None
     ahead.add_slice(0, [known(10, 4), known(11, 2, ended=False)])
     assert seeds(ahead.work(1, 1, 1)) == [11, 12]
     ahead.call_ended(1)
     assert seeds(ahead.work(0, 1, 1)) == [11, 12]
-    ahead.begin((), iter([requests(11, 12)]))
+    ahead.begin(iter([requests(11, 12)]))
     assert seeds(ahead.work(1, 2, 1)) == [11, 12]
 
 
-def test_drafts_are_dropped_after_use_unless_their_request_is_repeated() -> None:
-    """Responses of an evaluation are drafts for the next one."""
+def test_look_ahead_drafts_are_dropped_after_use() -> None:
     ahead = looking(known(0, 5), known(10, 7))
-    ahead.begin(requests(0), iter([requests(10)]))
-    ahead.end(RolloutStats())
-    ahead.begin(requests(10), iter(()))
+    ahead.end(RolloutStats(), responses(0, 0, 1), 0)
     assert [ahead.store.length(seed) for seed in (0, 10)] == [0, 7]
-    ahead.end(RolloutStats())
-    ahead.begin(requests(20), iter(()))
+    ahead.end(RolloutStats(), responses(0, 10), 0)
     assert ahead.store.length(10) == 0
-    ahead.end(RolloutStats())
-    ahead.store.put([known(20, 9)])
-    ahead.begin(requests(30), iter(()))
-    assert ahead.store.length(20) == 9
+
+
+def responses(epoch: int, *seeds: int) -> list[Response]:
+    return [Response(replace(request(seed), epoch=epoch), [seed, 7], [], [], "stop") for seed in seeds]
+
+
+def test_the_last_responses_to_a_prompt_are_sent_with_its_requests() -> None:
+    ahead = LookingAhead(3, 2, history_tokens=100)
+    ahead.begin(iter([requests(2)]))
+    ahead.end(RolloutStats(), responses(0, 0, 1, 10), version=0)
+    assert [(a.seed, a.tokens.tolist()) for a in ahead.drafts(requests(3))] == [(0, [0, 7]), (1, [1, 7])]
+    ahead.store.put([known(3), known(4)])
+    assert [a.seed for a in ahead.drafts(requests(3))] == [0, 1, 3, 4], "with its look-ahead drafts"
+    ahead.begin(iter([requests(2)]))
+    work = ahead.work(0, 1, 1)
+    assert work
+    assert [a.seed for a in work.drafts] == [0, 1, 3, 4], "to workers that look ahead, too"
+    ahead.end(RolloutStats(), responses(1, 5), version=1)
+    assert [a.seed for a in ahead.drafts(requests(3, 11))] == [5, 3, 4, 10]
+
+
+def test_responses_of_an_evaluation_are_drafts_of_the_next() -> None:
+    """Its requests are repeated, and it is known which of them take long."""
+    ahead = LookingAhead(3, 2, history_tokens=100)
+    decoded = [Response(request(seed), [1] * length, [], [], "stop") for seed, length in ((0, 2), (10, 9))]
+    ahead.end(RolloutStats(), decoded, version=0)
+    assert {a.seed for a in ahead.drafts(requests(0, 10))} == {0, 10}
+    assert dealt(ahead, [0, 10], 2) == [10, 0]
 
 
 def test_drafts_include_those_of_siblings_each_once() -> None:
@@ -160,7 +180,7 @@ def test_each_row_is_dealt_once(rows: list[int], found: dict[int, tuple[int, boo
 )
 def test_tokens_per_pass_with_and_without_look_ahead(stats: RolloutStats, plain: float, ahead: float) -> None:
     found = looking()
-    found.end(stats)
+    found.end(stats, [], 0)
     assert (found.accept_length, found.accept_length_ahead) == (plain, ahead)
 
 
@@ -263,7 +283,7 @@ def test_tokens_of_a_lost_worker_are_followed_by_the_rest_of_a_longer_draft() ->
 
 def test_look_ahead_requests_of_a_lost_worker_are_assigned_again(tmp_path: Path) -> None:
     idle = watched_coordinator(tmp_path)[0].idle
-    idle.ahead.begin((), iter([requests(10, 11)]))
+    idle.ahead.begin(iter([requests(10, 11)]))
     assert seeds(idle.ahead.work(0, 1, 1)) == [10, 11]
     idle.handle(Done(0, "look_ahead", None, lost=True))
     assert seeds(idle.ahead.work(1, 1, 1)) == [10, 11]

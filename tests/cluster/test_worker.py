@@ -115,6 +115,16 @@ def test_a_newer_draft_of_another_worker_is_not_overwritten(home: Path, how: str
     assert found([kept]) == found(ended)
 
 
+def test_a_new_rollout_has_only_drafts_that_the_driver_sends(home: Path) -> None:
+    """So the history of earlier steps takes no memory in a worker."""
+    worker = looking(home)
+    worker.decode(DecodeWork(0, [FIRST], drafts=[known(request(3), [1, 2], 0)]), ALL)
+    worker.look_ahead(AheadWork(0, [SECOND], []), AT_ONCE)
+    worker.decode(DecodeWork(1, [request(20)], drafts=[known(request(21), [5], 0)]), ALL)
+    assert [ahead.seed for ahead in worker.store.group(FIRST)] == [21]
+    assert len(worker.store) == 1
+
+
 def test_a_worker_with_the_state_of_another_trains_on_its_own_data(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "adaptive"}, cluster={"workers": 2})
     old, new = (RunWorker.of_run(config, 1, config.model.path) for _ in range(2))

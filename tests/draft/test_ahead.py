@@ -40,6 +40,11 @@ def commit_each(look: LookAhead, tokens: Iterable[int]) -> None:
         look.commit(0, [token])
 
 
+def held(line: list[tuple[int, int, int]]) -> int:
+    """Return the number of tokens of these (seed, prompt, length), and of their prompts of one token."""
+    return sum(item[2] for item in line) + len({item[1] for item in line})
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)), max_size=30), st.integers(0, 40))
 def test_the_newest_drafts_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], most: int) -> None:
     """Compare the store with a plain list of the drafts."""
@@ -50,10 +55,10 @@ def test_the_newest_drafts_are_kept_up_to_the_bound(puts: list[tuple[int, int, i
         if not length or any(item[0] == seed and item[2] > length for item in line):
             continue  # of one target, the longer
         line = [item for item in line if item[0] != seed] + [(seed, prompt, length)]
-        while sum(item[2] for item in line) > most:
+        while held(line) > most:
             line.pop(0)
         assert len(store) == len(line)
-        assert store.tokens == sum(item[2] for item in line)
+        assert store.tokens == held(line)
         for prompt_id in range(3):
             seeds = {item[0] for item in line if item[1] == prompt_id}
             assert {a.seed for a in store.group(request(-1, prompt_id))} == seeds

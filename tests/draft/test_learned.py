@@ -82,7 +82,7 @@ class Life:
     log: dict[Place, Round] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        drafters = [Recorder(self.layer, self.model, self.log), SuffixDrafter(1000)]
+        drafters = [Recorder(self.layer, self.model, self.log), SuffixDrafter()]
         config = EngineConfig(max_rows=self.max_rows, prefill_tokens=32)
         layout, bound = self.layer.options.layout, self.bound_tokens
         self.engine = Engine(self.model.decoder, config, drafters, self.tuner, layout=layout, kv_tokens=bound)

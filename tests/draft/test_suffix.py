@@ -1,4 +1,4 @@
-"""The suffix drafter: its matches, its proposals, and the tokens that it drops."""
+"""The suffix drafter: its matches and its proposals."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.drafter import Prefix
 from tlt.draft.suffix import SuffixDrafter
 from tlt.types import Prompt, Request, SamplingParams
-
-LOTS = 10_000
 
 
 def request(prompt: Sequence[int] = (90, 91, 92), prompt_id: int = 0, epoch: int = 0, index: int = 0) -> Request:
@@ -62,6 +62,11 @@ def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
     return path
 
 
+def earlier(tokens: Sequence[int], prompt: Sequence[int] = (90, 91, 92), seed: int = 1) -> Ahead:
+    """Return a response of an earlier epoch."""
+    return Ahead(seed, tuple(prompt), np.array(tokens, dtype=np.int32), 0, ended=True)
+
+
 class Match(NamedTuple):
     """Earlier responses of other requests, then the tokens of a new request, and what is proposed after them."""
 
@@ -72,13 +77,18 @@ class Match(NamedTuple):
     offered: dict[int, float] | None = None
     """at the first level, with their probabilities"""
     live: Request = request()
+    sent: Sequence[Ahead] = ()
+    """responses of an earlier epoch, which the driver sent"""
 
 
 MATCHES = {
     "within the response": Match([1, 2, 3, 4, 5, 9, 1, 2], follows=[3, 4, 5]),
     "within the prompt": Match([1, 2], live=request(prompt=(1, 2, 3, 4, 9)), follows=[3, 4]),
-    "in an earlier epoch": Match([1, 2], [(request(epoch=0, index=3), [1, 2, 3, 4])], [3, 4], live=request(epoch=1)),
-    "not in another prompt": Match([1, 2], [(request(), [1, 2, 3, 4])], offered={}, live=request(prompt_id=1)),
+    "in an earlier epoch": Match([1, 2], follows=[3, 4], sent=[earlier([1, 2, 3, 4])]),
+    "across the end of the prompt": Match([1], follows=[3, 4], sent=[earlier([1, 3, 4])]),
+    "not in another prompt": Match(
+        [1, 2], [(request((9, 9)), [1, 2, 3, 4])], offered={}, sent=[earlier([1, 2, 3, 4], (9, 9))]
+    ),
     "a long one beats a short one": Match(
         [1, 2, 3, 4], [(request(index=1), [1, 2, 3, 4, 50, 8, 8, 3, 4, 60, 8, 3, 4, 60])], offered={50: 1 / 1.6}
     ),
@@ -87,9 +97,9 @@ MATCHES = {
     ),
     "at most 16 over all epochs": Match(
         [7, 1, 2],
-        [(request(epoch=0), [1, 2, 30] * 40), (request(epoch=1), [1, 2, 40] * 10)],
-        offered={40: 10 / 17.5, 30: 6 / 17.5},
-        live=request(epoch=2),
+        [(request(index=1), [1, 2, 40] * 10)],
+        offered={40: 10 / 16.5, 30: 5 / 16.5},
+        sent=[earlier([1, 2, 30] * 40)],
     ),
     # after the pair (1, 2): 3 twice, 4 once, and 1.5 for all tokens that did not follow
     "by counts and escape": Match(
@@ -103,7 +113,9 @@ MATCHES = {
 
 @pytest.mark.parametrize("match", MATCHES.values(), ids=MATCHES)
 def test_tokens_that_followed_the_last_ones_are_proposed(match: Match) -> None:
-    drafter = SuffixDrafter(LOTS)
+    store = AheadStore()
+    store.put(match.sent)
+    drafter = SuffixDrafter(store)
     for other, tokens in match.earlier:
         decoded(drafter, other, tokens)
     drafter.open(match.live, [])
@@ -115,7 +127,7 @@ def test_tokens_that_followed_the_last_ones_are_proposed(match: Match) -> None:
 
 
 def test_a_match_in_a_sibling_that_is_still_growing() -> None:
-    drafter, live, sibling = SuffixDrafter(LOTS), request(), request(index=1)
+    drafter, live, sibling = SuffixDrafter(), request(), request(index=1)
     drafter.open(sibling, [])
     drafter.open(live, [])
     commit(drafter, live, [1, 2])
@@ -135,7 +147,7 @@ def test_a_match_in_a_sibling_that_is_still_growing() -> None:
 def test_every_proposal_is_a_distribution_with_escape_over_tokens_that_followed(
     texts: list[list[int]], prompt: list[int], own: list[int]
 ) -> None:
-    drafter = SuffixDrafter(LOTS)
+    drafter = SuffixDrafter()
     for index, text in enumerate(texts):
         decoded(drafter, request(prompt, index=index), text)
     live = request(prompt, index=99)
@@ -161,7 +173,7 @@ def test_every_proposal_is_a_distribution_with_escape_over_tokens_that_followed(
 
 
 def test_a_batch_of_rows_equals_each_row_alone() -> None:
-    drafter, rows = SuffixDrafter(LOTS), [request(index=i) for i in range(3)]
+    drafter, rows = SuffixDrafter(), [request(index=i) for i in range(3)]
     for row, tokens in zip(rows, ([1, 2, 3, 1, 2], [7], [4, 5, 4, 5, 4]), strict=True):
         drafter.open(row, [])
         commit(drafter, row, tokens)
@@ -174,7 +186,7 @@ def test_a_batch_of_rows_equals_each_row_alone() -> None:
 def test_proposals_do_not_depend_on_when_earlier_tokens_were_matched() -> None:
     """1 2 was followed by 3 and by 4, each with 1 of 2 + 1.5 counts, whether there was a draft after each token or
     none."""
-    live, drafters = request(), (SuffixDrafter(LOTS), SuffixDrafter(LOTS))
+    live, drafters = request(), (SuffixDrafter(), SuffixDrafter())
     for drafter in drafters:
         drafter.open(live, [])
     for token in [1, 2, 3, 1, 2, 4, 1, 2]:
@@ -185,52 +197,11 @@ def test_proposals_do_not_depend_on_when_earlier_tokens_were_matched() -> None:
         assert offers(drafter, live) == pytest.approx({3: 1 / 3.5, 4: 1 / 3.5})
 
 
-def test_old_epochs_are_dropped_and_the_bound_holds() -> None:
-    drafter = SuffixDrafter(history_tokens=100)
-    for epoch in range(10):
-        decoded(drafter, request(epoch=epoch), [epoch + 10, 2, 3, epoch] * 7)
-    live = request(epoch=10)
-    drafter.open(live, [])
-    assert drafter.kept_tokens <= 100
-    assert drafter.kept_tokens == sum(len(s) for h in drafter.histories.values() for s in h.sequences.values())
-    commit(drafter, live, [2, 3])
-    assert set(offers(drafter, live)) == {9, 8, 7}
-
-
-def test_a_dropped_prompt_leaves_nothing() -> None:
-    drafter = SuffixDrafter(history_tokens=50)
-    for prompt_id in range(200):
-        decoded(drafter, request(prompt_id=prompt_id), [1, 2, 3] * 10)
-    assert len(drafter.histories) <= 3
-    assert len(drafter.live) <= 3
-    assert len(drafter.epochs) <= 3
-
-
-def test_active_requests_are_never_dropped() -> None:
-    drafter = SuffixDrafter(history_tokens=10)
-    rows = [request(prompt_id=i) for i in range(5)]
-    for row in rows:
-        drafter.open(row, [])
-        commit(drafter, row, [1, 2, 3, 4, 1, 2])
-    for row in rows:
-        assert chain(drafter, row, 2) == [3, 4]
-        commit(drafter, row, [3])
-    for row in rows:
-        close(drafter, row)
-    drafter.open(request(prompt_id=9), [])
-    assert drafter.kept_tokens <= 10
-
-
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_a_request_returns_after_a_preemption(forgotten: bool) -> None:
-    drafter, live, other = SuffixDrafter(history_tokens=30), request(), request(prompt_id=1)
+def test_a_request_returns_after_a_preemption() -> None:
+    drafter, live = SuffixDrafter(), request()
     drafter.open(live, [])
     commit(drafter, live, [1, 2, 3, 4])
     close(drafter, live)
-    if forgotten:
-        decoded(drafter, other, [7] * 40)
-        drafter.open(other, [])
-        assert (0, 0) not in drafter.histories
     drafter.open(live, [1, 2, 3, 4])
     commit(drafter, live, [8, 1, 2])
     assert chain(drafter, live, 4) == [3, 4, 8, 1]
@@ -239,8 +210,23 @@ def test_a_request_returns_after_a_preemption(forgotten: bool) -> None:
 def test_a_repeated_request_starts_from_its_present_tokens() -> None:
     """A rollout was abandoned, or the same requests are decoded with another target version. Prompt, epoch and index
     are the same."""
-    drafter, live = SuffixDrafter(LOTS), request(prompt=(5, 6))
+    drafter, live = SuffixDrafter(), request(prompt=(5, 6))
     decoded(drafter, live, [1, 2, 3, 4])
     decoded(drafter, request(prompt=(5, 6), index=1), [7, 8])
     drafter.open(live, [])
     assert 7 in offers(drafter, live)
+
+
+def test_nothing_of_an_earlier_rollout_is_left() -> None:
+    store = AheadStore()
+    store.put([earlier([1, 2, 3])])
+    drafter, live = SuffixDrafter(store), request()
+    decoded(drafter, request(index=1), [1, 2, 4])
+    drafter.open(live, [])
+    commit(drafter, live, [1, 2])
+    assert offers(drafter, live).keys() == {3, 4}
+    store.clear()
+    drafter.begin(None)
+    drafter.open(live, [])
+    commit(drafter, live, [1, 2])
+    assert offers(drafter, live) == {}

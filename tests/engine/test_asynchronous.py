@@ -29,7 +29,7 @@ PROMPTS = [Prompt(number, "", tuple(range(65, 70 + number))) for number in range
 @pytest.fixture
 def engine() -> Engine:
     target = decoder_of(qwen3(vocab_size=EOS + 1, initializer_range=0.5))
-    return Engine(target, EngineConfig(max_rows=3, kv_memory_mb=1), [SuffixDrafter(1000)], Fixed(Strategy("suffix", 4)))
+    return Engine(target, EngineConfig(max_rows=3, kv_memory_mb=1), [SuffixDrafter()], Fixed(Strategy("suffix", 4)))
 
 
 @pytest.fixture

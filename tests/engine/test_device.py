@@ -51,7 +51,7 @@ def decoder() -> Decoder:
 
 def engine_for(target: Decoder, strategy: Strategy, kind: Kind) -> Engine:
     layer = EagleLayer(eagle_options(target.options, kind, 16))
-    learned, suffix = EagleDrafter(layer, target), HostSuffix(1000)
+    learned, suffix = EagleDrafter(layer, target), HostSuffix()
     drafters: list[Drafter] = [learned, suffix]
     return Engine(
         target, EngineConfig(max_rows=8, kv_memory_mb=64), drafters, Fixed(strategy), layout=layer.options.layout

@@ -151,11 +151,11 @@ def test_prefill_passes_stay_within_their_bound(prefill_tokens: int, computed: l
 def test_an_engine_left_in_the_middle_of_a_rollout_starts_a_new_one() -> None:
     requests = some_requests(6)
     want = tokens(decode(engine(), requests))
-    drafter = SuffixDrafter(10_000)
+    drafter = SuffixDrafter()
     one = engine(drafter, DRAFTED, max_rows=2)
     next(one.generate(requests))
     assert tokens(decode(one, requests)) == want
-    assert sum(drafter.live.values()) == 0, "the drafter is told that nobody decodes any more"
+    assert drafter.rows == [], "the drafter is told that nobody decodes any more"
 
 
 @pytest.mark.parametrize("call", [1, 2])
@@ -182,7 +182,7 @@ def test_a_rollout_does_not_continue_after_a_failed_round(call: int, monkeypatch
 
 @pytest.mark.parametrize("strategy", [PLAIN, DRAFTED], ids=["plain", "drafted"])
 def test_counters_add_up_and_padding_is_not_computed(strategy: Strategy, computed: list[int]) -> None:
-    used = engine(SuffixDrafter(10_000) if strategy == DRAFTED else None, strategy)
+    used = engine(SuffixDrafter() if strategy == DRAFTED else None, strategy)
     responses = decode(used, [request(index=i, top_k=2, max_new_tokens=10 + 6 * i) for i in range(6)])
     stats = used.stats
     assert stats.tokens == sum(len(r.token_ids) for r in responses)
@@ -200,7 +200,7 @@ class Failing(SuffixDrafter):
     """Drafter that raises at the nth call of one of its methods, or returns invalid candidates."""
 
     def __init__(self, method: str, call: int, result: Any = None) -> None:
-        super().__init__(10_000)
+        super().__init__()
         sound, calls = getattr(self, method), count(1)
 
         def fails(*args: Any) -> Any:

@@ -89,7 +89,7 @@ SPECULATIONS = {
     "wrong, top_p": Speculation("top_p", Strategy("", 2), lambda t: ContextDrafter(t, -1.0, 0.5)),
     "float32": Speculation("temperature", Strategy("", 3), lambda t: ContextDrafter(t, 1.0, 0.3), 2_000, torch.float32),
     "learned": Speculation("temperature", Strategy("", 3), small.learned, 2_000),
-    "suffix": Speculation("plain", Strategy("", 3), lambda t: SuffixDrafter(history_tokens=1_000), 1_500),
+    "suffix": Speculation("plain", Strategy("", 3), lambda t: SuffixDrafter(), 1_500),
 }
 
 
@@ -145,7 +145,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
     "good": lambda t: ContextDrafter(t, 0.7, 0.7),
     "blind_sparse": lambda t: ContextDrafter(t, 0.0, 2.0, listed=3),
     "oracle": small.oracle,
-    "suffix": lambda t: SuffixDrafter(history_tokens=200),
+    "suffix": lambda t: SuffixDrafter(),
     "quantized": lambda t: QuantizedDrafter(t.decoder),
     "eagle3": small.learned,
     "eagle1": lambda t: small.learned(t, kind="eagle1"),

@@ -93,7 +93,7 @@ class Engines(RuleBasedStateMachine):
         self.indices = itertools.count()
         for max_rows, bound, prefill in sizes:
             decoder = small.decoder_of(TARGETS[0].model)
-            learned, suffix = drafter(decoder, 0), SuffixDrafter(200)
+            learned, suffix = drafter(decoder, 0), SuffixDrafter()
             config, layout = EngineConfig(max_rows=max_rows, prefill_tokens=prefill), learned.options.layout
             engine = Engine(decoder, config, [learned, suffix], WhileUsable(ARMS), layout=layout, kv_tokens=bound)
             self.engines.append(engine)

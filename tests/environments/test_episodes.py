@@ -163,7 +163,7 @@ def test_tokens_are_those_of_the_reference(
 ) -> None:
     """Also if a small cache preempts rows in the middle of a turn, and if replies are late."""
     monkeypatch.setattr("tlt.engine.scheduler._HEADROOM", 4)
-    made = {"none": lambda: None, "suffix": lambda: SuffixDrafter(10_000), "oracle": lambda: oracle(TARGET)}[drafter]()
+    made = {"none": lambda: None, "suffix": lambda: SuffixDrafter(), "oracle": lambda: oracle(TARGET)}[drafter]()
     engine = build(TARGET, made, DRAFTED, max_rows=8, bound_tokens=memory)
     responses = rollout(engine, episodes(AtOnce(Game, late)))
     check(responses)
@@ -235,7 +235,7 @@ def test_a_comparison_calls_the_environment_once_and_waits_twice() -> None:
             return wait(verdicts, seconds, FIRST_COMPLETED).done
 
     pool, took, asked = Pool(Game), list[float](), list[int]()
-    one = rollout_of(build(TARGET, SuffixDrafter(10_000), DRAFTED), episodes(pool))
+    one = rollout_of(build(TARGET, SuffixDrafter(), DRAFTED), episodes(pool))
     for decode_all in (one.generate_plain, lambda *given: one.generate(*given)[0]):
         began = time.monotonic()
         check(decode_all(REQUESTS, lambda response: None))

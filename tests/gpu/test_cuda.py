@@ -73,7 +73,7 @@ def test_logits_agree_with_transformers(model: Any, dtype: torch.dtype, toleranc
     assert (ours.float() - theirs.float()).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("drafter", [SuffixDrafter(100_000), RandomDrafter(VOCAB)], ids=lambda d: d.name)
+@pytest.mark.parametrize("drafter", [SuffixDrafter(), RandomDrafter(VOCAB)], ids=lambda d: d.name)
 def test_speculation_changes_no_token_in_float64(model: Any, drafter: Any) -> None:
     target, asked, config = decoder(model, torch.float64), requests(80), EngineConfig(max_rows=16)
     plain = tokens(Engine(target, config), asked)

@@ -323,13 +323,24 @@ def test_several_processes_train_while_they_wait_and_one_for_its_extra_share(
     assert next(polls, None) is None, "it trains until all have ended"
 
 
-def test_responses_of_an_evaluation_are_drafts_of_the_next_and_those_of_training_are_not(folder: Path) -> None:
-    trainer, mine = FakeTrainer(folder), off()
+def test_the_last_responses_to_a_prompt_are_kept_and_their_seeds_are_repeated_by_evaluations_alone(
+    folder: Path,
+) -> None:
+    trainer, mine = FakeTrainer(folder), Rollout(speculation={"drafter": "suffix"})
+
+    def kept() -> set[int]:
+        return set(mine._process.rollout.coordinator.idle.ahead.history._kept)
+
     mine(PROMPTS, trainer)
-    store = mine._process.rollout.coordinator.idle.ahead.store
-    assert len(store) == 0
+    first = kept()
+    an_update(trainer)
+    mine(PROMPTS, trainer)
+    assert len(first) == len(kept()) == len(PROMPTS)
+    assert first.isdisjoint(kept())
     trainer.evaluate(mine, PROMPTS)
-    assert len(store) == len(PROMPTS)
+    first = kept()
+    trainer.evaluate(mine, PROMPTS)
+    assert kept() == first
 
 
 @pytest.mark.parametrize(

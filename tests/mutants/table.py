@@ -425,11 +425,22 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Calibration.next_round", "drop", 3, "Acceptance counts fade together with their totals."),
     ],
     ("draft.suffix", "draft/test_suffix.py"): [
-        ("SuffixDrafter._match", "unwrap", 2, "The newest occurrences come first."),
-        ("SuffixDrafter._forget", "compare", 1, "Histories with open requests are kept."),
+        ("SuffixDrafter._match", "element", 1, "The newest 16 occurrences count."),
+        ("SuffixDrafter.open", "element", 0, "A match may begin in the prompt."),
         ("_followers", "operand", 1, "A match goes on with each drafted token."),
         ("SuffixDrafter.propose", "operand", 7, "Unseen tokens keep a share of the probability."),
-        ("_History.extend", "drop", 1, "Every committed token can be matched later."),
+        ("_Prompt.extend", "drop", 0, "Every committed token can be matched later."),
+    ],
+    ("draft.history", "draft/test_history.py"): [
+        ("History.add", "element", 0, "Responses of an epoch replace those of the one before."),
+        ("History.load", "swap", 3, "A restored response has its own seed."),
+    ],
+    ("cluster.ahead", "cluster/test_looking_ahead.py"): [
+        ("LookingAhead.drafts", "element", 0, "The last responses to a prompt are sent with its requests."),
+        ("LookingAhead.end", "drop", 7, "The responses of a rollout are kept."),
+    ],
+    ("run.opening", "run/test_run.py"): [
+        ("_restore", "drop", 13, "The last responses to each prompt survive a resume."),
     ],
     ("draft.ahead", "draft/test_ahead.py"): [
         ("AheadStore.put", "drop", 10, "The look-ahead store is bounded."),
@@ -508,9 +519,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("RunWorker.rollback", "drop", 2, "A broken update is rolled back."),
     ],
     ("cluster.worker", "cluster/test_coordinator.py"): [
-        ("Worker._enter_rollout", "drop", 2, "A new rollout drops the rows of the previous one."),
+        ("Worker._enter_rollout", "drop", 1, "A new rollout drops the rows of the previous one."),
     ],
     ("cluster.worker", "cluster/test_worker.py"): [
+        ("Worker._enter_rollout", "drop", 2, "A new rollout drops the drafts of the previous one."),
         ("Worker.interrupt", "drop", 0, "Idle work ends when the worker is needed."),
         ("Worker._news", "drop", 2, "Each token is reported once."),
     ],
@@ -523,6 +535,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("GroupUpdate._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
     ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
+        ("Coordinator._next", "element", 0, "A worker gets the last responses to the prompts of its rows."),
         ("Coordinator._stats", "drop", 6, "Tokens that were decoded twice count once."),
         ("Coordinator._reclaim", "drop", 1, "Tokens of a lost worker serve as drafts for its rows."),
     ],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from tlt.config import parse_config
-from tlt.draft.ahead import Ahead
 from tlt.run.evaluate import evaluate, is_solved, pass_at, summary_of
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
@@ -70,9 +69,6 @@ class Fake:
         responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in requests]
         self.shuffle.shuffle(responses)
         return responses, RolloutStats()
-
-    def remember(self, drafts: Iterable[Ahead]) -> None:
-        self.drafts = list(drafts)
 
     def submit(self, response: Response) -> None: ...
 

@@ -15,11 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from rich.console import Console
-from tiny import Crash, tiny_config, train
+from tiny import QUESTIONS, Crash, tiny_config, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.config import Config
 from tlt.data.prompts import DataError
+from tlt.draft.history import History
 from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import read_safetensors, sha256
@@ -141,6 +142,20 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(home: Path) -> None:
     assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
     assert summary["steps"] == STEPS
     assert lessons(copy) == lessons(home / "whole")
+
+
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(home: Path) -> None:
+    copy = copy_of_the_run(home, "history", 2)
+    train(whole(home, copy.name), resume=True)
+    assert history_of(copy) == history_of(home / "whole")
+
+
+def history_of(folder: Path) -> dict[int, list[int]]:
+    """Return the last responses to each prompt in the last checkpoint, by seed."""
+    history = History()
+    history.load(folder / "checkpoints" / f"step_{STEPS:08d}")
+    assert len(history) == 3 * len(QUESTIONS), "three responses to each prompt"
+    return {ahead.seed: ahead.tokens.tolist() for ahead in history._kept.values()}
 
 
 def test_a_finished_run_reports_it(home: Path) -> None:

@@ -1,4 +1,5 @@
-"""Look-ahead: assignment of requests of coming steps to idle workers, or to the free slots of the only worker.
+"""Look-ahead: assignment of requests of coming steps to idle workers, or to the free slots of the only worker. Drafts
+of all kinds, which the driver sends with the requests.
 
 They are decoded with the current target. The tokens become drafts. A later target
 version verifies them when it decodes the request: in the request's own step, or earlier if look-ahead continues an
@@ -14,7 +15,8 @@ from statistics import fmean
 
 from tlt.cluster.worker import AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
-from tlt.types import Request, RolloutStats, Row
+from tlt.draft.history import History
+from tlt.types import Request, Response, RolloutStats, Row
 
 # expected length of a response, as multiples of the length of its own draft and of the longest draft of its group
 _GOES_ON, _ALIKE = 1.5, 0.5
@@ -24,24 +26,22 @@ class LookingAhead:
     """Requests of coming steps, their look-ahead drafts, and the workers that decode them.
 
     `slots`: maximum number of look-ahead requests that a worker decodes. `most_steps`: number of coming steps from
-    which requests are taken.
+    which requests are taken. `history_tokens`: maximum number of tokens of the last responses to all prompts.
     """
 
-    def __init__(self, slots: int, most_steps: int) -> None:
+    def __init__(self, slots: int, most_steps: int, history_tokens: int = 0) -> None:
         self.slots, self.most_steps = slots, most_steps
-        self.store = AheadStore()
+        self.store, self.history = AheadStore(), History(history_tokens)
         self.tokens = 0
         self.accept_length = self.accept_length_ahead = 1.0  # tokens per pass, without/with look-ahead drafts
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> look-ahead requests that it decodes
         self._home: dict[int, int] = {}  # request's seed -> worker that has its keys and values
-        self._given: list[Request] = []  # requests of the current rollout
         self._is_given = False  # whether `for_free_slots` was called in this rollout
 
-    def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
-        """Begin a rollout of these requests. `coming` has the requests of the coming steps, one list per step."""
-        self._given = list(requests)
+    def begin(self, coming: Iterable[list[Request]]) -> None:
+        """Begin a rollout. `coming` has the requests of the coming steps, one list per step."""
         self._coming, self._steps = iter(coming), deque()
         self._at, self._is_given = {}, False
 
@@ -50,16 +50,17 @@ class LookingAhead:
         tokens, self.tokens = self.tokens, 0
         return tokens
 
-    def end(self, stats: RolloutStats) -> None:
-        """End the rollout. Compute the accept lengths with and without look-ahead drafts from `stats`, and drop the
-        drafts of the rollout's requests."""
+    def end(self, stats: RolloutStats, responses: Sequence[Response], version: int) -> None:
+        """End the rollout. Compute the accept lengths with and without look-ahead drafts from `stats`. Drop the drafts
+        of the rollout's requests, and keep the `responses` by the target `version`."""
         if passes := stats.row_passes - stats.ahead_passes:
             self.accept_length = (stats.tokens - stats.ahead_committed) / passes
         if stats.ahead_passes:
             self.accept_length_ahead = stats.ahead_committed / stats.ahead_passes
-        self.store.forget(request.seed for request in self._given)
-        for request in self._given:
-            self._home.pop(request.seed, None)
+        self.store.forget(response.request.seed for response in responses)
+        for response in responses:
+            self._home.pop(response.request.seed, None)
+        self.history.add(responses, version)
 
     # -- assignment ----------------------------------------------------------------------------------------------------
 
@@ -126,17 +127,19 @@ class LookingAhead:
     # -- drafts for the requests of this rollout -----------------------------------------------------------------------
 
     def drafts(self, requests: Iterable[Request]) -> list[Ahead]:
-        """Return the look-ahead drafts of these requests and of their siblings (requests with the same prompt)."""
-        return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
+        """Return the look-ahead drafts of these requests and of their siblings (requests with the same prompt), and the
+        last responses to their prompts."""
+        groups = (group for r in requests for group in (self.history.group(r), self.store.group(r)))
+        return list({ahead.seed: ahead for group in groups for ahead in group}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> list[Row]:
         """Return the rows in the order in which workers take equal parts of them from the front.
 
-        If no row has a look-ahead draft, this is the order of `rows`. Otherwise all `workers` get rows that need about
+        If no row has a draft of its own, this is the order of `rows`. Otherwise all `workers` get rows that need about
         the same number of rounds (longest processing time first: Graham, 1969). A worker gets rows of the same prompt
         one after the other.
         """
-        if not any(self.store.get(row.request) for row in rows):
+        if not any(self.store.get(row.request) or self.history.get(row.request) for row in rows):
             return list(rows)
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}
         most, bins, loads = math.ceil(len(rows) / workers), [list[Row]() for _ in range(workers)], [0.0] * workers
@@ -150,8 +153,8 @@ class LookingAhead:
         """Return the expected number of decoding rounds of the request, given the look-ahead drafts of its group (same
         prompt). If the request's own draft is unfinished, the expected number of tokens after the draft is the larger
         of two lengths: that of the draft, and the mean over the group's drafts."""
-        mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
-        known = self.store.get(request)
+        mean = fmean(lengths) if (lengths := [len(ahead.tokens) for ahead in self.drafts([request])]) else 0.0
+        known = self.store.get(request) or self.history.get(request)
         if known is None:
             return mean / self.accept_length
         rest = 0 if known.ended else max(mean, len(known.tokens))

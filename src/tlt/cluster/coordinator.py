@@ -92,7 +92,7 @@ class Coordinator:
         self._begin(len(requests))
         idle.early.begin(early)
         rows = self.turns.begin(requests)
-        idle.ahead.begin(requests, coming if idle.looks_ahead and not self.turns.opens else ())
+        idle.ahead.begin(coming if idle.looks_ahead and not self.turns.opens else ())
         self.allocation.queue.extend(idle.ahead.deal(rows, len(self.supervisor.present)))
         responses = self._decode(on_response)
         self._enter(IDLE)
@@ -107,7 +107,7 @@ class Coordinator:
                 if not idle.update_early(index):
                     idle.decode_ahead(index)
         self.now = self._workers_now()
-        idle.ahead.end(stats)
+        idle.ahead.end(stats, responses, self._version)
         return responses, stats
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -169,9 +169,9 @@ class Coordinator:
             return
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
-        drafts = [] if self._plain else self.idle.ahead.drafts(row.request for row in new)
         resumed = [row for row in new if row.tokens]
         coming = self.idle.for_free_slots()
+        drafts = [] if self._plain else self.idle.ahead.drafts([*(row.request for row in new), *(coming or ())])
         work = DecodeWork(self.allocation.number, fresh, resumed, drafts, coming, self._plain)
         self.supervisor.call(index, "decode", work, self.idle.slice_seconds)
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from tlt.build import steps_ahead
+from tlt.build import history_tokens, steps_ahead
 from tlt.cluster.ahead import LookingAhead
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.calls import BREAKABLE
@@ -40,7 +40,7 @@ class IdleWork:
         self.slice_seconds = min(config.cluster.slice_seconds, longest)
         self.early = EarlyUpdate(supervisor, config.train)
         self.looks_ahead = steps_ahead(speculation) > 0
-        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead)
+        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, history_tokens(speculation))
         self.is_on = True
         """whether idle workers do anything"""
         self._trained_last: int | None = None  # worker whose training was the last idle work that was started

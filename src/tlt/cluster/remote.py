@@ -16,7 +16,6 @@ from tlt.cluster.pool import ClusterError, Pool
 from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Worker
 from tlt.config import Config
-from tlt.draft.ahead import Ahead
 from tlt.engine.exactness import Exactness
 from tlt.environments.episodes import Turns
 from tlt.rl.early import EarlyGroups
@@ -43,9 +42,6 @@ class ClusterRollout:
     ) -> tuple[list[Response], RolloutStats]:
         return self.coordinator.rollout(requests, on_response, coming, early)
 
-    def remember(self, drafts: Iterable[Ahead]) -> None:
-        self.coordinator.idle.ahead.store.put(drafts)
-
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         return self.coordinator.generate_plain(requests, on_response)
 
@@ -55,6 +51,12 @@ class ClusterRollout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.supervisor.call_all("load_tuner_state", state["tuner"])
         self.coordinator.idle.training.load_state(state.get("drafter", {}))
+
+    def save_history(self, folder: Path) -> None:
+        self.coordinator.idle.ahead.history.save(folder)
+
+    def load_history(self, folder: Path) -> None:
+        self.coordinator.idle.ahead.history.load(folder)
 
     def release(self) -> None:
         self.coordinator.release()

@@ -34,7 +34,7 @@ class DecodeWork(NamedTuple):
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     drafts: Sequence[Ahead] = ()
-    """look-ahead drafts for the new requests"""
+    """look-ahead drafts for the new requests and those in `coming`, and the last responses to their prompts"""
     coming: Sequence[Request] | None = ()
     """requests of coming steps that the worker decodes in free slots; None: it continues with those of the last call"""
     plain: bool = False
@@ -47,7 +47,8 @@ class AheadWork(NamedTuple):
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """look-ahead drafts so far for these requests and their siblings (requests with the same prompt)"""
+    """look-ahead drafts so far for these requests and their siblings (requests with the same prompt), and the last
+    responses to their prompts"""
 
 
 class Slice(NamedTuple):
@@ -130,11 +131,12 @@ class Worker:
         return [ahead for ahead in known if ahead and ahead.version == self.target.version]
 
     def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: RolloutEngine) -> None:
-        """Store these look-ahead drafts. If the rollout is new, drop the rows of the previous one."""
-        self.store.put(drafts)
+        """Store these drafts. If the rollout is new, drop the rows and drafts of the previous one."""
         if number != self._rollout:
             engine.start(())
+            self.store.clear()  # the driver has all drafts, and sends those that are needed
             self._rollout = number
+        self.store.put(drafts)
 
     # -- the drafter: faults here reduce speed only --------------------------------------------------------------------
 

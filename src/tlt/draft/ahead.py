@@ -1,4 +1,5 @@
 """Look-ahead drafts. A request's draft is the response that an older target version gave to it, with the same seed.
+The store also has responses to the same prompt with other seeds, such as those of an earlier epoch (`history.py`).
 
 A request's noise is a function of its seed and the position. So two target versions give the same response, except
 where an update changed which token has the largest noisy score. The old response is a chain of known tokens, so it
@@ -44,8 +45,8 @@ class Ahead(NamedTuple):
 
 
 class AheadStore:
-    """Store of look-ahead drafts by the request's seed. If they have more than `most_tokens` tokens in total
-    (four bytes each), the drafts that were stored first are dropped."""
+    """Store of look-ahead drafts by the request's seed. If they and their prompts have more than `most_tokens` tokens
+    in total (four bytes each), the drafts that were stored first are dropped."""
 
     def __init__(self, most_tokens: int = 16_000_000) -> None:
         self.most_tokens, self.tokens = most_tokens, 0
@@ -66,8 +67,8 @@ class AheadStore:
                 continue
             self.forget([ahead.seed])
             self._kept[ahead.seed] = ahead
+            self.tokens += len(ahead.tokens) + (0 if ahead.prompt in self._groups else len(ahead.prompt))
             self._groups.setdefault(ahead.prompt, {})[ahead.seed] = None
-            self.tokens += len(ahead.tokens)
         while self.tokens > self.most_tokens:
             self.forget([next(iter(self._kept))])
 
@@ -79,6 +80,10 @@ class AheadStore:
                 del group[seed]
                 if not group:
                     del self._groups[ahead.prompt]
+                    self.tokens -= len(ahead.prompt)
+
+    def clear(self) -> None:
+        self.forget([*self._kept])
 
     def length(self, seed: int) -> int:
         """Return the length in tokens of the draft for this seed; 0 if there is none."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from tlt.config import SpeculationConfig
 from tlt.config.registry import DRAFTERS, learned, maker
+from tlt.draft.ahead import AheadStore
 from tlt.draft.drafter import Drafter, Sources
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, load_drafter
@@ -14,17 +15,18 @@ from tlt.models.decoder import Decoder
 
 
 def make_drafters(
-    config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None
+    config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None, store: AheadStore | None = None
 ) -> tuple[list[Drafter], FeatureLayout | None]:
     """Return the drafters that the recipe asks for, and the layout of the hidden states that the learned drafter reads
-    (None if there is no learned drafter). `layer` replaces the drafter in `config.path`. Raises DrafterError."""
+    (None if there is no learned drafter). `layer` replaces the drafter in `config.path`. `store` is that of the engine.
+    Raises DrafterError."""
     if config.drafter == "off":
         return [], None
     names = list(DRAFTERS) if config.drafter == "adaptive" else [config.drafter]
     if any(learned(name) for name in names) and config.path and not layer:
         layer = load_drafter(config.path, target.options)
     usable = [name for name in names if layer or not learned(name)]
-    drafters = _made(usable, Sources(target, layer))
+    drafters = _made(usable, Sources(target, layer, store))
     if not drafters:
         raise DrafterError(
             f"speculation.drafter = '{config.drafter}' does not work for this model on {target.device.type}: it needs "

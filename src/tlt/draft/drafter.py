@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.draft.ahead import AheadStore
 from tlt.draft.features import FeatureView
 from tlt.sampling import SamplingTensors
 from tlt.types import Request
@@ -88,6 +89,8 @@ class Sources(NamedTuple):
     target: Decoder
     layer: EagleLayer | None
     """weights of the learned drafter; None if there is none"""
+    store: AheadStore | None = None
+    """the engine's store, which has earlier responses to the prompts of its requests"""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Suffix drafter. It proposes the tokens that followed earlier occurrences of the row's last tokens: in this response,
-in other responses of the group, and in responses to the same prompt in earlier epochs. It has no model and needs no
-training, so it works from the first step.
+in other responses of the group, and in the responses to the same prompt in the last epoch. It has no model and needs
+no training, so it works from the first step.
 
 (Suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the model-free drafter
 of TLT, arXiv 2511.16665.)
@@ -9,17 +9,16 @@ of TLT, arXiv 2511.16665.)
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from tlt.draft.ahead import AheadStore
 from tlt.draft.drafter import Offer, Prefix, PrefixDrafter, Sources
 from tlt.draft.features import FeatureView
 from tlt.types import Request
 
-_HISTORY_TOKENS = 200_000  # tokens of prompts and responses that are kept
 _ORDERS = (8, 4, 2)  # lengths of matched context in tokens, the longest first
 _ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of unseen tokens, by length of the context
 _CLASSES = {8: 3, 4: 2, 2: 1}  # classes of the calibration, by the length of the match; 0: no match
@@ -39,18 +38,16 @@ class _Match(NamedTuple):
     order: int
 
 
-class _History:
-    """All sequences (prompt + response) of one prompt in one epoch, indexed by their n-grams. New tokens are indexed
-    when the index is next read, so that rounds of other strategies do not pay for it."""
+class _Prompt:
+    """Sequences (prompt + response) of one prompt, indexed by their n-grams. New tokens are indexed when the index is
+    next read, so that rounds of other strategies do not pay for it."""
 
     def __init__(self) -> None:
-        self.sequences: dict[int, list[int]] = {}
-        self.tokens = 0  # tokens of a request that was decoded again count twice
+        self.live: dict[tuple[int, int], list[int]] = {}  # sequences of this rollout by (epoch, index)
         self._index: dict[tuple[int, ...], list[_Occurrence]] = {}
         self._waiting: dict[int, tuple[list[int], int]] = {}  # sequences with new tokens, and their indexed length
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
-        self.tokens += len(tokens)
         self._waiting.setdefault(id(sequence), (sequence, len(sequence)))
         sequence += tokens
 
@@ -68,59 +65,39 @@ class _History:
 
 
 class SuffixDrafter(PrefixDrafter):
+    """Suffix drafter. `store` has earlier responses to the prompts, which the driver sends with the requests."""
+
     name = "suffix"
 
-    def __init__(self, history_tokens: int = _HISTORY_TOKENS) -> None:
-        self.history_tokens = history_tokens
-        self.kept_tokens = 0
-        self.histories: OrderedDict[tuple[int, int], _History] = OrderedDict()  # (prompt id, epoch), the oldest first
-        self.epochs: dict[int, list[int]] = {}  # prompt id -> epochs kept, the oldest first
+    def __init__(self, store: AheadStore | None = None) -> None:
+        self.store = AheadStore() if store is None else store
         self.begin(None)
 
     def begin(self, window: FeatureView | None) -> None:
         super().begin(window)
-        self.live: dict[tuple[int, int], int] = {}  # number of active requests by (prompt id, epoch)
+        self.prompts: dict[tuple[int, ...], _Prompt] = {}  # by token ids
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         super().open(request, committed)
-        key = (request.prompt.prompt_id, request.epoch)
-        self.live[key] = self.live.get(key, 0) + 1
-        if key not in self.histories:
-            self.histories[key] = _History()
-            self.epochs.setdefault(key[0], []).append(key[1])
-        history = self.histories[key]
-        known = [*request.prompt.token_ids, *committed]
-        if history.sequences.get(request.index) != known:  # else it was preempted and continues
-            sequence = history.sequences[request.index] = []
-            self._extend(history, sequence, known)
-        self._forget()
+        token_ids = request.prompt.token_ids
+        if token_ids not in self.prompts:
+            self.prompts[token_ids] = _Prompt()
+            for earlier in self.store.group(request):
+                self.prompts[token_ids].extend([], [*token_ids, *earlier.tokens.tolist()])
+        prompt, key, known = self.prompts[token_ids], (request.epoch, request.index), [*token_ids, *committed]
+        if prompt.live.get(key) != known:  # else it was preempted and continues
+            sequence = prompt.live[key] = []
+            prompt.extend(sequence, known)
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         super().commit(row, tokens)
-        request = self.rows[row][0]
-        history = self.histories[request.prompt.prompt_id, request.epoch]
-        self._extend(history, history.sequences[request.index], tokens)
+        prompt, sequence = self._of(self.rows[row][0])
+        prompt.extend(sequence, tokens)
 
-    def close(self, row: int, last: int) -> None:
-        request = self.rows[row][0]
-        self.live[request.prompt.prompt_id, request.epoch] -= 1
-        super().close(row, last)
-
-    def _extend(self, history: _History, sequence: list[int], tokens: Sequence[int]) -> None:
-        history.extend(sequence, tokens)
-        self.kept_tokens += len(tokens)
-
-    def _forget(self) -> None:
-        """Drop the oldest histories without active requests while more than `history_tokens` tokens are kept."""
-        for key in list(self.histories):
-            if self.kept_tokens <= self.history_tokens:
-                return
-            if self.live.get(key, 0) == 0:
-                self.kept_tokens -= self.histories.pop(key).tokens
-                self.epochs[key[0]].remove(key[1])
-                if not self.epochs[key[0]]:
-                    del self.epochs[key[0]]
-                self.live.pop(key, None)
+    def _of(self, request: Request) -> tuple[_Prompt, list[int]]:
+        """Return the prompt of a request, and the request's tokens so far."""
+        prompt = self.prompts[request.prompt.token_ids]
+        return prompt, prompt.live[request.epoch, request.index]
 
     def propose(self, prefixes: Sequence[Prefix]) -> Offer:
         found = [prefix.state if prefix.drafted else self._match(prefix) for prefix in prefixes]
@@ -144,21 +121,11 @@ class SuffixDrafter(PrefixDrafter):
         return Offer(ids, log_q, states, classes)
 
     def _match(self, prefix: Prefix) -> _Match | None:
-        request = prefix.request
-        prompt_id = request.prompt.prompt_id
-        sequence = self.histories[prompt_id, request.epoch].sequences[request.index]
+        prompt, sequence = self._of(prefix.request)
         for order in _ORDERS:
-            if len(sequence) < order:
-                continue
-            context = tuple(sequence[-order:])
-            places: list[_Occurrence] = []
-            for epoch in reversed(self.epochs[prompt_id]):
-                hits = self.histories[prompt_id, epoch].index.get(context, ())
-                places += [place for place in hits[-_MATCHES:] if place.at < len(place.tokens)]
-                if len(places) >= _MATCHES:
-                    break
-            if places:
-                return _Match(places[:_MATCHES], order)
+            hits = prompt.index.get(tuple(sequence[-order:]), ()) if len(sequence) >= order else ()
+            if places := [place for place in hits[-_MATCHES:] if place.at < len(place.tokens)]:
+                return _Match(places, order)
         return None
 
 
@@ -173,4 +140,4 @@ def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
 
 
 def make(sources: Sources) -> SuffixDrafter:
-    return SuffixDrafter()
+    return SuffixDrafter(sources.store)

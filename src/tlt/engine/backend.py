@@ -82,7 +82,7 @@ def make_engine(
 ) -> Engine:
     """Return tlt's own engine for a recipe. The target needs weights only when the first rollout starts. `layer`
     replaces the learned drafter that the recipe names."""
-    drafters, layout = make_drafters(speculation, target, layer)
+    drafters, layout = make_drafters(speculation, target, layer, store)
     tuner = make_tuner(speculation, target, drafters)
     return Engine(
         target,

@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 
 from tlt.cluster.drafter_training import DrafterTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
-from tlt.draft.ahead import Ahead
 from tlt.integrations import UnsupportedError, refuse_version
 from tlt.integrations.decoding import decoding_worker, prompt_number, recipe_of, train_until
 from tlt.integrations.trl_terms import TESTED, prompts_of, refuse, refuse_impossible, to_sampling_params
@@ -111,11 +110,8 @@ class _Process:
         return _completions(requests, responses)
 
     def _decode(self, requests: Sequence[Request]) -> tuple[list[Response], RolloutStats]:
-        """Decode the requests. Return the responses in the order of the requests, and the counters. In an evaluation,
-        also save the responses as drafts for the next evaluation."""
+        """Decode the requests. Return the responses in the order of the requests, and the counters."""
         responses, stats = self.rollout.generate(requests, lambda response: None)
-        if not self.trained.trainer.model.training:  # the next evaluation has the same prompts and seeds
-            self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
         by_seed = {response.request.seed: response for response in responses}
         return [by_seed[request.seed] for request in requests], stats
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 
 from tlt.config import Config
-from tlt.draft.ahead import Ahead
 from tlt.loop import Rollout, Watcher, call_each
 from tlt.rewards import Reward
 from tlt.sampling import make_requests
@@ -33,7 +32,6 @@ def evaluate(
     requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
     responses, _ = rollout.generate(requests, call_each(reward.submit, watcher.response), coming)
-    rollout.remember(Ahead.of(response, step, ended=True) for response in responses)
     by_seed = {response.request.seed: response for response in responses}
     in_order = [by_seed[request.seed] for request in requests]
     reward(in_order)

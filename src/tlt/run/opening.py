@@ -155,6 +155,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
         run.display.note("the prompts have changed (--force): starting a new epoch")
     run.policy.load_optimizer(found.folder)
     parts.rollout.load_state(state["rollout"])
+    parts.rollout.load_history(found.folder)
     run.changes = [*state["changes"], *run.changes]
     done = run.policy.version = found.state["step"]
     run.step_ended(done, found.state["metrics"])

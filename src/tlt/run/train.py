@@ -216,7 +216,12 @@ def _save(run: Run) -> None:
         "rollout": parts.rollout.state(),
         "metrics": last_step.metrics,
     }
-    root, write = run.folder.path / "checkpoints", partial(_write_policy, run, last_step.done)
+
+    def write(folder: Path) -> None:
+        _write_policy(run, last_step.done, folder)
+        parts.rollout.save_history(folder)
+
+    root = run.folder.path / "checkpoints"
     saved = checkpoint.save(root, last_step.done, state, write, run.config.run.keep)
     run.folder.point_to(saved)
     if run.on_save:

@@ -1,7 +1,8 @@
 """Checkpoints of a run. A checkpoint is written to a temporary folder, hashed, flushed to disk and renamed. Its file
 manifest.json has the sha256 of all files, which shows whether the checkpoint is complete.
 
-A checkpoint contains policy/ (a folder that transformers can load), optimizer.safetensors and state.json."""
+A checkpoint contains policy/ (a folder that transformers can load), optimizer.safetensors, state.json, and
+history.safetensors (the last responses to each prompt)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from tlt.rl.early import EarlyGroups
 from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, RolloutStats
 
-MOST_TOKENS = 2**22  # capacity of an AheadStore in tokens: more than a step decodes
 _MOVED = 0.02  # standard deviation of the relative noise on weights before the first update
 
 
@@ -33,7 +32,7 @@ class OlderTarget:
         self.target = target.empty()
         self.target.cuda_graphs = target.cuda_graphs
         self.config, self.detokenize = config, detokenize
-        self.store = AheadStore(MOST_TOKENS)
+        self.store = AheadStore()
         self._weights: dict[int, Mapping[str, Tensor]] = {}
         self._version = self._decoded = -1  # versions of the policy: now, and when the store was filled
 
@@ -50,7 +49,7 @@ class OlderTarget:
         if self._version != self._decoded:
             older = self._weights.get(self._version - 1) or _moved(self._weights[self._version])
             self.target.load(older, self._version - 1)
-            self.store, self._decoded = AheadStore(MOST_TOKENS), self._version
+            self.store, self._decoded = AheadStore(), self._version
         engine = Engine(self.target, self.config, detokenize=self.detokenize, store=self.store)
         engine.look_ahead(request for request in requests if self.store.get(request) is None)
         while engine.looks_ahead:
@@ -69,11 +68,11 @@ def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class LookAheadRollout(ClusterRollout):
-    """Rollout whose `store` is filled with the older target's tokens before it decodes."""
+    """Rollout that has the older target's tokens as look-ahead drafts before it decodes."""
 
-    def __init__(self, coordinator: Coordinator, store: AheadStore, older: OlderTarget) -> None:
+    def __init__(self, coordinator: Coordinator, older: OlderTarget) -> None:
         super().__init__(coordinator)
-        self.store, self.older = store, older
+        self.older = older
 
     def sync(self, policy: Trainable, version: int) -> None:
         super().sync(policy, version)
@@ -86,5 +85,5 @@ class LookAheadRollout(ClusterRollout):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        self.store.put(self.older.tokens_of(requests))
+        self.coordinator.idle.ahead.store.put(self.older.tokens_of(requests))
         return super().generate(requests, on_response, coming, early)

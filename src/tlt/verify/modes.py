@@ -28,7 +28,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.int8 import can_quantize
 from tlt.rl.policy import Policy
 from tlt.spelling import Detokenizer
-from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
+from tlt.verify.look_ahead import LookAheadRollout, OlderTarget
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 
@@ -63,9 +63,8 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, policy:
         found["quantized"] = rollout(Fixed(Strategy("quantized", 4)), QuantizedDrafter(target))
     found["off and on"] = rollout(InTurn(_CHANGING), *all_drafters(layer, target))
     found["adaptive"] = rollout(tuner, *all_drafters(layer, target))
-    older, store = OlderTarget(target, config.engine, spell), AheadStore(MOST_TOKENS)
-    ahead = _rollout(engine(all_drafters(layer, target), tuner, store), config, turns, policy)
-    found["look-ahead"] = LookAheadRollout(ahead.coordinator, store, older)
+    ahead = _rollout(engine(all_drafters(layer, target), tuner, AheadStore()), config, turns, policy)
+    found["look-ahead"] = LookAheadRollout(ahead.coordinator, OlderTarget(target, config.engine, spell))
     return found | {"plain": rollout(Fixed(PLAIN))}  # plain is last, because the next step starts from its state
 
 
@@ -84,13 +83,13 @@ def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, p
     def rollout(engine: RolloutEngine) -> ClusterRollout:
         return _rollout(engine, config, turns, policy)
 
-    store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
+    older = OlderTarget(target, config.engine, spell)
     return {
         "vllm": rollout(engine("off")),
         "vllm, suffix": rollout(engine("suffix")),
         "vllm, learned": rollout(engine("eagle")),
         "vllm, adaptive": rollout(engine("adaptive")),
-        "vllm, look-ahead": LookAheadRollout(rollout(engine("adaptive", store)).coordinator, store, older),
+        "vllm, look-ahead": LookAheadRollout(rollout(engine("adaptive", AheadStore())).coordinator, older),
         # plain is last, because the next step starts from its state
         "plain": rollout(Engine(target, config.engine, detokenize=spell)),
     }

@@ -92,7 +92,7 @@ def look_ahead_checks(
     ahead = PLAIN._replace(ahead=_AHEAD)
     checks = []
     for distribution in _DISTRIBUTIONS:
-        requests, store = _requests(prompts, sampling, *distribution), AheadStore(_ROWS * _TOKENS)
+        requests, store = _requests(prompts, sampling, *distribution), AheadStore()
         before, now = (_engine(target, config, requests, ahead, store=store) for _ in range(2))
         before.look_ahead(requests)
         while before.looks_ahead:
