@@ -1,13 +1,23 @@
-"""Copies of tensors from the device to the host. Drafting, verification and prefill wait for the device only in
-`to_host`, so that these waits can be counted. The hidden states saved for drafter training are copied elsewhere."""
+"""Copies between the host and the device. Drafting, verification and prefill wait for the device only in `to_host`, so
+that these waits can be counted. The hidden states saved for drafter training are copied elsewhere."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _NUMPY = {torch.float64: np.float64, torch.int64: np.int64}
+
+
+def to_device(device: torch.device, *columns: np.ndarray) -> Sequence[Tensor]:
+    """Copy int64 arrays [M] to the device in one transfer. On a CUDA device the host does not wait for it."""
+    flat = torch.from_numpy(np.concatenate(columns))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    return flat.to(device, non_blocking=True).split([len(column) for column in columns])
 
 
 def to_host(*tensors: Tensor) -> list[np.ndarray]:

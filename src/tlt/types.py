@@ -103,9 +103,10 @@ class PassCounts:
         """Count one target pass over a row. `committed` includes the target's own token. `ahead` says that the draft
         came from look-ahead."""
         self.row_passes += 1
-        self.draft_passes += bool(drafted or accepted)
-        self.drafted += drafted
-        self.accepted += accepted
+        if drafted or accepted:
+            self.draft_passes += 1
+            self.drafted += drafted
+            self.accepted += accepted
         if ahead:
             self.ahead_passes += 1
             self.ahead_committed += committed

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_graph import fake_graphs
@@ -21,6 +22,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.graphs import GraphedPasses
 from tlt.engine.tuner import Fixed
+from tlt.host import to_device
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -121,6 +123,21 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
         assert torch.equal(old[:, 3], new[:, 3])
         assert torch.equal(old[:, 2, :, 4:], new[:, 2, :, 4:])
         assert not torch.equal(old[:, 2, :, 2:4], new[:, 2, :, 2:4])
+
+
+def test_the_inputs_of_a_pass_are_one_transfer(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transfer takes the host as long as the work of several rows."""
+    sent: list[int] = []
+
+    def count(device: torch.device, *columns: np.ndarray) -> Sequence[torch.Tensor]:
+        sent.append(len(columns))
+        return to_device(device, *columns)
+
+    monkeypatch.setattr("tlt.engine.graphs.to_device", count)
+    engine, _ = started(target, 3)
+    for rounds in range(1, 4):
+        engine.round()
+        assert sent == [1] * rounds
 
 
 def test_graphs_are_freed_with_the_cache_whose_addresses_they_have(target: Decoder) -> None:

@@ -67,7 +67,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.noise", "engine/test_noise.py"): [
         ("NoiseWindow.remove", "drop", 0, "A row that moves takes its noise along."),
         ("NoiseWindow.append", "drop", 4, "A greedy row has no noise."),
-        ("NoiseWindow.prepare", "operand", 1, "The bonus token of a chain has noise."),
+        ("NoiseWindow.prepare", "operand", 5, "The bonus token of a chain has noise."),
         ("DraftNoise.__call__", "operand", 1, "A drafter ranks candidates under the noise of their own position."),
     ],
     ("engine.sampling_table", "engine/test_planted_bugs.py"): [

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.host import to_device
 from tlt.types import MAX_DRAFT_TOKENS, Row
 
 # entries of a ring beyond the window, for draft tokens and for tokens committed before the ring is read
@@ -171,7 +173,7 @@ class FeatureWindow:
                 self._put(*block)
 
     def _put(self, places: Sequence[int], features: Tensor, next_tokens: Sequence[int]) -> None:
-        where, tokens = torch.tensor([places, next_tokens], dtype=torch.long, device=self.device)
+        where, tokens = to_device(self.device, np.array(places), np.array(next_tokens))
         self._features.flatten(0, 1).index_copy_(0, where, features)
         self._tokens.view(-1).index_copy_(0, where, tokens)
 

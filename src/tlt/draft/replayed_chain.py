@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlt.attention.padded import level_plan
 from tlt.cuda_graph import Replayed
+from tlt.host import to_device
 from tlt.sampling import SamplingTensors, gumbel_topk
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class ReplayedChain:
         columns = [(missing.rows, entries), (missing.positions, entries)]
         columns += [(column, rows) for column in (missing.last, ends, np.array(missing.starts), blind)]
         padded = [np.pad(column, (0, size - len(column)), constant_values=-1) for column, size in columns]
-        self.missing.copy_(torch.from_numpy(np.concatenate(padded)))  # one transfer to the device
+        self.missing.copy_(to_device(self.missing.device, np.concatenate(padded))[0])
         tokens, scores = self.replayed(lambda: self._compute(drafter))
         return tokens[:count], scores[:count]
 

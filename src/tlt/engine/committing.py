@@ -62,17 +62,19 @@ def commit_tokens(
     finished: dict[int, str] = {}
     grown = 0
     for place, (row, draft, start) in enumerate(zip(now.rows, drafts, now.lengths, strict=True)):
-        accepted = num_accepted(draft, sampled.tokens[place])
+        accepted = num_accepted(draft, sampled.tokens[place]) if draft.tokens else 0
         if draft.tokens and not draft.ahead:
             drafters.learn(now.strategy.drafter, draft, accepted)
             count_depth(rollout.stats, now.strategy.drafter, draft, accepted)
         reason = stops.append(row, accepted + 1, sampled, place)
         taken = row.kv_length - start
         grown = max(grown, taken)
-        entries += [(place, n, start + n, sampled.tokens[place][n]) for n in range(taken)]
+        news = row.tokens[-taken:]
+        if rollout.harvester:
+            entries += [(place, n, start + n, token) for n, token in enumerate(news)]
         count_row(rollout.stats, row, draft, taken, min(taken, accepted), now.strategy.drafter)
-        drafters.commit(place, row.tokens[-taken:])
-        rollout.ahead.commit(place, row.tokens[-taken:])
+        drafters.commit(place, news)
+        rollout.ahead.commit(place, news)
         if reason:
             finished[place] = reason
     if rollout.harvester and sampled.features is not None:

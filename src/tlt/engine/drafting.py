@@ -32,6 +32,8 @@ class Drafted(Protocol):
 
 def draft_rows(now: Round, rollout: Drafted, drafters: Drafters) -> list[Draft]:
     """Return a draft for each row, from its look-ahead draft if it has one, else from the strategy's drafter."""
+    if now.strategy.depth == now.strategy.ahead == 0:
+        return now.no_drafts()
     offers = look_ahead_offers(rollout) if now.strategy.ahead else [0] * len(now.rows)
     chains = rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
     drafted = now.no_drafts() if all(chains) else _by_drafter(now, rollout, drafters, chains)

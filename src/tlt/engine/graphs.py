@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, SlotPlan
 from tlt.cuda_graph import Addresses, Replayed, rounded_up
+from tlt.host import to_device
 from tlt.models.decoder import Decoder
 
 _LEAST_TOKENS = 512  # least number of positions in a graph; reading masked keys costs less than capturing more graphs
@@ -47,7 +49,8 @@ class GraphedPasses:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
-        """Run a pass over the new tokens [B, N] of the first B slots, which have `lengths` committed positions."""
+        """Run a pass over the new tokens [B, N], which are in host memory, of the first B slots, which have `lengths`
+        committed positions."""
         if self._addresses.have_changed(self.slots.memory[0], self.target.head):
             self.passes = {}
         shape = self._shape(len(lengths), tokens.shape[1], max(lengths))
@@ -66,14 +69,16 @@ class PaddedPass:
 
     def __init__(self, shape: Shape, slots: SlotAttention, device: torch.device) -> None:
         self.shape, self.slots = shape, slots
-        self.tokens = torch.zeros(shape.rows, shape.new, dtype=torch.long, device=device)
-        self.lengths = torch.full((shape.rows,), -1, device=device)
+        self.inputs = torch.zeros(shape.rows * (shape.new + 1), dtype=torch.long, device=device)
+        tokens, self.lengths = self.inputs.split([shape.rows * shape.new, shape.rows])
+        self.tokens = tokens.view(shape.rows, shape.new)
         self.replayed = Replayed(device)
 
     def __call__(self, tokens: Tensor, lengths: Sequence[int], forward: Forward) -> tuple[Tensor, ...]:
         rows = len(lengths)
-        self.tokens[:rows] = tokens
-        self.lengths.copy_(torch.tensor([*lengths, *[-1] * (self.shape.rows - rows)]))
+        more = self.shape.rows - rows
+        padded = np.concatenate([tokens.flatten(), [0] * more * self.shape.new, lengths, [-1] * more])
+        self.inputs.copy_(to_device(self.inputs.device, padded.astype(np.int64))[0])
         hidden, *features = self.replayed(lambda: self._compute(forward))
         return hidden[:rows], *[kept[:rows].clone() for kept in features]  # features are kept for some rounds
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from tlt.draft.features import FeatureWindow, Harvest
+from tlt.host import to_device
 from tlt.types import Row
 
 _GROWN = 16  # new tokens of a row between two checks for full windows; the ring buffer has room for them
@@ -33,8 +34,8 @@ class Harvester:
         if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
         else:
-            where = torch.tensor([places, indices], device=features.device)
-            kept = features[where[0], where[1]]
+            row, index = to_device(features.device, np.array(places), np.array(indices))
+            kept = features[row, index]
         self.window.write(places, positions, kept, following)
         self._grown += grown
 

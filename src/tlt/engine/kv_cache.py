@@ -42,7 +42,7 @@ class Ledger:
         committed, row = torch.tensor(lengths), torch.arange(first, first + len(lengths))
         before = torch.where(committed > 0, self.booked[row, (committed - 1).clamp(min=0)], _begin(version))
         positions = committed[:, None] + torch.arange(tokens.shape[1])
-        self.booked[row[:, None], positions] = before[:, None] + _mixed(tokens.cpu(), positions).cumsum(1)
+        self.booked[row[:, None], positions] = before[:, None] + _mixed(tokens, positions).cumsum(1)
 
     def copied(self, source: int, target: int, length: int) -> None:
         self.booked[target, :length] = self.booked[source, :length]

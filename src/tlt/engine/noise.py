@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.host import to_device
 from tlt.sampling import gumbel_noise
 from tlt.types import Row
 
@@ -54,16 +56,19 @@ class NoiseWindow:
             grown = torch.zeros(2 ** (len(self.seeds) - 1).bit_length(), *self.ring.shape[1:], device=self.device)
             grown[: len(self.ring)] = self.ring
             self.ring = grown
-        rows = list(zip(self.ready, positions, self.ends, strict=True))
-        if all(ready >= min(at + depth + 1, end) for ready, at, end in rows):
+        at, ends, before = np.array(positions), np.array(self.ends), np.array(self.ready)
+        if (before >= np.minimum(at + depth + 1, ends)).all():
             return
-        fill = max(depth + 1, min(self.width, _LEAST_CALL // (len(rows) * self.vocab_size)))
-        ahead = [min(at + fill, end) for at, end in zip(positions, self.ends, strict=True)]
-        self.ready, before = [max(a, r) for a, r in zip(ahead, self.ready, strict=True)], self.ready
-        todo = [(row, t) for row, at in enumerate(positions) for t in range(max(before[row], at), self.ready[row])]
-        row, time = (torch.tensor(x, device=self.device) for x in zip(*todo, strict=True))
-        seeds = torch.tensor(self.seeds, dtype=torch.uint64).view(torch.int64).to(self.device)
-        self.ring[row, time % self.width] = gumbel_noise(seeds[row], time, self.vocab_size)
+        fill = max(depth + 1, min(self.width, _LEAST_CALL // (len(at) * self.vocab_size)))
+        ready = np.maximum(before, np.minimum(at + fill, ends))
+        self.ready = ready.tolist()
+        first = np.maximum(before, at)
+        counts = ready - first
+        rows = np.repeat(np.arange(len(at)), counts)
+        times = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        seeds = np.array(self.seeds, dtype=np.uint64).view(np.int64)[rows]
+        row, time, seed = to_device(self.device, rows, times, seeds)
+        self.ring[row, time % self.width] = gumbel_noise(seed, time, self.vocab_size)
 
     def at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return noise [..., V] for tensors of row and position indices that broadcast together."""

@@ -33,7 +33,7 @@ class NewTokens(NamedTuple):
     """New tokens of a target pass, N for each of B rows. Shorter rows are padded at their end."""
 
     tokens: Tensor
-    """[B, N]"""
+    """[B, N] in host memory"""
     real: Tensor | None = None
     """[M] flat indices b * N + n of the tokens to compute, which are not padding; None: all are computed"""
 
@@ -43,7 +43,7 @@ class NewTokens(NamedTuple):
         not computed."""
         counts = [len(row) for row in rows]
         width = max(least, *counts)
-        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
         if device.type != "cpu" or min(counts) == width:
             return cls(padded)
         return cls(padded, (torch.arange(width) < torch.tensor(counts)[:, None]).flatten().nonzero()[:, 0])
@@ -110,7 +110,7 @@ class Runner:
             width = min(chunk, longest - lo)
             lows = [start + lo for start in starts]
             part = [list(c[low : min(low + width, len(c) - 1)]) for c, low in zip(contexts, lows, strict=True)]
-            tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
+            tokens = torch.tensor([p + [0] * (width - len(p)) for p in part])
             hidden, *features = self._pass(first, NewTokens(tokens), lows)
             total = total + hidden.sum((1, 2))  # finite if all terms are finite
             if self.window is not None:
@@ -154,7 +154,7 @@ class Runner:
             new = new._replace(real=None)  # passes of a few shapes are replayed, padding included
         hidden, *features = self._pass(0, new, lengths, self.graphs)
         logits = self.target.logits(hidden).flatten(0, 1)  # [M, V]
-        place = torch.arange(len(lengths), device=self.target.device)[:, None].expand_as(new.tokens)
+        place = torch.arange(len(lengths), device=self.target.device)[:, None].expand(new.tokens.shape)
         rows, positions = (new.pick(x.flatten()) for x in (place, self._following(times, new)))
         parts = [
             _sample(logits[part], noise.at(rows[part], positions[part]), sampling.of(rows[part]))
@@ -177,10 +177,10 @@ class Runner:
         if graphs is not None:
             return graphs(new.tokens, lengths, self._forward)
         plan = self.cache.store.plan(first, lengths, new.tokens.shape[1])
-        positions = self._following(self._tensor(lengths), new)
+        tokens, positions = new.tokens.to(self.target.device), self._following(self._tensor(lengths), new)
         if new.real is None:
-            return self._forward(new.tokens, positions, plan)
-        tokens, positions = (new.pick(x.flatten())[None] for x in (new.tokens, positions))
+            return self._forward(tokens, positions, plan)
+        tokens, positions = (new.pick(x.flatten())[None] for x in (tokens, positions))
         return self._forward(tokens, positions, plan, new)
 
     def _forward(

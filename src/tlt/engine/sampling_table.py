@@ -13,10 +13,12 @@ from tlt.types import Row, SamplingParams
 
 
 def sampling_tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
+    numbers = [[p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params]]
+    temperature, top_k, top_p = torch.tensor(numbers, dtype=torch.float64, device=device)
     return SamplingTensors(
-        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        temperature,
+        top_k.long(),
+        top_p,
         restricted=any(p.top_k > 0 or p.top_p < 1 for p in params),
         tempered=any(p.temperature != 1 for p in params),
         greedy=any(p.temperature == 0 for p in params),

@@ -112,12 +112,12 @@ class Scheduler:
     def make_room(self, new: int) -> int:
         """Reserve cache for `new` more tokens of every active row. If the cache's limit forbids that, preempt the
         youngest rows and put them first in the queue. Return the number of preempted rows."""
-        left = 0
-        while not self.has_room(new):
+        left, longest = 0, self._longest()
+        while not self.cache.fits(len(self.rows), longest + new):
             row = self.rows.remove(len(self.rows) - 1)
             (self.ahead if row.ahead else self.waiting).appendleft(row)
-            left += 1
-        self.cache.reserve(len(self.rows), self._longest() + new)
+            left, longest = left + 1, self._longest()
+        self.cache.reserve(len(self.rows), longest + new)
         return left
 
     def has_room(self, new: int) -> bool:

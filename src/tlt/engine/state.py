@@ -107,7 +107,9 @@ def draft_counts(row: Row, draft: Draft, taken: int) -> tuple[int, int]:
     """Return a row's numbers of committed tokens and of look-ahead draft tokens in a round, for the tuner. If an
     accepted look-ahead token ends the response, a bonus token is counted after it, and the draft tokens after it are
     not counted. Otherwise these draft tokens would count as rejected."""
-    proposed = draft.ahead * len(draft.tokens)
+    if not draft.ahead:
+        return taken, 0
+    proposed = len(draft.tokens)
     if 0 < taken <= proposed and draft.tokens[taken - 1] == row.tokens[-1]:
         return taken + 1, taken
     return taken, proposed

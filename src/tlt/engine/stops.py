@@ -26,13 +26,15 @@ class Stops:
     def append(self, row: Row, count: int, sampled: Sampled, place: int) -> str | None:
         """Append the first `count` sampled tokens to the row, up to a stop. Return the finish reason, or None. `place`
         is the row's index in `sampled`."""
-        for n in range(count):
-            row.tokens.append(sampled.tokens[place][n])
-            row.logprobs.append(sampled.logprobs[place][n])
-            row.full_logprobs.append(sampled.full_logprobs[place][n])
+        before, reason = len(row.tokens), None
+        for token in sampled.tokens[place][:count]:
+            row.tokens.append(token)
             if reason := self.reason(row):
-                return reason
-        return None
+                break
+        taken = len(row.tokens) - before
+        row.logprobs += sampled.logprobs[place][:taken]
+        row.full_logprobs += sampled.full_logprobs[place][:taken]
+        return reason
 
     def reason(self, row: Row) -> str | None:
         """Return the finish reason if the row's last token ends the response, else None."""
