@@ -250,7 +250,7 @@ def _early_groups(
     there are no idle workers, or if a pass needs all workers."""
     if not has_early_shards(config.train, config.cluster.workers):
         return None
-    return EarlyGroups(config, before, requests, is_last_wave, parts.reward.settle)
+    return EarlyGroups(config, before, requests, is_last_wave, parts.reward.set_if_ready)
 
 
 def call_each(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:

@@ -399,7 +399,7 @@ def test_a_reply_that_the_template_refuses_ends_its_episode(caplog: pytest.LogCa
 
 def kept(path: Path, resume: bool = False) -> ReplyRecord:
     record = ReplyRecord()
-    record.keep(path, resume=resume)
+    record.open(path, resume=resume)
     return record
 
 

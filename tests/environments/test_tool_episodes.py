@@ -62,7 +62,7 @@ def played(name: str, folder: Path, resume: bool = False) -> tuple[list[int], li
     messages: list[dict[str, Any]] = [{"role": "user", "content": "2 + 3?"}]
     prompt = Prompt(0, "?", tuple(encode(messages)), {"answer": "5"}, messages=list(messages))
     turns = make_turns(config, tokenizer, folder / "reward.log")
-    turns.keep(folder, resume)
+    turns.record_replies(folder, resume)
     (row,) = turns.begin([Request(prompt, 0, 0, 7, SAMPLING)])
     finished: list[Response] = []
     for calls in (CALLS[:1], CALLS[: 1 + (name != "LLAMA3")]):

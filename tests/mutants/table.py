@@ -251,7 +251,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.early", "rl/test_early.py"): [
         ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
         ("owners_of", "operand", 3, "Each shard has one owner."),
-        ("owners_of", "operand", 8, "The largest shards are dealt out first."),
+        ("owners_of", "operand", 8, "The largest shards are assigned first."),
         ("cut", "operand", 1, "A group of an early shard counts once."),
         ("cut", "never", 1, "A group that is in no early shard counts."),
         ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),
@@ -282,7 +282,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ToolTurns._request", "operand", 1, "A turn has at most what is left of max_completion_length."),
     ],
     ("rl.parallel", "rl/test_parallel.py"): [
-        ("_deal", "opposite", 0, "The next part goes to the shard with least work."),
+        ("_assign", "opposite", 0, "The next part goes to the shard with least work."),
         ("all_shards", "opposite", 1, "The busiest shard has as little work as possible."),
         ("in_order", "constant", 1, "Every shard counts in the sum."),
         ("sum_gradients", "drop", 7, "Every member gets the sum of gradients."),
@@ -300,11 +300,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_users.scores", "drop", 8, "A batched reward returns one number for each response."),
     ],
     ("rewards.pool", "rewards/test_pool.py"): [
-        ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
-        ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
-        ("ScorePool._lose", "drop", 3, "Responses of a lost process return to the queue."),
+        ("ScorePool.give", "operand", 4, "A response that ends its process twice is not retried again."),
+        ("ScorePool.give", "drop", 0, "Responses of a lost batch are scored one by one."),
+        ("ScorePool.lose", "drop", 3, "Responses of a lost process return to the queue."),
         ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
-        ("ScorePool._places", "operand", 1, "A response under suspicion is scored alone."),
+        ("_Server._places", "operand", 1, "A response under suspicion is scored alone."),
     ],
     ("environments.episodes", "environments/test_episodes.py"): [
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),

@@ -59,7 +59,7 @@ class Turns(Protocol):
         responses that continue because a reply has arrived. If none has arrived, wait up to `seconds` for one."""
         ...
 
-    def keep(self, folder: Path, resume: bool) -> None:
+    def record_replies(self, folder: Path, resume: bool) -> None:
         """Record the replies of environments in the folder of the run. If the run is resumed, load the replies since
         its last checkpoint. Otherwise delete recorded replies."""
         ...
@@ -84,7 +84,7 @@ class SingleTurn:
     def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
         return list(ended), []
 
-    def keep(self, folder: Path, resume: bool) -> None: ...
+    def record_replies(self, folder: Path, resume: bool) -> None: ...
 
     def saved(self, done: int) -> None: ...
 
@@ -158,8 +158,8 @@ class Episodes:
                 finished.append(self._finished(response))
         return finished, rows
 
-    def keep(self, folder: Path, resume: bool) -> None:
-        self.record.keep(folder / NAME, resume)
+    def record_replies(self, folder: Path, resume: bool) -> None:
+        self.record.open(folder / NAME, resume)
 
     def saved(self, done: int) -> None:
         self.record.saved(done)

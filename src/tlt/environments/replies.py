@@ -64,7 +64,7 @@ class ReplyRecord:
         self.forget_before(done)
         self._write("".join(_line(key, *known) for key, known in self._known.items()), replaces=True)
 
-    def keep(self, path: Path, resume: bool) -> None:
+    def open(self, path: Path, resume: bool) -> None:
         """Write replies to the file `path` from now on. If the run is resumed, first read the replies in the file,
         without an incomplete last line. Otherwise empty the file."""
         self.path = path

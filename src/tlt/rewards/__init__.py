@@ -27,7 +27,7 @@ class Reward(Protocol):
         """Start scoring a response before the other responses of its step are finished."""
         ...
 
-    def settle(self, responses: Sequence[Response]) -> bool:
+    def set_if_ready(self, responses: Sequence[Response]) -> bool:
         """Set the rewards of these submitted responses, unless some of them are still being computed. Return without
         waiting whether the rewards are set."""
         ...
@@ -105,7 +105,7 @@ class Earned:
 
     def submit(self, response: Response) -> None: ...
 
-    def settle(self, responses: Sequence[Response]) -> bool:
+    def set_if_ready(self, responses: Sequence[Response]) -> bool:
         return True
 
     def __call__(self, responses: Sequence[Response]) -> None: ...
@@ -163,7 +163,7 @@ class Scored:
             self._set(response, self.scorer.result(self._begun[id(response)][1]))
         self._begun.clear()
 
-    def settle(self, responses: Sequence[Response]) -> bool:
+    def set_if_ready(self, responses: Sequence[Response]) -> bool:
         verdicts = [self._begun[id(response)][1] for response in responses]
         known = all(verdict.done() for verdict in verdicts)
         for response, verdict in zip(responses, verdicts, strict=True) if known else ():

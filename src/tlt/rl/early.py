@@ -191,12 +191,12 @@ class EarlyGroups:
         before: Sequence[Group],
         requests: Sequence[Request],
         is_last_wave: bool,
-        settle: Callable[[Sequence[Response]], bool],
+        set_rewards: Callable[[Sequence[Response]], bool],
     ) -> None:
         """Begin a wave of decoding with these requests. `before`: groups of the previous step and of earlier waves,
-        which come first in the batch. `settle`: function that sets the rewards of responses if all are known, and
+        which come first in the batch. `set_rewards`: function that sets the rewards of responses if all are known, and
         returns whether they are."""
-        self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
+        self.config, self.is_last_wave, self.set_rewards = config, is_last_wave, set_rewards
         self._ended: dict[int, Response] = {}
         self._finished = {number: self._as_finished(group) for number, group in enumerate(before)}
         self._shards: list[TrainBatch] = []
@@ -251,7 +251,7 @@ class EarlyGroups:
         """Move groups whose rewards are known by now from `_asked` to `_finished`."""
         for number, requests in list(self._asked.items()):
             responses = [self._ended[request.seed] for request in requests if request.seed in self._ended]
-            if len(responses) == len(requests) and self.settle(responses):
+            if len(responses) == len(requests) and self.set_rewards(responses):
                 self._finished[number] = self._as_finished(Group(requests[0].prompt, responses))
                 del self._asked[number]
 

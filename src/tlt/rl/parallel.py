@@ -105,8 +105,8 @@ def all_shards(groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], 
     Groups stay whole, or all are cut into 2, 4, ... parts, whichever minimizes the work of the largest shard."""
     longest = max(map(len, groups), default=1)
     cuts = [1 << k for k in range(longest.bit_length())] + [longest]
-    dealt = (_deal([own for whole in groups for own in _cut(whole, parts)], work, count) for parts in cuts)
-    return [sorted(shard) for shard in min(dealt, key=lambda found: found[0])[1]]
+    found = (_assign([own for whole in groups for own in _cut(whole, parts)], work, count) for parts in cuts)
+    return [sorted(shard) for shard in min(found, key=lambda found: found[0])[1]]
 
 
 def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
@@ -114,7 +114,7 @@ def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
     return [group[lo:hi] for lo, hi in pairwise(borders) if hi > lo]
 
 
-def _deal(
+def _assign(
     units: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int
 ) -> tuple[int, list[list[int]]]:
     """Assign units (parts of groups) to `count` shards. Return the work of the largest shard, and the shards.

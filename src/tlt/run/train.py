@@ -64,7 +64,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
     try:
         if not resume:
             folder.delete_previous_run()
-        run.parts.turns.keep(folder.path, resume and not changes_environment(run.changes))
+        run.parts.turns.record_replies(folder.path, resume and not changes_environment(run.changes))
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.last_step.done + 1, run.last_step.metrics)
         _trace(run)
