@@ -264,12 +264,7 @@ def test_the_exit_code_of_verify_is_its_verdict(
 
 
 @pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("verify recipe", "--json"),
-        ("draft train recipe", "--out"),
-        ("export model", "out"),
-    ],
+    ("command", "option"), [("verify recipe", "--json"), ("draft train recipe", "--out"), ("export model", "out")]
 )
 def test_results_that_cannot_be_written_are_refused_at_once(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -245,8 +245,7 @@ def test_two_calls_are_malformed_if_the_template_writes_one() -> None:
 def test_the_response_template_of_the_tokenizer_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads what transformers reads, and its tags mark a call."""
     template = QWEN3.replace(
-        CALL,
-        "<|tool_call>call:{{ call.function.name }}{{ call.function.arguments | tojson }}<tool_call|>",
+        CALL, "<|tool_call>call:{{ call.function.name }}{{ call.function.arguments | tojson }}<tool_call|>"
     )
     tokenizer = family("QWEN3")
     tokenizer.chat_template, tokenizer.response_template = template, GEMMA4

@@ -180,14 +180,6 @@ def test_an_environment_that_changes_the_data_of_its_prompt_changes_no_other_epi
     assert found.reply == "-cd", "replayed"
 
 
-class Sleeper:
-    def reset(self, prompt: Prompt) -> None: ...
-
-    async def step(self, text: str) -> tuple[str, bool, float]:
-        await asyncio.to_thread(time.sleep, float(text))
-        return "", True, 1.0
-
-
 class Exits(tiny_environments.Echo):
     def step(self, text: str) -> tuple[str, bool, float]:
         return sys.exit(3) if text == "exit" else super().step(text)
@@ -198,19 +190,6 @@ def test_a_step_that_exits_is_an_error_of_its_episode() -> None:
     found = environments.answer_all([(PROMPT, Turn(1, seed, (said,))) for seed, said in enumerate(("a", "exit", "b"))])
     assert [verdict.outcome for verdict in found] == ["", "error", ""]
     assert "SystemExit: 3" in found[1].detail
-
-
-def test_threads_of_steps_that_hang_keep_no_place() -> None:
-    environments = Environments(Sleeper, 0.5)
-    answers = [environments.answer_all([(PROMPT, Turn(1, seed, (said,)))]) for seed, said in enumerate(("4", "4", "0"))]
-    assert [verdict.outcome for (verdict,) in answers] == ["timeout", "timeout", ""]
-    assert answers[0][0].detail == "no answer in 0.5 s"
-
-
-def test_each_step_of_a_call_has_a_thread() -> None:
-    answer_all, _ = open_environments(config("test_instances:Sleeper", timeout_seconds=1.0), ())
-    found = answer_all([(PROMPT, Turn(1, seed, (said,))) for seed, said in enumerate(["3"] * 15 + ["0"])])
-    assert [verdict.outcome for verdict in found] == ["timeout"] * 15 + [""]
 
 
 def test_replayed_turns_share_one_timeout() -> None:

@@ -53,10 +53,7 @@ def sentence(name: str, targets: Any = "all-linear") -> str:
 
 def test_layers_are_adapted_as_modules_where_peft_takes_them() -> None:
     """Engines do not read adapters of parameters. PEFT passes over layers of these names in mixtures of experts."""
-    for name, modules, parameters in (
-        ("llama", ["up_proj", "q_proj"], []),
-        ("afmoe", ["q_proj"], ["up_proj.weight"]),
-    ):
+    for name, modules, parameters in (("llama", ["up_proj", "q_proj"], []), ("afmoe", ["q_proj"], ["up_proj.weight"])):
         with torch.device("meta"):
             model = empty_model(families.small_config(name))
             found = add_adapters(model, LoraConfig(rank=2, targets=["up_proj", "q_proj"]))

@@ -12,11 +12,7 @@ import torch.nn.functional as F
 from tiny import random_batch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.hugging_face import load_model

@@ -19,14 +19,12 @@ from tiny import QUESTIONS, Crash, tiny_config, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.config import Config
-from tlt.data.prompts import DataError
 from tlt.draft.history import History
 from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import read_safetensors, sha256
 from tlt.report.read import read_run
 from tlt.rl.policy import Policy
-from tlt.run import opening
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.stopping import Stopped
@@ -343,16 +341,6 @@ def test_a_second_signal_ends_the_run_at_once(home: Path, phase: str) -> None:
 
 def summary_of(home: Path) -> dict[str, Any]:
     return json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("section", ["data", "eval"])
-def test_a_missing_file_is_refused_before_the_model_is_read(
-    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "load_tokenizer", lambda path: pytest.fail("the model is read"))
-    missing = {"path": str(tmp_path / "nowhere.jsonl")} | ({"every": 1} if section == "eval" else {})
-    with pytest.raises(DataError, match=r"there is no file .*nowhere\.jsonl"):
-        train(tiny_config(tmp_path, **{section: missing}))
 
 
 def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:

@@ -43,9 +43,7 @@ ATTEND = F.scaled_dot_product_attention
 INEXACT = "tlt.cluster.run_worker.check_exactness", lambda target: Exactness(True, ("attention",))
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 EXPLAINED = 1e-4  # in float32
-MODES = {
-    *("suffix", "learned", "quantized", "off and on", "adaptive", "look-ahead", "plain"),
-}
+MODES = {*("suffix", "learned", "quantized", "off and on", "adaptive", "look-ahead", "plain")}
 
 
 def small(home: Path, **sections: dict[str, Any]) -> Config:

@@ -29,12 +29,7 @@ _FREE = (
 )
 # Fields that change only the rounding, because sums are computed in another order or by other kernels.
 _ROUNDS = (
-    *(
-        "train.micro_batch_tokens",
-        "train.gradient_checkpointing",
-        "train.deterministic",
-        "train.shard",
-    ),
+    *("train.micro_batch_tokens", "train.gradient_checkpointing", "train.deterministic", "train.shard"),
     *("cluster.workers", "model.device", "model.cuda_graphs", "engine", "speculation"),
 )
 _OF_PASSES = ("engine", "speculation")  # fields that change only what is decoded together, apart from the backend

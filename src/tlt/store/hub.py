@@ -235,11 +235,7 @@ def _download(name: _Name, files: Sequence[str], commit: str | None) -> Path:
     revision = commit or name.revision
     with _explained(name, revision), _progress(f"download {name.repository}"):
         folder = snapshot_download(
-            name.repository,
-            repo_type=name.kind,
-            revision=revision,
-            allow_patterns=list(files),
-            ignore_patterns="*.py",
+            name.repository, repo_type=name.kind, revision=revision, allow_patterns=list(files), ignore_patterns="*.py"
         )
     return Path(folder)
 

@@ -130,13 +130,7 @@ def _verify_config(config: Config, dtype: str) -> Config:
 
 
 def _verify_step(
-    config: Config,
-    step: int,
-    policy: Policy,
-    parts: Parts,
-    rollouts: dict[str, Rollout],
-    found: Comparison,
-    work: Work,
+    config: Config, step: int, policy: Policy, parts: Parts, rollouts: dict[str, Rollout], found: Comparison, work: Work
 ) -> None:
     """Run one step of all modes from the same state, the plain run last. Add the results to `found`."""
     before = _Snapshot.take(policy)
