@@ -238,7 +238,11 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
             self.runs = asked[0][1] != "ends"
             return super().score_all(asked)
 
-    with pool_of(lambda: Ends(0.0)) as pool:
+    def start() -> Ends:
+        time.sleep(0.2)  # so that the pool does not grow by itself
+        return Ends(0.0)
+
+    with pool_of(start) as pool:
         for key in range(3):
             pool.result(pool.submit(PROMPT, "begins", key))
         pool._serve(Stand(0.0))  # type: ignore[arg-type]
