@@ -108,14 +108,12 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
 
 
 GENERATE = "generate MODEL --model.dtype=float64"
-VLLM = "--engine.backend=vllm --model.dtype=float32"
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
         ("train nowhere.toml", "there is no recipe at nowhere.toml"),
-        (f"estimate RECIPE {VLLM}", "tlt estimate) work only without a drafter or with look-ahead"),
         ("verify RECIPE --steps=0", "--steps"),
         *((f"draft train RECIPE --out nowhere --seconds={seconds}", "--seconds") for seconds in ("nan", "inf")),
         ("generate nowhere --prompt a", "nowhere"),

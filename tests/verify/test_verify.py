@@ -360,7 +360,7 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
     logits[5] += difference
     recompute(logits)
     found = fork([0, 1, 5, 2], [0, 1, 6, 3])
-    assert found == forks.Fork("suffix", 7, 3, 2, 2, pytest.approx(difference, rel=1e-6))
+    assert found == forks.Fork("suffix", 8, 3, 2, 2, pytest.approx(difference, rel=1e-6))
     assert (found.gap < EXPLAINED) == (difference == 1e-6)
 
 
