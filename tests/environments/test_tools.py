@@ -161,7 +161,7 @@ def test_the_chat_template_receives_the_tools() -> None:
     assert with_tools(config("Desk")).data.chat_arguments == {"tools": schemas}
     same = config("Desk", chat_arguments={"tools": schemas})
     assert with_tools(same) == same
-    with pytest.raises(RewardError, match="data.chat_arguments.tools would hide the tools of .*Desk': remove it"):
+    with pytest.raises(RewardError, match=r"data.chat_arguments.tools would hide the tools of .*Desk': remove it"):
         with_tools(config("Desk", chat_arguments={"tools": []}))
     plain = config("Desk", chat=False)
     assert with_tools(plain) is plain, "there is no template"
