@@ -41,6 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "suffix": {"path": None, "look_ahead": 0, "training": {"idle": False}},
     "frozen": {"look_ahead": 0, "training": {"idle": False}},
     "spot": {"look_ahead": 0, "training": {"idle": True}},
+    "ahead": {"training": {"idle": False}},
     "adaptive": {},
 }
 """name -> what it changes of the recipe's speculation; `adaptive` is the recipe as `tlt train` runs it"""

@@ -1,0 +1,106 @@
+"""Simulated runs against hand-worked numbers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config import Config, parse_config
+from tlt.metrics import write_json
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from simulate import CASES, Case, Simulation
+from simulated import Known, Profile, Rounds, Training
+from simulated_profiles import KnownGroup, gpu_profile
+
+ONE = Rounds([1, 8], [1.0, 1.0], [1.0, 1.0])
+PROFILE = Profile(
+    plain=ONE, drafted=ONE, ahead=Rounds([1, 8], [1.0, 1.0], [5.0, 5.0]), seen=0.8, prefill=0.0, update=0.0
+)
+
+
+def config_of(workers: int, prompts: int = 2, **train: Any) -> Config:
+    return parse_config(
+        {
+            **{"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}},
+            "rollout": {"prompts_per_step": prompts, "group_size": 2},
+            "cluster": {"workers": workers, "slice_seconds": 2.0},
+            "train": train,
+        }
+    )
+
+
+def groups(*lengths: tuple[int, int]) -> list[KnownGroup]:
+    """Return groups of two responses, of which the first one is rewarded."""
+    return [KnownGroup(4, [Known(a, 1.0), Known(b, 0.0)]) for a, b in lengths]
+
+
+def simulated(workers: int, profile: Profile, steps: int = 4, case: str = "adaptive", **train: Any) -> dict[str, Any]:
+    """Return the means over steps with responses of 10, 10, 10 and 90 tokens."""
+    step = groups((10, 10), (10, 90))
+    return Simulation(config_of(workers, **train), profile, [step] * (steps + 2), CASES[case]).run(steps)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_rollout_takes_the_rounds_of_its_longest_response(workers: int) -> None:
+    found = simulated(workers, PROFILE)
+    assert found["rollout"] == pytest.approx(90)
+    assert found["states"]["IDLE"] == pytest.approx(80 / 180 if workers == 2 else 0.0)
+    assert simulated(workers, PROFILE, case="plain")["rollout"] == pytest.approx(90)
+    faster = replace(PROFILE, drafted=Rounds([1, 8], [1.5, 1.5], [3.0, 3.0]))
+    assert simulated(workers, faster)["rollout"] == pytest.approx(45)
+
+
+def test_workers_that_share_a_core_take_longer() -> None:
+    """Both decode for 10 s of work, at half the speed. Then one decodes 80 tokens alone."""
+    assert simulated(2, replace(PROFILE, cores=1))["rollout"] == pytest.approx(20 + 80)
+    assert simulated(2, replace(PROFILE, cores=2, together=0.8))["rollout"] == pytest.approx(10 / 0.8 + 80)
+
+
+def test_look_ahead_of_an_idle_worker_makes_the_next_rollout_shorter() -> None:
+    """A worker is idle for 80 s, in which it decodes both steps that come. A round then gains 5 tokens."""
+    found = simulated(2, PROFILE, case="look-ahead")
+    assert found["seen_ahead"] > 0.5
+    assert 18 <= found["rollout"] < 60
+    assert found["useful_share"] > simulated(2, PROFILE)["useful_share"]
+
+
+def test_an_update_takes_the_tokens_of_the_fullest_shard() -> None:
+    """A group's prompt of 4 tokens counts once in a shard. Of two workers, one computes the response of 90 tokens."""
+    slow = replace(PROFILE, update=0.1, optimizer=2.0, group=3.0)
+    assert simulated(1, slow)["update"] == pytest.approx(0.1 * (4 + 20 + 4 + 100) + 2)
+    assert simulated(2, slow)["update"] == pytest.approx(0.1 * (4 + 90) + 2 + 3)
+
+
+def test_an_early_update_shortens_the_update_by_what_was_computed_in_idle_time() -> None:
+    """The idle worker computes four shards of 24 tokens, its limit, of 7 x 24 + 94 + 14."""
+    config, step = config_of(2, prompts=8), groups(*[(10, 10)] * 7, (10, 90))
+    slow = replace(PROFILE, update=0.01)
+    late, early = (Simulation(config, slow, [step] * 4, Case(early=how)).run(4) for how in (False, True))
+    assert early["early"] == pytest.approx(4 * 24 / (7 * 24 + 94 + 14))
+    assert early["update"] < 0.8 * late["update"]
+    assert early["rollout"] == pytest.approx(late["rollout"])
+
+
+def test_training_publishes_a_drafter_that_gains_more() -> None:
+    drafts = replace(PROFILE, drafted=Rounds([1, 8], [1.0, 1.0], [2.0, 2.0]), training=Training(0.2, 1.0, 20.0))
+    before, after = (simulated(2, drafts, steps=8, case=case)["rollout"] for case in ("adaptive", "training"))
+    assert before == pytest.approx(45)
+    assert 30 <= after < 0.9 * before
+
+
+def test_a_gpu_has_the_rounds_of_its_file(tmp_path: Path) -> None:
+    rounds = [{"shape": "s", "batch": n, "chain": c, "ms": 10.0 + n + c} for n in (1, 8) for c in (0, 4)]
+    update = {"shape": "s", "batch": 8, "chain": 0, "context": 100, "update_seconds": 2.0}
+    write_json(
+        tmp_path / "rounds.json", {"cases": [*rounds, update, {"shape": "other", "batch": 1, "chain": 0, "ms": 9.0}]}
+    )
+    found = gpu_profile(tmp_path / "rounds.json", "s")
+    assert found.plain == ([1, 8], [0.011, 0.018], [1.0, 1.0])
+    assert found.drafted.at(4.5) == pytest.approx((0.0185, 1 + 0.7 + 0.49 + 0.343 + 0.2401))
+    assert found.update == pytest.approx(2 / 800)
