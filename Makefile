@@ -47,6 +47,7 @@ vllm: .venv-vllm/.installed
 	$(VLLM)/pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text needs none of them
 	$(VLLM)/pip install -q "setuptools>=77" ray==2.60.0 randomgen==2.5.1 reasoning-gym==0.1.25 pytest==9.2.0 hypothesis==6.170.15 scipy==1.17.1
 	$(VLLM)/pip install -q --no-deps --no-build-isolation -e .
+	$(VLLM)/pip install -q --no-deps -c constraints.txt trl accelerate datasets pyarrow pandas python-dateutil xxhash multiprocess fsspec
 	touch $@
 
 # tlt in vLLM itself. The rest of the tests needs none of it: they have vLLM's documented interfaces of their own.

@@ -2,7 +2,7 @@
 
     python bench/rollout.py RECIPE [--batches 1 8 32] [--tail 64] [--only adaptive] [--json FILE] [--section.key value]
 
-With `--engine.backend vllm`, see vllm_rollout.py. All strategies decode the same requests, and their tokens are
+For vLLM see vllm_rounds.py. All strategies decode the same requests, and their tokens are
 compared. They take turns of 0.1 seconds, so that other load on the machine slows all of them alike. For
 look-ahead, the policy is trained for a few steps, and an earlier version of it decodes the drafts. Other engines are
 compared with plain decoding on random prompts, without turns."""
@@ -395,12 +395,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(asked.recipe, overrides)
         if config.engine.backend == "vllm":
-            from vllm_rollout import bench_vllm
-
-            bench_vllm(config, asked.batches, asked.repeats, asked.json, asked.look_ahead)
-        else:
-            options = (asked.tail, asked.repeats, asked.peers == "auto", asked.json, asked.look_ahead, asked.only)
-            bench_rollout(config, asked.batches, *options)
+            raise ValueError("bench/rollout.py measures tlt's own engine: for vLLM run bench/vllm_rounds.py")
+        options = (asked.tail, asked.repeats, asked.peers == "auto", asked.json, asked.look_ahead, asked.only)
+        bench_rollout(config, asked.batches, *options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

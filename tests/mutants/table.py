@@ -105,6 +105,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.harvest", "engine/test_look_ahead.py"): [
         ("Harvester.collect", "operand", 4, "Look-ahead rows are no training data."),
     ],
+    ("vllm.drafting", "vllm_backend/test_vllm_engine.py"): [
+        ("Drafting.noise", "operator", 3, "In vLLM each draft token has the noise of its own position."),
+        ("Drafting.round", "compare", 3, "In vLLM the tuner learns the seconds of passes without a prefill."),
+    ],
     ("engine.harvest", "draft/test_features.py"): [
         ("Harvester._give", "operand", 4, "Training data that a drafter overwrote is dropped."),
     ],
