@@ -1,4 +1,4 @@
-"""Everything that is to be measured on a machine with one CUDA device, in order, in about 45 minutes.
+"""Everything that is to be measured on a machine with one CUDA device, in order, in about 50 minutes.
 
     python bench/gpu_plan.py OUT [STEP ...] [--seconds 600] [--list] [--tiny]
 
@@ -91,11 +91,14 @@ _ROWS = "bench/rows.py --time --shapes 135m 1.5b {rows} --json OUT/STEP.json"
 _TRAIN = (
     f"-m tlt train {_RECIPE} {_BFLOAT16} --train.steps 6 --run.save_every 0 --run.overwrite true --run.folder OUT/STEP"
 )
+_SPLIT_K = (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("CUBLASLT_WORKSPACE_SIZE", "8192"))
+"""memory for the parts of sums that cuBLAS splits, as PyTorch has it by default on Hopper"""
 STEPS = (
     Step("machine", 60, "whether all is at hand", "bench/gpu_plan.py OUT --machine {machine}"),
     Step("tests", 240, "whether captures, replays and kernels are right", "-m pytest -m gpu tests/gpu"),
     Step("rows", 100, "which operations depend on the rows of a pass", _ROWS),
-    Step("rows_no_split_k", 100, "what products without split-K cost", f"{_ROWS} --no-split-k"),
+    Step("rows_no_split_k", 100, "whether a stricter setting of cuBLAS changes that", f"{_ROWS} --no-split-k"),
+    Step("rows_split_k", 100, "what products without split-K cost", _ROWS, _SPLIT_K),
     Step(
         "rounds",
         540,
@@ -108,6 +111,13 @@ STEPS = (
         180,
         "attention over long contexts of different lengths",
         f"{_ROUNDS} --shapes 1.5b 7b --batches 1 8 --contexts 16384 --mixed --chains 0 {{rounds}} --json OUT/STEP.json",
+    ),
+    Step(
+        "rounds_by_torch",
+        300,
+        "the same with attention and sampling by PyTorch, to compare with the kernels",
+        f"{_ROUNDS} --shapes 135m 1.5b --batches 1 64 --contexts 512 4096 --chains 0 4 --by-torch {{rounds}} "
+        "--json OUT/STEP.json",
     ),
     Step(
         "families",
@@ -129,6 +139,13 @@ STEPS = (
         240,
         "launches and milliseconds of an update",
         "bench/update_cost.py --shapes 135m 1.5b --responses 32 --tokens 128 512 {update} --json OUT/STEP.json",
+    ),
+    Step(
+        "update_split_k",
+        120,
+        "what an update without split-K costs",
+        "bench/update_cost.py --shapes 135m 1.5b --responses 32 --tokens 128 {update} --json OUT/STEP.json",
+        _SPLIT_K,
     ),
     Step(
         "memory",

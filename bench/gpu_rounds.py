@@ -14,7 +14,8 @@ first case also counts the empty graph that keeps the memory of all graphs.
 
 `floor_mib` are the bytes that a round must read: all weights but the embedding's, keys and values, and the drafter's
 weights for each draft token. `ms_over_floor` compares `ms` with the time of reading them at `--bandwidth`. On a CPU
-figures of a device are null.
+figures of a device are null. With `--by-torch`, attention and sampling are computed by PyTorch, as on GPUs without
+Triton.
 
 With `--train`, a policy in float32 with AdamW is in memory too. Each step decodes some rounds, releases the cache, does
 an update of 8 responses, and loads the new weights. The peak of memory in each phase is reported.
@@ -35,11 +36,13 @@ from measuring import Results, bandwidth, counted_captures, counts, parser_of, p
 from shapes import SHAPES, RandomPolicy, random_target, shape_config, weights_read
 from update_cost import make_batch
 
+from tlt.attention import choose
 from tlt.attention.backend import HeadShape
 from tlt.config import EngineConfig, TrainConfig
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import LEARNED, PLAIN, Strategy
+from tlt.engine import runner
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.models.choose import decoder_for
@@ -223,13 +226,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--mixed", action="store_true", help="rows with shorter contexts too")
     parser.add_argument("--warm", type=int, default=8, help="rounds before the timed ones, at least 1")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds")
+    parser.add_argument("--by-torch", action="store_true", help="attention and sampling without the Triton kernels")
     parser.add_argument("--train", action="store_true", help="measure the memory of training steps")
     parser.add_argument("--steps", type=int, default=2, help="training steps, with --train")
     parser.add_argument("--bandwidth", type=float, help="of the memory in GB/s; default: measured by copying 1 GiB")
     arguments = parser.parse_args(words)
     device, dtype = place(arguments)
     speed = arguments.bandwidth or bandwidth(device)
-    results = Results(arguments.json, dtype=str(dtype), rounds=arguments.rounds, warm=arguments.warm)
+    if arguments.by_torch:
+        choose.has_kernels = runner.has_kernel = lambda _: False
+    options = {name: getattr(arguments, name) for name in ("rounds", "warm", "by_torch")}
+    results = Results(arguments.json, dtype=str(dtype), **options)
     results.tree["bandwidth"] = speed
     for shape in arguments.shapes:
         measure_shape(shape, results, arguments, speed)

@@ -26,8 +26,8 @@ _COUNTS = ("new", "vocab_size", "stride", "blocks")
 
 
 def sample(logits: Tensor, seeds: Tensor, times: Tensor, temperature: Tensor) -> Tensor:
-    """Sample a token from each row of `logits` [M, V] in float32 or bfloat16. Return [3, M] in float64: the tokens,
-    their log-probs, and their log-probs under the model's distribution (see `Response`).
+    """Sample a token from each row of `logits` [M, V] in float32 or bfloat16. Return [M, 3] in float64: the token, its
+    log-prob, and its log-prob before top-k and top-p (see `Response`).
 
     Row b * N + n is token n of request b, at position `times[b]` + n of its response. `seeds` [B] and `temperature` [B]
     (float64) are those of the requests. With a temperature of 0 the token is the most likely one."""
@@ -35,7 +35,7 @@ def sample(logits: Tensor, seeds: Tensor, times: Tensor, temperature: Tensor) ->
     (rows, vocab_size), device = logits.shape, logits.device
     blocks = triton.cdiv(vocab_size, _BLOCK)
     sums = torch.empty(rows, 4, blocks, device=device)  # largest value and sum of exponentials; best score and token
-    found = torch.empty(3, rows, dtype=torch.float64, device=device)
+    found = torch.empty(rows, 3, dtype=torch.float64, device=device)
     given = logits, sums, seeds, times, temperature
     counts = rows // len(seeds), vocab_size, logits.stride(0), blocks
     sizes = {"BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "LOWEST": lowest_temperature(torch.float32)}
@@ -81,7 +81,7 @@ def _rank(
     word0, word1, word2, word3 = tl.philox(tl.load(seeds + row // new), lanes, 0, time, 0)
     words = tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [BLOCK])
     score = log_p + (heat > 0).to(tl.float32) * gumbel(words)
-    score = tl.where((tokens < vocab_size) & (score == score), score, -float("inf"))  # a NaN is no score
+    score = tl.where(score == score, score, -float("inf"))  # a NaN is no score
     best, place = tl.max(score, 0, return_indices=True)
     into = sums + (row * 4 + 2) * blocks + block
     tl.store(into, best)
@@ -101,10 +101,9 @@ def _pick(
     heat = tl.load(temperature + row // new)
     x = tl.load(logits + row * stride + token + tl.arange(0, 1))
     log_p = tl.sum(_log_prob(_scaled(x, heat, LOWEST), own, blocks, BLOCKS), 0)
-    rows = tl.num_programs(0)
-    tl.store(found + row, token.to(tl.float64))
-    tl.store(found + rows + row, tl.where(heat > 0, log_p, 0.0).to(tl.float64))
-    tl.store(found + 2 * rows + row, log_p.to(tl.float64))
+    tl.store(found + 3 * row, token.to(tl.float64))
+    tl.store(found + 3 * row + 1, tl.where(heat > 0, log_p, 0.0).to(tl.float64))
+    tl.store(found + 3 * row + 2, log_p.to(tl.float64))
 
 
 @triton.jit

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import tlt.attention.slots
 from tlt.attention.backend import Entries, HeadShape
-from tlt.attention.padded import padded_plan
 from tlt.attention.slots import SlotAttention, in_fours, in_full
 
 CPU = torch.device("cpu")
@@ -119,11 +118,7 @@ def test_new_tokens_after_rows_of_any_lengths(data: st.DataObject) -> None:
     both = Both(first + rows, least + data.draw(st.sampled_from([0, 0, 9])), rows)
     for b, length in enumerate(lengths):
         both.commit(first + b, range(length))
-    if padded:
-        tokens = data.draw(st.integers(least, both.slots.tokens))
-        plan = padded_plan(both.slots, torch.tensor(lengths), tokens, new)
-    else:
-        plan = both.slots.plan(first, lengths, new)
+    plan = both.slots.fixed_plan(torch.tensor(lengths), new) if padded else both.slots.plan(first, lengths, new)
     for window in (None, data.draw(st.integers(1, 40))):
         both.check(plan, first, [both.new(rows, new)], [0] * rows, lengths, window=window)
 

@@ -116,7 +116,7 @@ def test_padding_rows_are_not_kept(target: Decoder) -> None:
     graphs = GraphedPasses(store, target)
     before = [layer.clone() for layer in store.layers]
     assert store.slots == 4
-    graphs(torch.ones(3, 2, dtype=torch.long), [5, 40, 2], runner._forward)
+    graphs(torch.ones(3, 2, dtype=torch.long), [5, 40, 2], (), runner._forward)
     (shape,) = graphs.passes
     assert shape.rows == 4
     for old, new in zip(before, store.layers, strict=True):

@@ -30,7 +30,9 @@ from tlt.spot.trainer import DrafterTrainer
 from tlt.types import Prompt, Request, SamplingParams, TrainBatch
 from tlt.verify.oracle import last_logits
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as `torch_device` does, before the first product
+# as `torch_device` does, before the first product
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB = 300
 

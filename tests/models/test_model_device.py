@@ -14,13 +14,15 @@ from tlt.models.device import torch_device, torch_dtype
 
 def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.9 reads the variable only once, and without it refuses every product of a deterministic update."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    torch_device(ModelConfig(path="model", device="cpu"))
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     torch_device(ModelConfig(path="model", device="cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch_device(ModelConfig(path="model", device="cpu"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize(

@@ -478,8 +478,17 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ReplayedChain._compute", "operator", 6, "Tokens of a chain stand behind one another in the drafter's cache."),
         ("ReplayedChain._compute", "compare", 3, "A row with features gets a draft when chains are drafted whole."),
     ],
-    ("attention.padded", "engine/test_graphs.py"): [
-        ("padded_plan", "operator", 1, "A row of a padded pass attends to its own tokens only."),
+    ("attention.slots", "engine/test_graphs.py"): [
+        ("SlotAttention.fixed_plan", "operator", 1, "A row of a padded pass attends to its own tokens only."),
+    ],
+    ("attention.kernels", "attention/test_kernels.py"): [
+        ("_parts", "operand", 120, "In Triton, a token attends to no later token."),
+        ("_parts", "compare", 7, "In Triton, a token attends to its window and to no token before it."),
+        ("_joined", "unwrap", 23, "Parts of a sum are joined at one scale."),
+    ],
+    ("sampling_kernel", "test_sampling_kernel.py"): [
+        ("_rank", "operand", 29, "In Triton, each response has noise of its own position."),
+        ("_pick", "compare", 1, "In Triton, a greedy token has probability 1."),
     ],
     ("engine.graphs", "engine/test_graphs.py"): [
         ("GraphedPasses.__call__", "compare", 0, "A captured pass is dropped with the cache that it reads."),

@@ -5,6 +5,7 @@ Shapes: R slots, T tokens per slot, K key-value heads, E head size.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,3 +66,32 @@ class SlotMemory:
     def wipe(self, slot: int, start: int) -> None:
         for tensor in self.layers:
             tensor[:, slot, :, start:] = 0
+
+    # -- indices -------------------------------------------------------------------------------------------------------
+
+    # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
+    # longer than all of its work here.
+
+    def _heads(self, first: int, rows: int) -> np.ndarray:
+        """Return the flat index in a layer's memory at which each head of each slot begins, [rows, 1, K]."""
+        heads = self.shape.num_kv_heads
+        return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
+
+    def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
+        """Return the indices [B, N] of new tokens in their slots, after `committed` [B] positions and `old` tokens."""
+        return (committed[:, None] + np.arange(old, old + new)) % self.tokens
+
+    def _both(self, places: np.ndarray) -> Tensor:
+        """Return the flat memory indices `places` of keys, followed by the indices of their values."""
+        return self._tensor(np.add.outer((0, self.memory[0].shape[1]), places.ravel()).ravel())
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.shape.device)
+
+    def _places(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the flat memory indices [2 * M * K] of M cache entries: first of their keys, then of their values.
+        Padding goes to the last spare entry."""
+        heads, values = torch.arange(self.shape.num_kv_heads, device=rows.device), self.memory[0].shape[1]
+        first = (rows[:, None] * len(heads) + heads) * self.tokens
+        keys = (first + (positions % self.tokens)[:, None]).masked_fill(rows[:, None] < 0, values - 1).flatten()
+        return torch.cat([keys, keys + values])

@@ -13,7 +13,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,24 +143,29 @@ class SlotAttention(SlotMemory):
             bias = ahead.seen[..., : span.tokens]
         return SlotPlan(0, old, 1, places, [span], [bias], {}, ahead)
 
-    # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
-    # longer than all of its work here.
+    # Plans of CUDA graphs have fixed shapes, and their values are computed on the device.
 
-    def _heads(self, first: int, rows: int) -> np.ndarray:
-        """Return the flat index in a layer's memory at which each head of each slot begins, [rows, 1, K]."""
-        heads = self.shape.num_kv_heads
-        return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
+    def fixed_plan(self, lengths: Tensor, new: int) -> Any:
+        """Return the plan of a target pass over slots [0, B), like `plan`, for a CUDA graph.
 
-    def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
-        """Return the indices [B, N] of new tokens in their slots, after `committed` [B] positions and `old` tokens."""
-        return (committed[:, None] + np.arange(old, old + new)) % self.tokens
+        `lengths` [B] are the committed lengths. A row with length -1 is padding: its keys and values are not kept, and
+        its output is not used. Every row attends to its whole slot, and the mask hides positions that it does not
+        have."""
+        rows, committed = len(lengths), lengths.clamp(min=0)[:, None]
+        order = torch.arange(max(rows, new, self.tokens), device=lengths.device)
+        row = order[:rows].masked_fill(lengths < 0, -1).repeat_interleave(new)
+        positions = committed + order[:new]
+        bias = self.bias(order[: self.tokens] - committed, new)
+        places = self._places(row, positions.flatten())
+        return SlotPlan(0, 0, new, places, [RowSpan(0, rows, self.tokens)], [bias], {}, None, positions)
 
-    def _both(self, places: np.ndarray) -> Tensor:
-        """Return the flat memory indices `places` of keys, followed by the indices of their values."""
-        return self._tensor(np.add.outer((0, self.memory[0].shape[1]), places.ravel()).ravel())
+    def level_plan(self, rows: Tensor, positions: Tensor, seen: Tensor) -> SlotPlan:
+        """Return the plan of one pass of a draft, with one token per row, for a CUDA graph.
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.shape.device)
+        The pass writes M cache entries: position `positions[m]` of row `rows[m]`. A row of -1 is padding, which is not
+        kept. `seen` [B * K, 1, T] is the attention bias: 0 where a row attends, -inf elsewhere."""
+        span = RowSpan(0, len(seen) // self.shape.num_kv_heads, self.tokens)
+        return SlotPlan(0, 0, 1, self._places(rows, positions), [span], [seen], {}, None)
 
     def beyond(self, ends: Tensor, starts: Tensor) -> Tensor:
         """Return [B, T]: for each index of a slot, the position stored there minus `ends` [B], the position of the

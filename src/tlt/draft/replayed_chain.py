@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.attention.padded import level_plan
 from tlt.cuda_graph import Replayed
 from tlt.host import to_device
 from tlt.sampling import SamplingTensors, gumbel_topk
@@ -83,7 +82,7 @@ class ReplayedChain:
         row_of = torch.arange(rows, device=ends.device).masked_fill(ends < 0, -1)
         last, ends, starts = (x.clamp(min=0) for x in (last, ends, starts))
         seen = slots.bias(slots.beyond(ends, starts), 1)
-        plan = level_plan(slots, row, position, seen)
+        plan = slots.level_plan(row, position, seen)
         hidden = drafter.attend(query.index_select(0, last), kv, residual.index_select(0, last), plan)
         temperature, top_k, top_p = self.sampling
         sampling, tokens, scores = SamplingTensors(temperature, top_k, top_p, *flags), list[Tensor](), list[Tensor]()
@@ -92,7 +91,7 @@ class ReplayedChain:
                 own = (ends + level) % slots.tokens
                 seen.scatter_(2, own.repeat_interleave(len(seen) // rows)[:, None, None], 0.0)
                 cis = drafter.target.cis((ends + level).clamp(max=drafter.options.max_positions - 1))
-                hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), level_plan(slots, row_of, own, seen))
+                hidden = drafter.attend(*fused.project(tokens[-1], hidden, cis), slots.level_plan(row_of, own, seen))
             log_q = fused.log_q(hidden, sampling)
             if level == 0:
                 log_q = log_q.masked_fill((blind > 0)[:, None], -torch.inf)

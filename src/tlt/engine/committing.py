@@ -44,7 +44,7 @@ def _pass(now: Round, drafts: Sequence[Draft], rollout: RolloutState) -> Sampled
     rows = [[row.root, *draft.tokens] for row, draft in zip(now.rows, drafts, strict=True)]
     # pad a strategy's drafts to one size, so that few CUDA graphs are captured
     new = NewTokens.of(rows, runner.target.device, now.strategy.new if runner.graphs and drafted else 1)
-    return runner.verify(new, now.lengths, rollout.noise, now.positions, now.batch.sampling)
+    return runner.verify(new, now.lengths, rollout.noise, now.positions, now.batch)
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:

@@ -264,10 +264,10 @@ class Engine(Generates):
     def open_round(self, strategy: Strategy) -> Round:
         rows = tuple(self.rows)
         positions = [len(row.tokens) for row in rows]
-        noise = self.rollout.noise
-        noise.prepare(positions, max(strategy.depth, min(strategy.ahead, noise.width - 1)))
+        noise, batch = self.rollout.noise, self.rollout.sampling.batch
+        noise.prepare(positions, self.runner.noise_depth(strategy, noise, batch.sampling))
         at = torch.tensor(positions, device=self.target.device)
-        return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.sampling.batch)
+        return Round(strategy, rows, [row.kv_length for row in rows], at, batch)
 
     def draft(self, now: Round) -> list[Draft]:
         return draft_rows(now, self.rollout, self.drafters)

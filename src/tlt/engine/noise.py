@@ -51,7 +51,9 @@ class NoiseWindow:
     def prepare(self, positions: Sequence[int], depth: int) -> None:
         """Ensure that the ring has the noise of positions[b] .. positions[b] + depth of every row b. If a position of
         one row is missing, the noise of all rows is computed in one call. With a small vocabulary, later positions are
-        computed too, so that calls are few."""
+        computed too, so that calls are few. With a depth of -1 no noise is needed."""
+        if depth < 0:
+            return
         if len(self.seeds) > len(self.ring):  # grown once for all new rows: a copy may take as long as two rounds
             grown = torch.zeros(2 ** (len(self.seeds) - 1).bit_length(), *self.ring.shape[1:], device=self.device)
             grown[: len(self.ring)] = self.ring

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tlt.attention.slots import SlotAttention
 from tlt.draft.features import FeatureWindow
+from tlt.draft.strategy import Strategy
 from tlt.engine.graphs import GraphedPasses
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
+from tlt.engine.sampling_table import BatchSampling
 from tlt.host import to_host
 from tlt.models.decoder import Attend, Decoder
-from tlt.sampling import SamplingTensors, gumbel_topk, sampling_log_probs
+from tlt.sampling import SamplingTensors, gumbel_topk, has_kernel, sampling_log_probs
 
 _LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
 _CACHE_BYTES = 1 << 21  # log-probs are computed in parts of this size, which fit the cache of a CPU core
@@ -82,6 +84,7 @@ class Runner:
         self.graphs = None
         if target.cuda_graphs and target.can_be_captured and isinstance(slots := cache.store, SlotAttention):
             self.graphs = GraphedPasses(slots, target)
+        self.has_kernels = target.dtype != torch.float64 and has_kernel(target.device)
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
         """Compute the keys and values of each context, in the slots from `first` on. The last token of a context is not
@@ -143,48 +146,76 @@ class Runner:
             following = [contexts[r][p + 1] for r, p in places]
             window.write([first + r for r in rows], positions, features[row, offset], following)
 
+    def noise_depth(self, strategy: Strategy, noise: NoiseWindow, sampling: SamplingTensors) -> int:
+        """Return the number of positions after the next one whose noise a round needs, or -1 if it needs none. Kernels
+        make the noise of the target's tokens, so only drafts need it then."""
+        if self.has_kernels and not sampling.restricted:
+            return strategy.depth - 1
+        return max(strategy.depth, min(strategy.ahead, noise.width - 1))
+
     def verify(
-        self, new: NewTokens, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
+        self, new: NewTokens, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, batch: BatchSampling
     ) -> Sampled:
         """Run one target pass over the roots and drafts of all rows. Sample the token that follows each of them, with
         the Gumbel noise of that token's position in its response. `times` [B]: number of tokens that each response has
         so far, which is the position of the token after the root. In plain decoding without prefill, the host waits for
         the device only here."""
-        if self.graphs:
+        if self.graphs or self.has_kernels:
             new = new._replace(real=None)  # passes of a few shapes are replayed, padding included
-        hidden, *features = self._pass(0, new, lengths, self.graphs)
-        logits = self.target.logits(hidden).flatten(0, 1)  # [M, V]
-        place = torch.arange(len(lengths), device=self.target.device)[:, None].expand(new.tokens.shape)
-        rows, positions = (new.pick(x.flatten()) for x in (place, self._following(times, new)))
-        parts = [
-            _sample(logits[part], noise.at(rows[part], positions[part]), sampling.of(rows[part]))
-            for part in _parts(logits)
-        ]
-        found = (new.pad(torch.cat(x)[:, 0]) for x in zip(*parts, strict=True))
-        features = [new.pad(x.flatten(0, 1)) for x in features]
-        tokens, logprobs, full = to_host(*found)
+        sampling, draws = batch.sampling, ()
+        if self.has_kernels:
+            draws = batch.seeds, times, sampling.temperature
+        hidden, *features = self._pass(0, new, lengths, self.graphs, draws)
+        found = features.pop() if draws else None
+        if found is None:
+            found = new.pad(self._sampled(hidden, new, noise, times, sampling))
+        elif sampling.restricted:  # other rows keep the bits of the kernels
+            some = ((sampling.top_k > 0) | (sampling.top_p < 1))[:, None, None]
+            found = torch.where(some, new.pad(self._sampled(hidden, new, noise, times, sampling)), found)
+        (host,) = to_host(found)
+        tokens, logprobs, full = host[..., 0].astype(np.int64), host[..., 1], host[..., 2]
         finite = [bool(row.all()) for row in np.isfinite(full)]
         computed = new.tokens.numel() if new.real is None else len(new.real)
         lists = tokens.tolist(), logprobs.tolist(), full.tolist()
-        return Sampled(*lists, finite, features[0] if features else None, computed)
+        return Sampled(*lists, finite, new.pad(features[0].flatten(0, 1)) if features else None, computed)
+
+    def _sampled(
+        self, hidden: Tensor, new: NewTokens, noise: NoiseWindow, times: Tensor, sampling: SamplingTensors
+    ) -> Tensor:
+        """Return what `_sample` finds [M, 3] for hidden states [B, N, D], or [1, M, D] with `new.real`."""
+        logits = self.target.logits(hidden).flatten(0, 1)  # [M, V]
+        place = torch.arange(len(times), device=self.target.device)[:, None].expand(new.tokens.shape)
+        rows, positions = (new.pick(x.flatten()) for x in (place, self._following(times, new)))
+        return torch.cat(
+            [
+                _sample(logits[part], noise.at(rows[part], positions[part]), sampling.of(rows[part]))
+                for part in _parts(logits)
+            ]
+        )
 
     def _pass(
-        self, first: int, new: NewTokens, lengths: Sequence[int], graphs: GraphedPasses | None = None
+        self,
+        first: int,
+        new: NewTokens,
+        lengths: Sequence[int],
+        graphs: GraphedPasses | None = None,
+        draws: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """Run a target pass. Return hidden states [B, N, D], and also features [B, N, F] if there is a feature window.
-        With `new.real` the shapes are [1, M, D] and [1, M, F]."""
+        With `new.real` the shapes are [1, M, D] and [1, M, F]. With `draws`, sampled tokens and their log-probs
+        [B, N, 3] follow: see `sampling_kernel.sample`, whose other arguments they are."""
         self.cache.note_pass(first, lengths, new.tokens, self.target.version)
         if graphs is not None:
-            return graphs(new.tokens, lengths, self._forward)
+            return graphs(new.tokens, lengths, draws, self._forward)
         plan = self.cache.store.plan(first, lengths, new.tokens.shape[1])
         tokens, positions = new.tokens.to(self.target.device), self._following(self._tensor(lengths), new)
         if new.real is None:
-            return self._forward(tokens, positions, plan)
+            return self._forward(tokens, positions, plan, draws)
         tokens, positions = (new.pick(x.flatten())[None] for x in (tokens, positions))
-        return self._forward(tokens, positions, plan, new)
+        return self._forward(tokens, positions, plan, draws, new)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, plan: Any, packed: NewTokens | None = None
+        self, tokens: Tensor, positions: Tensor, plan: Any, draws: Sequence[Tensor], packed: NewTokens | None = None
     ) -> tuple[Tensor, ...]:
         """Compute the result of `_pass`. If `packed` is given, tokens and positions are [1, M], without its padding."""
         # padding may be beyond the last position
@@ -192,12 +223,17 @@ class Runner:
         attend: Attend = partial(self.cache.store.attend, plan)
         if packed:
             attend = _with_padding(attend, packed)
-        if self.window is None:
-            return (self.target.forward(tokens, positions, attend),)
-        taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps)
+        taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps if self.window else ())
         hidden = self.target.forward(tokens, positions, attend, taps)
-        tapped = [taps[layer].view_as(hidden) for layer in self.window.layout.taps]
-        return hidden, torch.cat([*tapped, hidden], dim=-1) if tapped else hidden
+        found = [hidden]
+        if self.window is not None:
+            tapped = [taps[layer].view_as(hidden) for layer in self.window.layout.taps]
+            found.append(torch.cat([*tapped, hidden], dim=-1) if tapped else hidden)
+        if draws:
+            from tlt.sampling_kernel import sample
+
+            found.append(sample(self.target.logits(hidden).flatten(0, 1), *draws).view(*tokens.shape, -1))
+        return tuple(found)
 
     def _following(self, starts: Tensor, new: NewTokens) -> Tensor:
         """Return [B, N]: the numbers from `starts[b]` on, one for each new token of row b."""
@@ -224,12 +260,12 @@ def _parts(logits: Tensor) -> list[slice]:
     return [slice(low, low + size) for low in range(0, count, size)]
 
 
-def _sample(logits: Tensor, noise: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token sampled from each row of logits, and its two log-probs, [M, 1] each. `logits` and `noise` are
-    [M, V]."""
+def _sample(logits: Tensor, noise: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Return the token sampled from each row of logits, and its two log-probs, [M, 3] in float64. `logits` and `noise`
+    are [M, V]."""
     log_p, log_full = sampling_log_probs(logits, sampling)
     token = gumbel_topk(log_p, noise).picks
     logprob = log_p.gather(-1, token)
     if sampling.greedy:
         logprob = logprob.masked_fill((sampling.temperature == 0)[:, None], 0.0)
-    return token, logprob, log_full.gather(-1, token)
+    return torch.cat([token.double(), logprob.double(), log_full.gather(-1, token).double()], dim=-1)

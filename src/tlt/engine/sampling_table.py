@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tlt.sampling import SamplingTensors
-from tlt.types import Row, SamplingParams
+from tlt.types import Request, Row, SamplingParams
 
 
 def sampling_tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
@@ -33,6 +34,8 @@ class BatchSampling(NamedTuple):
     """copy of `sampling` for drafters; a drafter that changes this copy changes no token"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
+    seeds: Tensor
+    """[B] seeds of the requests, as int64"""
 
 
 class SamplingTable:
@@ -40,24 +43,30 @@ class SamplingTable:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._params: list[SamplingParams] = []
+        self._requests: list[Request] = []
         self._batch: BatchSampling | None = None
 
     def append(self, row: Row, kept: int) -> None:
-        self._params.append(row.request.sampling)
+        self._requests.append(row.request)
         self._batch = None
 
     def remove(self, place: int, last: int) -> None:
-        self._params[place] = self._params[last]
-        self._params.pop()
+        self._requests[place] = self._requests[last]
+        self._requests.pop()
         self._batch = None
 
     @property
     def batch(self) -> BatchSampling:
         if self._batch is None:
-            stops = [params.stop_token_ids for params in self._params]
+            params = [request.sampling for request in self._requests]
+            stops = [one.stop_token_ids for one in params]
             most = max(1, max(len(s) for s in stops))
             padded = np.array([[*s, *[-1] * (most - len(s))] for s in stops])
-            sampling, for_drafters = (sampling_tensors(self._params, self.device) for _ in range(2))
-            self._batch = BatchSampling(sampling, for_drafters, padded)
+            sampling, for_drafters = (sampling_tensors(params, self.device) for _ in range(2))
+            seeds = (
+                torch.tensor([request.seed for request in self._requests], dtype=torch.uint64)
+                .view(torch.int64)
+                .to(self.device)
+            )
+            self._batch = BatchSampling(sampling, for_drafters, padded, seeds)
         return self._batch

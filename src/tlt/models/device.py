@@ -33,8 +33,10 @@ def torch_device(config: ModelConfig) -> torch.device:
     count = torch.cuda.device_count()
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
-    # PyTorch 2.9 needs this for deterministic algorithms (rl/passes.py) and reads it at its first matrix product
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Without memory for parts of a sum, cuBLAS splits no sum, as in vLLM on Hopper. Else the number of rows decides.
+    # PyTorch reads both at its first matrix product, and needs the first for deterministic algorithms.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
     # otherwise cuBLAS may round the parts of a sum to bfloat16 before it adds them
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device(name)
