@@ -186,7 +186,8 @@ class Schedule:
         return {name: getattr(self, name) for name in names} | {"gains": list(self.gains)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in self.state().keys() - {"gains"}:
+        """Continue with what `state` returned. An empty dictionary changes nothing but the gains."""
+        for name in state.keys() - {"gains"}:
             setattr(self, name, state[name])
         self.gains.clear()
-        self.gains.extend(state["gains"])
+        self.gains.extend(state.get("gains", ()))
