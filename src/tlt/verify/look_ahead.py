@@ -48,7 +48,7 @@ class OlderTarget:
         """Return the older target's tokens for these requests. Only requests without saved tokens are decoded."""
         if self._version != self._decoded:
             older = self._weights.get(self._version - 1) or _moved(self._weights[self._version])
-            self.target.load(older, self._version - 1)
+            self.target.load(older, max(0, self._version - 1))  # a negative version means no weights
             self.store, self._decoded = AheadStore(), self._version
         engine = Engine(self.target, self.config, detokenize=self.detokenize, store=self.store)
         engine.look_ahead(request for request in requests if self.store.get(request) is None)
