@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tlt.attention.slots
 from tlt.attention.backend import Entries, HeadShape
-from tlt.attention.slots import SlotAttention, in_fours, in_full
+from tlt.attention.slots import SlotAttention, exact_attention, in_full
 
 CPU = torch.device("cpu")
 LAYERS, QUERY_HEADS, HEADS, SIZE = 2, 4, 2, 4
@@ -178,10 +178,11 @@ def test_a_single_row_with_one_head_has_the_same_bits_on_several_threads(
     random, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     shapes = ((queries, size), (tokens, size), (tokens, size))
     query, key, value = (torch.randn(40, 1, *shape, generator=random).bfloat16() for shape in shapes)
-    mask = torch.zeros(1, 1, in_fours(query).shape[2], tokens).bfloat16()
-    together = in_full(query, key, value, mask)
+    shape = HeadShape(1, 1, 1, size, torch.bfloat16, torch.device("cpu"))
+    mask = torch.zeros(1, 1, in_full(query, shape).shape[2], tokens).bfloat16()
+    together = exact_attention(query, key, value, mask, shape)
     torch.set_num_threads(threads)
-    alone = [in_full(query[i : i + 1], key[i : i + 1], value[i : i + 1], mask) for i in range(40)]
+    alone = [exact_attention(query[i : i + 1], key[i : i + 1], value[i : i + 1], mask, shape) for i in range(40)]
     torch.set_num_threads(before)
     assert torch.equal(torch.cat(alone), together)
 

@@ -116,7 +116,7 @@ def masks(target: Decoder, patch: Patch) -> None:
 
 def queries(target: Decoder, patch: Patch) -> None:
     patch.setattr(F, "scaled_dot_product_attention", by_shape)
-    patch.setattr(slots, "_FULL", 1)
+    patch.setattr(slots, "full_queries", lambda head_dim, dtype: 1)
 
 
 def test_attention_is_exact_if_only_its_kernel_depends_on_shapes(folder: Path, monkeypatch: Patch) -> None:

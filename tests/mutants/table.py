@@ -131,7 +131,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
         ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
         ("SlotAttention.bias", "compare", 0, "A token sees itself and all tokens before it."),
-        ("in_full", "never", 0, "A single row with one key-value head has the same bits on several threads."),
+        ("exact_attention", "never", 0, "A single row with one key-value head has the same bits on several threads."),
     ],
     ("models.product", "models/test_product.py"): [
         ("Product.__init__", "never", 1, "A product with few outputs sums in one order."),

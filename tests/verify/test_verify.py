@@ -141,7 +141,7 @@ def test_verification_passes_with_dynamic_sampling(verified: Verified) -> None:
 
 def sums_by_number_of_queries(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **rest: Any) -> Tensor:
     """Planted fault: attention whose order of sums depends on the number of tokens in a pass."""
-    if attn_mask is not None and query.shape[2] > slots._FULL:
+    if attn_mask is not None and query.shape[2] > 4:
         key, value, attn_mask = key.flip(2), value.flip(2), attn_mask.flip(-1)
     return ATTEND(query, key, value, attn_mask=attn_mask, **rest)
 
@@ -151,6 +151,7 @@ def test_other_bits_are_allowed_only_if_the_check_at_start_says_no(
     verified: Verified, monkeypatch: Patch, capsys: Capture, honest: bool
 ) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", sums_by_number_of_queries)
+    monkeypatch.setattr(slots, "full_queries", lambda head_dim, dtype: 4)
     if not honest:
         monkeypatch.setattr("tlt.cluster.run_worker.check_exactness", lambda target: Exactness(True))
     agree, result = verified("float32")

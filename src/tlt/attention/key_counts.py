@@ -1,8 +1,10 @@
-"""Numbers of keys over which PyTorch's attention sums in one order, however many of the keys are masked.
+"""Numbers of keys over which PyTorch's attention sums in one order, however many of the keys are masked. Numbers of
+queries with which it does so too.
 
 On a CPU, `scaled_dot_product_attention` takes 512 keys at a time, and the rest in a smaller product. The order of sums
 in a small product depends on its size. For example, MKL sums over 256 float32 values as 128 + 128 on an AMD CPU, but
-over 512 as 192 + 192 + 128. So a sequence that is padded to 256 keys has other bits than if it is padded to 512.
+over 512 as 192 + 192 + 128. So a sequence that is padded to 256 keys has other bits than if it is padded to 512. On an
+Intel CPU, MKL sums over 128 float32 values in one order for 4 queries, and in another for 8 or more.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 512  # keys that the kernel takes at a time
+QUERIES = 128  # most queries per key-value head in a call on a CPU; from 192 on, the kernel sums in another order
 _STEP = 64  # sizes of the last block that are tried are multiples of this
 _QUERIES = (4, 32, 36)  # numbers of queries that are tried
 _OFFSET = 1024.0  # added to all scores, so that weights in bfloat16 show the last bits of a score in float32
@@ -44,6 +47,21 @@ def key_counts(head_dim: int, dtype: torch.dtype, device_type: str) -> tuple[int
     return (*filter(has_the_same_bits, range(_STEP, BLOCK, _STEP)), BLOCK)
 
 
+@cache
+def full_queries(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the number of queries of which a call on a CPU needs a multiple, so that the bits of a query do not depend
+    on the number of queries. It is at least 4, and found as in `key_counts`."""
+    case = [x[None, None] for x in _sequence(BLOCK, head_dim, dtype, QUERIES)]
+    mask = torch.zeros(1, 1, 1, BLOCK, dtype=dtype)
+    whole = _attention(case, mask, QUERIES, BLOCK)
+
+    def has_the_same_bits(full: int) -> bool:
+        counts = range(full, QUERIES, full)
+        return all(torch.equal(_attention(case, mask, count, BLOCK), whole[:, :, :count]) for count in counts)
+
+    return next(filter(has_the_same_bits, (4, 8, 16, 32, 64)), QUERIES)
+
+
 def rounded_up(tokens: int, counts: tuple[int, ...]) -> int:
     """Return the smallest number from `tokens` on that is a multiple of `BLOCK`, or a multiple plus one of `counts`."""
     blocks, rest = divmod(tokens, BLOCK)
@@ -56,13 +74,16 @@ def rounded_down(tokens: int, counts: tuple[int, ...]) -> int:
     return blocks * BLOCK + max(count for count in (0, *counts) if count <= rest)
 
 
-def _sequence(length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, [n, E] each, of a sequence of `length` tokens. Equal keys have opposite values.
-    So the exact output is 0, and a computed one consists of rounding errors, which depend on the order of the sums."""
+def _sequence(
+    length: int, head_dim: int, dtype: torch.dtype, most: int = max(_QUERIES)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `most` queries, and the keys and values, [n, E] each, of a sequence of `length` tokens. Equal keys have
+    opposite values. So the exact output is 0, and a computed one consists of rounding errors, which depend on the order
+    of the sums."""
     random = torch.Generator().manual_seed(length)
     order = torch.randperm(length, generator=random)
     keys, values = (torch.randn(length // 2, head_dim, generator=random) for _ in range(2))
-    queries = torch.randn(max(_QUERIES), head_dim, generator=random)
+    queries = torch.randn(most, head_dim, generator=random)
     queries[:, 0] = keys[:, 0] = (_OFFSET * head_dim**0.5) ** 0.5
     pairs = torch.cat([keys, keys])[order], torch.cat([values, -values])[order]
     keys, values = (F.pad(x, (0, 0, 0, BLOCK - length)).to(dtype) for x in pairs)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import HeadShape
-from tlt.attention.key_counts import key_counts, rounded_up
-from tlt.attention.slots import QUERIES, in_fours, in_full
+from tlt.attention.key_counts import QUERIES, key_counts, rounded_up
+from tlt.attention.slots import exact_attention, in_full
 
 
 class Segment(NamedTuple):
@@ -84,8 +84,12 @@ class SequenceAttention:
             q = q.transpose(1, 2).reshape(rows, heads, -1, size)
             k, v = (x[:, batch.keys].view(heads, rows, -1, size).transpose(0, 1) for x in (key, value))
             found = [
-                in_full(
-                    q[:, :, low:high], k[:, :, :tokens], v[:, :, :tokens], in_fours(batch.mask[:, :, low:high, :tokens])
+                exact_attention(
+                    q[:, :, low:high],
+                    k[:, :, :tokens],
+                    v[:, :, :tokens],
+                    in_full(batch.mask[:, :, low:high, :tokens], self.shape),
+                    self.shape,
                 )
                 for low, high, tokens in batch.blocks
             ]

@@ -21,13 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
-from tlt.attention.key_counts import rounded_up
+from tlt.attention.key_counts import QUERIES, full_queries, rounded_up
 from tlt.attention.slot_memory import SlotMemory
 from tlt.types import MAX_DRAFT_TOKENS
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
-QUERIES = 128  # most queries per key-value head in a call on a CPU; from 192 on, the kernel sums in another order
-_FULL = 4  # the kernel has one order for each multiple of 4 queries, and others for a rest of 1 to 3
 _PART = 32  # queries of a head that a thread takes; if there are no more, the threads share its sums, in another order
 
 
@@ -204,7 +202,7 @@ class SlotAttention(SlotMemory):
                 tokens = min(span.tokens, rounded_up(end, self.key_counts))
             shown = None if mask is None else mask[..., :tokens]
             if shown is not None and shown.shape[2] > 1:
-                shown = in_fours(shown[:, :, first:last]) if self._on_cpu else shown
+                shown = in_full(shown[:, :, first:last], self.shape) if self._on_cpu else shown
             yield KernelCall(span.low, span.high, first, last, tokens, shown)
 
     def _within(self, window: int, positions: Tensor, tokens: int, bias: Tensor | None) -> Tensor | None:
@@ -237,7 +235,7 @@ class SlotAttention(SlotMemory):
         keys, values = both[:, plan.first + call.low : plan.first + call.high, :, : call.tokens]
         query = query[call.low : call.high, :, call.first : call.last]
         if self._on_cpu:
-            return in_full(query, keys, values, call.mask)
+            return exact_attention(query, keys, values, call.mask, self.shape)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=call.mask)
 
 
@@ -245,18 +243,19 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention output of `query` [B, K, n, E], computed with a multiple of 4 queries, and with work for two
-    threads. `key` and `value` are [B, K, T, E], and `mask` is [B, 1 or K, 1 or a multiple of 4, T]."""
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shape: HeadShape) -> Tensor:
+    """Return the attention output of `query` [B, K, n, E] on a CPU, computed with a full number of queries, and with
+    work for two threads. `key` and `value` are [B, K, T, E], and `mask` is [B, 1 or K, 1 or a full number, T]."""
     rows, heads, queries, _ = query.shape
     if rows * heads == 1 and queries <= _PART and torch.get_num_threads() > 1:
         query, key, value = (x.expand(2, -1, -1, -1) for x in (query, key, value))
-    return F.scaled_dot_product_attention(in_fours(query), key, value, attn_mask=mask)[:rows, :, :queries]
+    found = F.scaled_dot_product_attention(in_full(query, shape), key, value, attn_mask=mask)
+    return found[:rows, :, :queries]
 
 
-def in_fours(x: Tensor) -> Tensor:
-    """Return `x` [B, K, n, E], padded to a multiple of 4 queries."""
-    more = -x.shape[2] % _FULL
+def in_full(x: Tensor, shape: HeadShape) -> Tensor:
+    """Return `x` [B, K, n, E], padded to a full number of queries."""
+    more = -x.shape[2] % full_queries(shape.head_dim, shape.dtype)
     return F.pad(x, (0, 0, 0, more)) if more else x
 
 
