@@ -6,7 +6,7 @@ USER_STAMP := .venv/.installed-for-users
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl tf4 test-tf4 families mutants lint clean
+.PHONY: all demo real test test-slow vllm test-vllm trl test-trl tf4 test-tf4 families mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -66,18 +66,6 @@ trl: .venv-trl/.installed
 test-trl: trl
 	OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1 $(TRL)/python -m pytest tests/integrations
 
-# verl in an environment of its own, and tlt inside it.
-VERL := .venv-verl/bin
-verl: .venv-verl/.installed
-.venv-verl/.installed: pyproject.toml
-	test -x $(VERL)/python || $(PYTHON) -m venv .venv-verl
-	$(VERL)/pip install -q torch==2.13.0
-	$(VERL)/pip install -q -e '.[verl]' verl==0.9.1 ray==2.60.0 pytest==9.2.0 hypothesis==6.170.15
-	touch $@
-
-test-verl: verl
-	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
-
 # transformers 4 in an environment of its own, which reads what tlt exports.
 TF4 := .venv-tf4/bin
 tf4: .venv-tf4/.installed
@@ -103,4 +91,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-tf4 runs build src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-trl .venv-tf4 runs build src/*.egg-info

@@ -178,8 +178,7 @@ class Response:
     full_logprobs: list[float]
     """log-probs under softmax(logits / temperature) over the whole vocabulary, comparable with the trainer's"""
     finish_reason: str
-    """`stop` or `length`; for an episode also `turns` or `reply` (`tlt.environments.episodes`); `aborted` if
-    `AsyncEngine` was interrupted"""
+    """`stop` or `length`; for an episode also `turns` or `reply` (`tlt.environments.episodes`)"""
     text: str = ""
     """the prompt's prefill and the decoded text"""
     reward: float | None = None

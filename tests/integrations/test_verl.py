@@ -1,244 +1,300 @@
-"""tlt with verl's own classes on a CPU (`make test-verl`): registration, launch, requests and weights.
+"""verl's vLLM server with tlt's noise, over a fake of verl's classes. Neither verl nor vLLM is needed.
 
-verl's trainers need CUDA or an NPU, so no whole step is trained here. `test_verl_terms.py` needs no verl."""
-# ruff: noqa: E402 -- skipped where verl is missing, before its classes are asked for
+If verl is installed, its signatures are compared with those of the fake.
+"""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib
+import importlib.util
+import itertools
 import os
-from collections import Counter
-from collections.abc import Iterator
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import EOS, qwen3, tiny_model
+from tiny import tiny_model
 
-verl = pytest.importorskip("verl")
+from tlt.integrations import UnsupportedError
+from tlt.vllm.noise import Draw, NoiseTable
+from tlt.vllm.settings import PROPOSER
 
-import ray
-from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
-from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
-from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
-
-from tlt.config import EngineConfig, ModelConfig
-from tlt.engine.engine import Engine
-from tlt.integrations.decoding import prompt_number
-from tlt.integrations.verl_terms import Seeds, UnsupportedError
-from tlt.models.choose import make_target
-from tlt.models.weights import read_safetensors
-from tlt.types import Prompt, Request, SamplingParams
-
-PROMPTS = [tuple(range(65, 70 + number)) for number in range(3)]
-ASKED = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+UTILS = "verl.workers.rollout.vllm_rollout.utils"
+ADAPTER = "verl.workers.rollout.vllm_rollout.ServerAdapter"
 
 
-@ray.remote
-class Worker:
-    """Stand-in for a process of the trainer."""
+class Engine:
+    """vLLM's `AsyncLLM`."""
+
+    def __init__(self) -> None:
+        self.output_processor, self.calls = SimpleNamespace(request_states={}), list[tuple[Any, ...]]()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        return [[-0.5] * args[1]] if method == "tlt_logprobs" else [None]
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        self.calls.append((mode, clear_cache))
 
 
-@pytest.fixture(scope="module")
-def folder(home: Path) -> Path:
-    return tiny_model(home / "model")
+class vLLMHttpServer:
+    def __init__(self, config: Any, replica_rank: int = 0) -> None:
+        self.config, self.replica_rank, self.global_steps = config, replica_rank, None
+        self.asked: list[tuple[Any, dict[str, Any], str]] = []
+        self._post_init("")
+
+    def _post_init(self, cuda_visible_devices: str) -> None: ...
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        engine_kwargs["seen"] = True
+
+    def _get_worker_extension_cls(self) -> str:
+        return f"{UTILS}.vLLMColocateWorkerExtension"
+
+    async def run_server(self, args: Any) -> None:
+        self.engine = Engine()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        self.global_steps = global_steps
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        priority: int = 0,
+        kv_transfer_params: Any = None,
+    ) -> Any:
+        self.asked.append((prompt_ids, dict(sampling_params), request_id))
+        return SimpleNamespace(token_ids=[7, 8, 9], log_probs=None, stop_reason="completed")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
-    yield
-    ray.shutdown()
+class vLLMReplica:
+    def __init__(
+        self,
+        replica_rank: int,
+        config: Any,
+        model_config: Any,
+        gpus_per_node: int = 8,
+        is_reward_model: bool = False,
+        is_teacher_model: bool = False,
+        name_suffix: str = "",
+    ) -> None:
+        self.server_class: Any = vLLMHttpServer
+
+    def _get_server_name_prefix(self) -> str:
+        return "vllm_"
 
 
-def rollout_config(tmp: Path, drafter: str = "suffix", **changes: Any) -> RolloutConfig:
-    custom = {"speculation": {"drafter": drafter}, "engine": {"kv_memory_mb": 1}, "folder": str(tmp)}
-    plain = {"tensor_model_parallel_size": 1, "dtype": "float32", "prompt_length": 16, "response_length": 24}
-    buckets = CheckpointEngineConfig(update_weights_bucket_megabytes=0)  # one for each tensor
-    return RolloutConfig(name="tlt", custom=custom, seed=3, checkpoint_engine=buckets, **plain | changes)
+class vLLMColocateWorkerExtension:
+    model_runner: Any
 
 
-_replicas = iter(range(100))
+FAKES = {SERVER: [vLLMHttpServer, vLLMReplica], UTILS: [vLLMColocateWorkerExtension]}
 
 
-async def launched(folder: Path, config: RolloutConfig) -> Any:
-    """Return (replica, adapter), as verl creates them in its hybrid mode."""
-    model = HFModelConfig(path=str(folder))
-    rank = next(_replicas)
-    replica = get_rollout_replica_class("tlt")(replica_rank=rank, config=config, model_config=model, gpus_per_node=1)
-    replica.workers, replica.rollout_mode = [Worker.remote()], RolloutMode.HYBRID
-    await replica.launch_servers()
-    adapter = get_rollout_class("tlt", "async")(config, model, None, replica_rank=rank)
-    return replica, adapter
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Install the fakes, load the plugin, and return verl's two registries in one."""
+    found: dict[Any, Any] = {}
+    register = SimpleNamespace(register=found.__setitem__)
+    replica = {"TokenOutput": object, "RolloutReplicaRegistry": register}
+    contents: dict[str, dict[str, Any]] = {name: {c.__name__: c for c in classes} for name, classes in FAKES.items()}
+    contents |= {"verl.workers.rollout.replica": replica, "verl.workers.rollout.base": {"_ROLLOUT_REGISTRY": found}}
+    contents |= {"ray": {"remote": lambda owner: ("actor of", owner)}}
+    for leaf, names in contents.items():
+        parts = leaf.split(".")
+        for name in itertools.accumulate(parts, "{}.{}".format):
+            if name not in contents or name == leaf:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[leaf]).update(names)
+    for name in ("verl", "verl_worker", "verl_plugin"):
+        monkeypatch.delitem(sys.modules, f"tlt.integrations.{name}", raising=False)
+    monkeypatch.setattr("tlt.vllm.versions.vllm_version", lambda: "0.32.0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    importlib.import_module("tlt.integrations.verl_plugin")
+    return found
 
 
-def expected(weights: Any, folder: Path, rank: int, step: int, prompts: list[tuple[int, ...]]) -> Counter[Any]:
-    """Return (prompt, tokens) pairs of plain decoding in this process."""
-    target = make_target(ModelConfig(path=str(folder), dtype="float32", device="cpu"))
-    target.load(weights, 0)
-    seeds = Seeds(3, rank)
-    seeds.step(step)
-    sampling = SamplingParams(0.8, max_new_tokens=24, stop_token_ids=(EOS,))
-    requests = [
-        Request(Prompt(prompt_number(p), "", p), index, step, seed, sampling)
-        for p in prompts
-        for index, seed in [seeds.next(prompt_number(p))]
-    ]
-    responses = Engine(target, EngineConfig(max_rows=1, kv_memory_mb=1)).generate(requests)
-    return Counter((r.request.prompt.token_ids, tuple(r.token_ids)) for r in responses)
+def rollout(**changes: Any) -> SimpleNamespace:
+    plain = {
+        **dict.fromkeys(("data_parallel_size", "pipeline_model_parallel_size", "repetition_penalty"), 1),
+        **{"logprobs_mode": "processed_logprobs", "enable_rollout_routing_replay": False, "mtp": None, "seed": 42},
+    }
+    return SimpleNamespace(**plain | changes)
 
 
-def pairs(prompts: list[tuple[int, ...]], outputs: list[Any]) -> Counter[Any]:
-    return Counter((p, tuple(o.token_ids)) for p, o in zip(prompts, outputs, strict=True))
+def server(replica: int = 0, **changes: Any) -> Any:
+    from tlt.integrations.verl import NoisyServer
+
+    made: Any = NoisyServer(rollout(**changes), replica)
+    asyncio.run(made.run_server(None))
+    return made
 
 
-async def ask(replica: Any, prompts: list[tuple[int, ...]], **changes: Any) -> list[Any]:
-    generate = replica.server_handle.generate.remote
-    return await asyncio.gather(*(generate(list(p), ASKED | changes, f"id {i}") for i, p in enumerate(prompts)))
+def ask(server: Any, prompt: list[int], **changes: Any) -> Any:
+    params = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": False} | changes
+    return asyncio.run(server.generate(prompt_ids=prompt, sampling_params=params, request_id="r", image_data=None))
 
 
-def test_a_servers_tokens_are_those_of_plain_decoding_before_and_after_an_update(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        replica, adapter = await launched(folder, rollout_config(tmp_path))
-        prompts = PROMPTS * 4
-        outputs = await ask(replica, prompts)
-        old = read_safetensors(folder)
-        assert pairs(prompts, outputs) == expected(old, folder, replica.replica_rank, 0, prompts)
-        for output in outputs:
-            assert output.stop_reason == "completed"
-            assert len(output.log_probs) == len(output.token_ids)
-            extra = output.extra_fields
-            assert extra["global_steps"] == 0
-            assert 0 <= extra["spec_num_accepted_tokens"] <= extra["spec_num_draft_tokens"]
-            assert extra["spec_num_verify_steps"] + extra["spec_num_accepted_tokens"] >= len(output.token_ids)
-
-        await adapter.release()
-        sizes = {"vocab_size": 257, "num_hidden_layers": 2, "eos_token_id": 256, "initializer_range": 0.5}
-        new = qwen3(1, tie_word_embeddings=True, **sizes).float().state_dict()
-        await adapter.update_weights(iter(new.items()), global_steps=5)
-        await adapter.resume(["weights", "kv_cache"])
-        outputs = await ask(replica, prompts[::-1])
-        assert pairs(prompts[::-1], outputs) == expected(new, folder, replica.replica_rank, 5, prompts)
-        assert all(output.extra_fields["global_steps"] == 5 for output in outputs)
-
-    asyncio.run(run())
+def draws(server: Any) -> list[Draw]:
+    return [Draw.of_params(SimpleNamespace(**params)) or pytest.fail("no Draw") for _, params, _ in server.asked]
 
 
-def test_a_server_serves_verls_own_client(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        replica, _ = await launched(folder, rollout_config(tmp_path))
-        balancer = ray.remote(GlobalRequestLoadBalancer).remote({replica.server_address: replica.server_handle})
-        from omegaconf import OmegaConf
+def test_verl_finds_the_replica_the_server_and_its_actor_by_name(registry: dict[Any, Any]) -> None:
+    from tlt.integrations.verl import NoisyServer
 
-        config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "tlt"}}})
-        client = LLMServerClient(config, balancer)
-        calls = (client.generate(str(p), prompt_ids=list(p), sampling_params=dict(ASKED)) for p in PROMPTS)
-        outputs = await asyncio.gather(*calls)
-        assert pairs(PROMPTS, outputs) == expected(read_safetensors(folder), folder, replica.replica_rank, 0, PROMPTS)
-
-    asyncio.run(run())
+    assert registry["tlt_vllm", "async"] == ADAPTER
+    replica = registry["tlt_vllm"]()(0, rollout(), None)
+    assert replica.server_class == ("actor of", NoisyServer)
+    assert replica._get_server_name_prefix() == "tlt_vllm_", "ServerAdapter adds an underscore to rollout.name"
 
 
-def test_weights_restored_without_a_step_keep_the_step(folder: Path, tmp_path: Path) -> None:
-    """verl restores them after a validation whose rewards needed the device. No seed may be used twice."""
-
-    async def run() -> None:
-        replica, adapter = await launched(folder, rollout_config(tmp_path))
-        weights = read_safetensors(folder)
-        await adapter.update_weights(iter(weights.items()), global_steps=4)
-        outputs = await ask(replica, PROMPTS)
-        await adapter.update_weights(iter(weights.items()))
-        outputs += await ask(replica, PROMPTS)
-        assert {output.extra_fields["global_steps"] for output in outputs} == {4}
-        assert pairs(PROMPTS * 2, outputs) == expected(weights, folder, replica.replica_rank, 4, PROMPTS * 2)
-
-    asyncio.run(run())
+def test_an_untested_vllm_is_refused(registry: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could ignore the noise, and decode greedily."""
+    replica = registry["tlt_vllm"]()
+    monkeypatch.setattr("tlt.integrations.verl.vllm_version", lambda: "0.24.0")
+    with pytest.raises(UnsupportedError, match=r"0\.31 or 0\.32, not 0\.24\.0"):
+        replica(0, rollout(), None)
 
 
-def test_aborted_requests_return_and_later_ones_wait_or_are_rejected(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        replica, adapter = await launched(folder, rollout_config(tmp_path, response_length=400))
-        asked = asyncio.create_task(ask(replica, PROMPTS * 4, max_tokens=400))
-        await asyncio.sleep(0.2)
-        await replica.abort_all_requests()
-        outputs = await asked
-        assert {output.stop_reason for output in outputs} <= {"aborted", "completed"}
-        late = asyncio.create_task(ask(replica, PROMPTS[:1]))
-        await asyncio.sleep(0.3)
-        assert not late.done()
-        await replica.abort_all_requests(reject_request=True)
-        assert (await asyncio.wait_for(late, 30))[0].stop_reason == "aborted", "nobody waits where all are sent back"
-        await replica.abort_all_requests()
-        late = asyncio.create_task(ask(replica, PROMPTS[:1]))
-        await adapter.update_weights(iter(read_safetensors(folder).items()), global_steps=1)
-        await replica.resume_generation()
-        assert (await late)[0].stop_reason == "completed"
-        await replica.abort_all_requests(reject_request=True)
-        (rejected,) = await ask(replica, PROMPTS[:1])
-        assert (rejected.stop_reason, rejected.token_ids) == ("aborted", [])
-        await replica.resume_generation()
-        await replica.clear_kv_cache()
-        await replica.release_kv_cache()
-        await replica.resume_kv_cache()
-        await replica.sleep()
-        await replica.wake_up()
-        assert (await ask(replica, PROMPTS[:1]))[0].stop_reason == "completed"
-
-    asyncio.run(run())
+def test_vllm_is_started_with_the_proposer_on_model_runner_v1(
+    registry: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = server(), dict[str, Any](seed=1)
+    made._preprocess_engine_kwargs(given)
+    assert given["seen"], "verl's own settings stay"
+    assert given["speculative_config"]["model"] == PROPOSER
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert made.engine.calls == [("tlt_begin",), ("tlt_draft",)]
+    with pytest.raises(UnsupportedError, match=r"engine_kwargs\.vllm\.speculative_config"):
+        made._preprocess_engine_kwargs({"speculative_config": {}})
+    asyncio.run(made.engine.pause_generation(wait_for_inflight_requests=False, clear_cache=False))
+    assert made.engine.calls[-1] == ("abort", False)
 
 
-def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_token(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        config = rollout_config(tmp_path, drafter="adaptive")
-        replica, _ = await launched(folder, config)
-        prompts = PROMPTS * 6
-        found: Counter[Any] = Counter()
-        for _ in range(3):
-            outputs = await ask(replica, prompts)
-            found += pairs(prompts, outputs)
-            await asyncio.sleep(0.5)
-        assert found == expected(read_safetensors(folder), folder, replica.replica_rank, 0, prompts * 3)
-        trained = await replica.server_handle.__ray_call__.remote(
-            lambda server: server.decoding.coordinator.idle.training.is_on
-        )
-        assert trained, "no failure has switched it off"
-        await replica.sleep()
-        credit = await replica.server_handle.__ray_call__.remote(
-            lambda server: server.decoding.coordinator.idle.training.schedule.credit
-        )
-        assert credit > 0.0, "the schedule knows how long the rollout took"
-
-    asyncio.run(run())
+def test_a_request_has_its_own_seed_and_vllm_decodes_greedily(registry: dict[Any, Any]) -> None:
+    made = server()
+    output = ask(made, [3, 4, 5], max_tokens=9)
+    (prompt, params, name), (draw,) = made.asked[0], draws(made)
+    assert (prompt, name, output.log_probs) == ([3, 4, 5], "r", None)
+    assert params.keys() == {"temperature", "extra_args", "max_tokens"}
+    assert (draw.key, draw.prompt_tokens, draw.temperature, draw.top_k, draw.top_p) == (None, 3, 0.7, 0, 0.9)
+    ask(made, [3, 4, 5], top_k=5)
+    ask(made, [3, 4, 6])
+    first, second, other = draws(made)
+    assert second.top_k == 5
+    assert (first.index, second.index, other.index) == (0, 1, 0)
+    assert first.prompt_id == second.prompt_id != other.prompt_id
+    assert len({draw.seed for draw in draws(made)}) == 3
 
 
-def test_unsupported_options_are_refused_before_the_launch(folder: Path, tmp_path: Path) -> None:
-    config, model = rollout_config(tmp_path, tensor_model_parallel_size=2), HFModelConfig(path=str(folder))
-    with pytest.raises(UnsupportedError, match="tensor_model_parallel_size"):
-        get_rollout_replica_class("tlt")(replica_rank=0, config=config, model_config=model, gpus_per_node=2)
+def test_log_probs_are_those_of_the_noise_and_not_vllms(registry: dict[Any, Any]) -> None:
+    made = server()
+    assert ask(made, [3], logprobs=True).log_probs == [-0.5, -0.5, -0.5]
+    ask(made, [3], logprobs=True)
+    keys = [draw.key for draw in draws(made)]
+    assert made.engine.calls[2:] == [("tlt_logprobs", keys[0], 3), ("tlt_logprobs", keys[1], 3)]
+    assert len(set(keys)) == 2
+    assert all("logprobs" not in params for _, params, _ in made.asked)
 
 
-def test_adapters_and_deltas_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        adapter = get_rollout_class("tlt", "async")(rollout_config(tmp_path), None, None, replica_rank=0)
-        with pytest.raises(UnsupportedError, match=r"lora\.merge"):
-            await adapter.update_weights(iter(()), peft_config={"r": 1}, base_sync_done=True)
-        with pytest.raises(UnsupportedError, match="delta_flush"):
-            await adapter.update_weights(iter(()), wire_format="delta_flush")
+def test_drafters_forget_the_last_step_unless_a_request_is_active(registry: dict[Any, Any]) -> None:
+    made = server()
+    asyncio.run(made.set_global_steps(1))
+    assert made.global_steps == 1
+    assert made.engine.calls[2:] == [("tlt_forget",)]
+    made.engine.output_processor.request_states["r"] = object()
+    asyncio.run(made.set_global_steps(2))
+    assert made.engine.calls[2:] == [("tlt_forget",)]
 
-    asyncio.run(run())
+
+def test_seeds_do_not_depend_on_the_order_of_prompts_and_are_never_repeated(registry: dict[Any, Any]) -> None:
+    def drawn(order: list[int], replica: int = 0, step: int = 3) -> list[tuple[int, int, int]]:
+        made = server(replica)
+        made.global_steps = step
+        for prompt in order:
+            ask(made, [prompt])
+        return sorted((draw.prompt_id, draw.index, draw.seed) for draw in draws(made))
+
+    one = drawn([5, 5, 9, 5, 9])
+    assert one == drawn([9, 5, 9, 5, 5])
+    found = [*one, *drawn([5, 5, 9], replica=1), *drawn([5, 5, 9], step=4)]
+    assert len({seed for _, _, seed in found}) == len(found)
 
 
-def test_a_missing_weight_is_an_error_and_the_old_weights_stay(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        replica, adapter = await launched(folder, rollout_config(tmp_path))
-        old = read_safetensors(folder)
-        some = {name: torch.zeros_like(old[name]) for name in list(old)[:3]}
-        with pytest.raises(Exception, match="the weights lack"):
-            await adapter.update_weights(iter(some.items()), global_steps=1)
-        outputs = await ask(replica, PROMPTS)
-        assert pairs(PROMPTS, outputs) == expected(old, folder, replica.replica_rank, 0, PROMPTS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("data_parallel_size", 2), ("pipeline_model_parallel_size", 2), ("repetition_penalty", 1.1)),
+        *(("logprobs_mode", "raw_logprobs"), ("enable_rollout_routing_replay", True)),
+        ("mtp", SimpleNamespace(enable_rollout=True)),
+    ],
+)
+def test_unsupported_options_are_refused_by_name(registry: dict[Any, Any], name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedError, match=rf"rollout\.{name}"):
+        server(**{name: value})
 
-    asyncio.run(run())
+
+def test_unsupported_requests_are_refused_by_name(registry: dict[Any, Any]) -> None:
+    made = server()
+    for name, value in (("min_p", 0.1), ("repetition_penalty", 1.2), ("stop", ["x"])):
+        with pytest.raises(UnsupportedError, match=name):
+            ask(made, [3], **{name: value})
+    with pytest.raises(UnsupportedError, match="text only"):
+        asyncio.run(made.generate([3], {}, "r", image_data=[object()]))
+    assert not made.asked
+
+
+def test_the_worker_extension_drafts_and_returns_log_probs(registry: dict[Any, Any], home: Path) -> None:
+    """The class that the server names is both verl's and tlt's."""
+    module, _, name = server()._get_worker_extension_cls().rpartition(".")
+    worker = getattr(importlib.import_module(module), name)()
+    assert isinstance(worker, vLLMColocateWorkerExtension)
+    settings = SimpleNamespace(model=str(tiny_model(home / "verl")), dtype=torch.float64)
+    config, drafter = SimpleNamespace(model_config=settings), SimpleNamespace(drafting=None)
+    worker.model_runner = SimpleNamespace(
+        vllm_config=config, device=torch.device("cpu"), max_num_reqs=4, drafter=drafter
+    )
+    worker.rank, worker._tlt_table = 0, NoiseTable(2, torch.device("cpu"))
+    worker.tlt_draft()
+    assert list(drafter.drafting.drafters.usable) == ["suffix"]
+    drafting, before = drafter.drafting, drafter.drafting.rollout
+    worker.tlt_forget()
+    assert drafter.drafting is drafting, "with what the tuner has measured"
+    assert drafting.rollout is not before
+    worker._tlt_table.add(1, Draw(6, 9, 2, 1.0, 0, 1.0), 8)
+    logits = torch.randn(1, 16)
+    expected = logits.log_softmax(-1)[0]
+    token = worker._tlt_table.apply(logits, torch.tensor([1]), torch.tensor([1])).argmax().item()
+    assert worker.tlt_logprobs(6, 1) == pytest.approx([expected[token].item()])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="compares the fake with an installed verl")
+def test_the_fake_has_verls_signatures() -> None:
+    def arguments(source: Path, owner: str) -> dict[str, list[str]]:
+        (found,) = (n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef) and n.name == owner)
+        functions = [n for n in found.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return {n.name: [argument.arg for argument in n.args.args] for n in functions}
+
+    spec = importlib.util.find_spec("verl")
+    assert spec
+    assert spec.submodule_search_locations
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    for module, classes in FAKES.items():
+        for made in classes:
+            theirs = arguments(root / f"{module.replace('.', '/')}.py", made.__name__)
+            ours = arguments(Path(__file__), made.__name__)
+            if made is vLLMHttpServer:
+                del ours["__init__"]  # its arguments are not tlt's concern
+            assert ours.items() <= theirs.items()

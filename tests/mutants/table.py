@@ -118,9 +118,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.drafters", "engine/test_engine.py"): [
         ("Drafters.guard", "drop", 6, "A drafter that failed is not asked again."),
     ],
-    ("engine.asynchronous", "engine/test_asynchronous.py"): [
-        ("AsyncEngine._submit", "drop", 0, "Two requests under way never share a seed."),
-        ("AsyncEngine._withdraw", "drop", 2, "A cancelled request leaves the engine."),
+    ("integrations.verl", "integrations/test_verl.py"): [
+        ("Seeds.next", "drop", 2, "In verl each response to a prompt has its own seed."),
+        ("Seeds.next", "argument", 1, "In verl two replicas never use the same seed."),
+        ("Seeds.next", "argument", 3, "In verl each step has its own seeds."),
+        ("NoisyServer._preprocess_engine_kwargs", "drop", 0, "verl's own arguments of vLLM are kept."),
     ],
     ("attention.slot_memory", "attention/test_slots.py"): [
         ("SlotMemory.resize", "drop", 3, "Growing the cache keeps its contents."),

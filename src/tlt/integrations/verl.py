@@ -1,117 +1,147 @@
-"""Rollouts for verl, which tlt decodes if `actor_rollout_ref.rollout.name=tlt`. verl loads `verl_plugin.py`, which
-registers `Replica` and `ServerAdapter`.
+"""verl's vLLM server with tlt's noise and drafts, for `actor_rollout_ref.rollout.name=tlt_vllm`.
 
-A replica is an engine in a Ray actor (`verl_server.py`) on the device of one trainer process. That process has a
-`ServerAdapter`, which sends the weights to the replica after an update.
+verl starts vLLM, schedules requests, sends weights and puts vLLM to sleep. tlt gives each request a seed, samples with
+its noise, and drafts. verl loads `verl_plugin.py`, which registers `NoisyReplica`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
-import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch import Tensor
-from verl.utils.device import get_resource_name
-from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica
-from verl.workers.rollout.utils import ensure_async_iterator
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from tlt.integrations import UnsupportedError, refuse_version
-from tlt.integrations.verl_server import Server
-from tlt.integrations.verl_terms import TESTED, refuse
+from tlt.config import SpeculationConfig
+from tlt.integrations import UnsupportedError
+from tlt.integrations.decoding import prompt_number
+from tlt.sampling import request_seed
+from tlt.vllm.noise import Draw
+from tlt.vllm.settings import speculative_arguments
+from tlt.vllm.versions import TESTED, is_tested, vllm_version
+
+_LENGTHS = {"max_tokens", "max_new_tokens"}
+_PARAMETERS = _LENGTHS | {"temperature", "top_p", "top_k", "repetition_penalty", "logprobs"}
+_OURS = ("speculative_config", "worker_extension_cls", "logits_processors")
 
 
-class ServerAdapter(BaseRollout):
-    """verl's interface to a replica, in a trainer process. There is one for each replica."""
-
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
-        super().__init__(config, model_config, device_mesh)
+class NoisyServer(vLLMHttpServer):
+    def _post_init(self, cuda_visible_devices: str) -> None:
         refuse(self.config)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
-        self._server: Any = None
+        super()._post_init(cuda_visible_devices)
+        self.seeds, self.keys = Seeds(self.config.seed, self.replica_rank), itertools.count()
 
-    @property
-    def server(self) -> Any:
-        """Ray actor of the replica. The adapter looks it up at first use, because the actor is launched after the
-        adapter is created."""
-        self._server = self._server or ray.get_actor(_actor_name(self.replica_rank))
-        return self._server
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        if taken := [name for name in _OURS if name in engine_kwargs]:
+            raise UnsupportedError(f"remove rollout.engine_kwargs.vllm.{taken[0]}: tlt sets it itself")
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 has no proposers
+        engine_kwargs["speculative_config"] = speculative_arguments(SpeculationConfig())
 
-    async def resume(self, tags: list[str]) -> None:
-        await self.server.wake_up.remote(tags)
+    def _get_worker_extension_cls(self) -> str:
+        return "tlt.integrations.verl_worker.NoisyWorkerExtension"
 
-    async def release(self) -> None:
-        await self.server.sleep.remote()
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        self.engine.pause_generation = partial(_pause, self.engine.pause_generation)
+        await self.engine.collective_rpc("tlt_begin")
+        await self.engine.collective_rpc("tlt_draft")
 
-    @torch.no_grad()
-    async def update_weights(
-        self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **kwargs: Any
-    ) -> None:
-        """Send whole tensors by their Hugging Face names to the replica, through host memory in buckets. Raises
-        UnsupportedError for another wire format, and for LoRA weights that are not merged."""
-        if wire_format != "named_tensors":
-            raise UnsupportedError(f"tlt does not support verl's wire format {wire_format!r}: use named_tensors")
-        if kwargs.get("peft_config") is not None:
-            raise UnsupportedError("tlt needs merged weights from verl: set actor_rollout_ref.model.lora.merge=True")
-        most = self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-        async for bucket in _buckets(weights, most):
-            await self.server.take_weights.remote(bucket)
-        await self.server.load_weights.remote(global_steps)
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Set the step of the weights. The drafters forget the last step, unless requests are active."""
+        await super().set_global_steps(global_steps)
+        if not self.engine.output_processor.request_states:
+            await self.engine.collective_rpc("tlt_forget")
 
+    async def generate(
+        self, prompt_ids: Any, sampling_params: Mapping[str, Any], request_id: str, **others: Any
+    ) -> TokenOutput:
+        """Decode and return one response. Raises UnsupportedError for images, video or audio, and for a sampling
+        parameter that tlt does not support."""
+        if any(others.get(f"{kind}_data") for kind in ("image", "video", "audio")):
+            raise UnsupportedError("tlt decodes text only: remove images, video and audio from the prompt")
+        draw = self._draw(prompt_ids, sampling_params)
+        params = {name: value for name, value in sampling_params.items() if name in _LENGTHS}
+        params |= {"temperature": 0.0, "extra_args": draw.as_extra()}  # vLLM takes the argmax of scores with noise
+        output = await super().generate(prompt_ids, params, request_id, **others)
+        if draw.key is not None:
+            found = await self.engine.collective_rpc("tlt_logprobs", args=(draw.key, len(output.token_ids)))
+            output.log_probs = found[0]
+        return output
 
-async def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> AsyncIterator[dict[str, Tensor]]:
-    """Yield buckets (name -> copy in host memory) of the weights. They are copies, because the trainer may reuse its
-    buffers. A bucket has at most `most` bytes, unless a single tensor is larger."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    async for name, tensor in ensure_async_iterator(weights):
-        copy = tensor.detach().to("cpu", copy=True).contiguous()
-        if bucket and size + copy.nbytes > most:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = copy
-        size += copy.nbytes
-    yield bucket
-
-
-class Replica(RolloutReplica):
-    """Replica with one server on the device of one trainer process. verl creates it and reads its `server_handle`."""
-
-    def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(replica_rank, config, *args, **kwargs)
-        refuse_version("verl", "verl", TESTED)
-        refuse(self.config)
-
-    async def launch_servers(self) -> None:
-        (worker,) = self.workers
-        node, device = await worker.__ray_call__.remote(_place)
-        name = _actor_name(self.replica_rank, self.is_reward_model, self.is_teacher_model, self.name_suffix)
-        environment = {"CUDA_VISIBLE_DEVICES": device, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        server = (
-            ray.remote(Server)
-            .options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-                runtime_env={"env_vars": environment if device else {}},
-                name=name,
-                max_concurrency=self.max_concurrency,
-            )
-            .remote(self.config, self.model_config.local_path or self.model_config.path, self.replica_rank)
+    def _draw(self, prompt_ids: Any, asked: Mapping[str, Any]) -> Draw:
+        """Return the seed and the sampling parameters of a request."""
+        if unknown := asked.keys() - _PARAMETERS:
+            raise UnsupportedError(f"tlt does not support verl's sampling parameter {min(unknown)!r}: remove it")
+        if asked.get("repetition_penalty", 1.0) != 1.0:
+            raise UnsupportedError("tlt does not support verl's repetition_penalty: set it to 1.0")
+        number, step = prompt_number([int(token) for token in prompt_ids]), self.global_steps or 0
+        index, seed = self.seeds.next(number, step)
+        return Draw(
+            next(self.keys) if asked.get("logprobs") else None,
+            seed,
+            len(prompt_ids),
+            float(asked.get("temperature", 1.0)),
+            max(0, int(asked.get("top_k", -1))),
+            float(asked.get("top_p", 1.0)),
+            prompt_id=number,
+            index=index,
+            epoch=step,
         )
-        await server.__ray_ready__.remote()
-        self.servers, self._server_handle = [server], server
-        self._server_address = name  # verl identifies servers by their address; this one has no HTTP
 
 
-def _place(_: Any) -> tuple[str, str]:
-    """Return (node id, device ids) of a trainer process; the device ids are empty on a CPU."""
-    context = ray.get_runtime_context()
-    return context.get_node_id(), ",".join(context.get_accelerator_ids().get(get_resource_name(), []))
+class NoisyReplica(vLLMReplica):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if not is_tested(vllm_version() or ""):
+            raise UnsupportedError(f"tlt in verl needs vLLM {' or '.join(TESTED)}, not {vllm_version()}: docs/trl.md")
+        super().__init__(*arguments, **options)
+        self.server_class = ray.remote(NoisyServer)
+
+    def _get_server_name_prefix(self) -> str:
+        return "tlt_vllm_"  # verl's ServerAdapter looks for an actor with the rollout's name
 
 
-def _actor_name(replica: int, is_reward: bool = False, is_teacher: bool = False, suffix: str = "") -> str:
-    role = "reward_" if is_reward else "teacher_" if is_teacher else ""
-    return f"tlt_server_{role}{replica}{suffix}"
+async def _pause(pause: Any, wait_for_inflight_requests: bool = False, **options: Any) -> None:
+    """Pause vLLM, which has replaced the argument `wait_for_inflight_requests` of verl 0.9 by `mode`."""
+    await pause(mode="wait" if wait_for_inflight_requests else "abort", **options)
+
+
+def refuse(rollout: Any) -> None:
+    """Raise UnsupportedError if `actor_rollout_ref.rollout` sets an option that tlt does not support."""
+    for asked, what, remedy in (
+        (rollout.data_parallel_size != 1, "data_parallel_size", "set it to 1"),
+        (rollout.pipeline_model_parallel_size != 1, "pipeline_model_parallel_size", "set it to 1"),
+        (rollout.repetition_penalty != 1.0, "repetition_penalty", "set it to 1.0"),
+        (rollout.logprobs_mode != "processed_logprobs", "logprobs_mode", "set it to processed_logprobs"),
+        (rollout.enable_rollout_routing_replay, "enable_rollout_routing_replay", "set it to False"),
+        (rollout.mtp and rollout.mtp.enable_rollout, "mtp.enable_rollout", "set it to False"),
+    ):
+        if asked:
+            raise UnsupportedError(f"tlt does not support verl's rollout.{what}: {remedy}")
+
+
+class Seeds:
+    """Seeds of requests. They do not depend on verl's random request ids.
+
+    A seed depends on the run's seed, the replica, the step of the weights, the prompt, and the number of earlier
+    requests with that prompt at that step. verl does not send the number of the row, and its load balancer chooses the
+    replica. So equal prompts get their seeds in order of arrival, and with several replicas a repeated run may give
+    them other seeds.
+    """
+
+    def __init__(self, seed: int, replica: int) -> None:
+        self._seed, self._domain = seed, f"verl {replica}"
+        self._step, self._asked = 0, Counter[int]()
+
+    def next(self, prompt: int, step: int) -> tuple[int, int]:
+        """Return (number of earlier requests with this prompt at this step, seed of the new request)."""
+        if step != self._step:
+            self._step, self._asked = step, Counter()
+        index = self._asked[prompt]
+        self._asked[prompt] += 1
+        return index, request_seed(self._seed, self._domain, prompt, step, index)

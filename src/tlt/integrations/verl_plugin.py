@@ -1,4 +1,4 @@
-"""Plugin that verl loads if tlt is installed (entry point `verl.plugins`). It registers `rollout.name=tlt`."""
+"""Plugin that verl loads if tlt is installed (entry point `verl.plugins`). It registers `rollout.name=tlt_vllm`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # verl's guide for new engines imports it too
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-NAME = "tlt"
+NAME = "tlt_vllm"
 
 
 def _replica() -> type[Any]:
-    from tlt.integrations.verl import Replica
+    from tlt.integrations.verl import NoisyReplica
 
-    return Replica
+    return NoisyReplica
 
 
 RolloutReplicaRegistry.register(NAME, _replica)
-_ROLLOUT_REGISTRY[(NAME, "async")] = "tlt.integrations.verl.ServerAdapter"
+_ROLLOUT_REGISTRY[(NAME, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
