@@ -107,7 +107,7 @@ PHASES = ("rollout", "reward", "update", "sync", "save", "eval")
 def folder(home: Path) -> Path:
     """Return the folder of a run of two steps, resumed for a third."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tlt.run.record.Page.write", lambda page: None)  # a page takes time between steps
+        patch.setattr("tlt.run.train.write_report_or_warn", lambda folder: None)  # a page takes time between steps
         for steps in (2, 3):
             config = tiny_config(home, train={"steps": steps}, run={"folder": str(home / "run"), "save_every": 1})
             train(config, steps == 3)

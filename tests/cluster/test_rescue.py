@@ -117,7 +117,7 @@ def test_a_step_reported_as_saved_is_there(tmp_path: Path, monkeypatch: pytest.M
     config = config_of(tmp_path)
 
     def asks(record: Record, result: Any) -> None:
-        if result.metrics.step == 0:
+        if result.metrics.step == 1:
             asked_to_stop(0.0)
 
     def full(*arguments: Any) -> None:

@@ -89,7 +89,7 @@ class Stops(Display):
 
     def step(self, result: StepResult) -> None:
         super().step(result)
-        if result.metrics.step == self.stops_at:
+        if self.at == self.stops_at:
             raise KeyboardInterrupt
 
 

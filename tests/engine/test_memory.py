@@ -71,7 +71,7 @@ def test_the_cache_limit_is_set_when_a_rollout_begins(host: SimpleNamespace, mon
     list(engine.generate(asked))
     host.available //= 4
     list(engine.generate(asked))
-    assert engine.cache.bound_tokens == first // 4
+    assert engine.cache.bound_tokens == pytest.approx(first / 4, abs=2), "but for spare entries"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no mallinfo2")

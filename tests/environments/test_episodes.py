@@ -214,8 +214,9 @@ def test_a_look_ahead_draft_is_valid_across_turns_while_replies_agree() -> None:
     engine = build(TARGET, tuner=Fixed(PLAIN._replace(ahead=16)))
     engine.store = AheadStore(10_000)
     engine.rollout = engine._new_rollout()
-    engine.store.put(Ahead.of(response, 0, ended=True) for response in first)
-    check(rollout(engine, episodes(AtOnce(Game))))
+    again = rollout_of(engine, episodes(AtOnce(Game)))
+    again.coordinator.idle.ahead.store.put(Ahead.of(response, 0, ended=True) for response in first)
+    check(again.generate(REQUESTS, lambda response: None)[0])
     turns = sum(len(response.replies) + 1 for response in first)
     assert engine.stats.seen_ahead > 0.9 * engine.stats.tokens - turns
     assert engine.stats.row_passes < 1.5 * turns, "most turns are one pass"

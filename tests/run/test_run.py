@@ -221,7 +221,7 @@ class Asking(Display):
             time.sleep(self.seconds)
 
     def step(self, result: StepResult) -> None:
-        self.phase(result.metrics.step, "step", 0)
+        self.phase(result.metrics.step - 1, "step", 0)
 
 
 @pytest.mark.parametrize("words", ["loading", "model:", "resuming"])
