@@ -280,14 +280,19 @@ def test_the_tuner_learns_from_passes_without_a_prefill(started: Any, tmp_path: 
     assert sum(sum(result.tokens) for result in seen) < sum(len(r.token_ids) for r in decode(engine, asked).values())
 
 
-def test_the_drafter_of_later_rounds_is_another(started: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_the_drafter_of_later_rounds_is_another(rounds: int, started: Any, tmp_path: Path) -> None:
+    """A resumed run replaces it before its first rollout."""
     engine, _, asked, config = drafted(tmp_path)
     assert engine.drafting
-    engine.start(asked)
-    engine.round()
+    for _ in range(rounds):
+        engine.start(asked)
+        engine.round()
     layer = load_drafter(str(config.speculation.path), engine.target.options)
     engine.draft_with(layer)
     in_use = engine.drafting.drafters.usable["eagle"]
+    if not rounds:
+        engine.start(asked)
     while engine.busy:
         engine.round()
     assert engine.drafting.drafters.usable["eagle"] is in_use, "it did not fail"
