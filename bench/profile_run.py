@@ -68,7 +68,8 @@ class Recorded(ClusterRollout):
             self.own.rounds, self.plain.rounds = [], []
         if self.foresees and (following := next(iter(coming), None)):
             version = self.worker.target.version
-            self.remember(Ahead.of(r, version, True) for r in self.generate_plain(following, lambda response: None))
+            drafts = [Ahead.of(r, version, True) for r in self.generate_plain(following, lambda response: None)]
+            self.coordinator.idle.ahead.store.put(drafts)
         return found
 
 

@@ -220,11 +220,11 @@ class LLM:
         assert params.temperature == 0
         assert self.cached_by == self.runner.target.version, "prefixes are those of other weights"
         assert 0 < params.max_tokens <= self.longest - len(tokens)
-        self.runner.add(name, SimpleNamespace(prompt=SimpleNamespace(token_ids=tokens)), params)
+        self.runner.add(f"{name}-own", SimpleNamespace(prompt=SimpleNamespace(token_ids=tokens)), params)
 
     def abort_request(self, names: Sequence[str]) -> None:
         for name in names:
-            self.runner.remove(name)
+            self.runner.remove(f"{name}-own")
         self.scheduler_knows_ends = False
 
     def sleep(self, level: int) -> None:
@@ -261,12 +261,16 @@ class LLM:
             del row.tokens[had + len(news) :]
             ended = stop is not None or len(row.tokens) == row.params.max_tokens
             tokens = [SimpleNamespace(token_ids=news)]
-            outputs.append(SimpleNamespace(request_id=name, outputs=tokens, finished=ended, num_cached_tokens=0))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=name.removesuffix("-own"), outputs=tokens, finished=ended, num_cached_tokens=0
+                )
+            )
         if self.runner.drafter:
             self._propose(before)
         for output in outputs:
             if output.finished:
-                self.runner.remove(output.request_id)
+                self.runner.remove(f"{output.request_id}-own")
                 self.scheduler_knows_ends = False
         return outputs
 

@@ -45,7 +45,9 @@ class DraftedRow(Row):
     """Row of a vLLM request. `chains` are its look-ahead drafts, its own first."""
 
     name: str = ""
-    """vLLM's request id"""
+    """vLLM's own request id, which is not the id that the request was added with"""
+    key: int | None = None
+    """key of its `Draw`"""
     chains: Sequence[np.ndarray] = ()
     draft: Draft = field(default_factory=Draft)
     """draft that the next pass verifies"""
@@ -80,8 +82,8 @@ class _Pending(NamedTuple):
 class Decoded(NamedTuple):
     """Counters and training data of passes."""
 
-    rows: dict[str, tuple[PassCounts, str]]
-    """counters of a request's passes, and sources of its tokens as in `Row.proposed`"""
+    rows: dict[int | None, tuple[PassCounts, str]]
+    """by key of a request: counters of its passes, and sources of its tokens as in `Row.proposed`"""
     stats: RolloutStats
     """counters of the rollout since the last call, without tokens"""
     harvests: list[Harvest]
@@ -263,9 +265,11 @@ class Drafting:
             seconds["draft"] = seconds.get("draft", 0.0) + self._pending.drafting
         return {row.name: row.draft.tokens for row in live}
 
-    def take(self, names: Collection[str]) -> Decoded:
-        """Forget these requests. Return the counters and training data of their passes."""
-        gone = [self.known.pop(name) for name in names if name in self.known]
+    def take(self, keys: Collection[int]) -> Decoded:
+        """Forget the requests with these keys. Return the counters and training data of their passes."""
+        gone = [row for row in self.known.values() if row.key in keys]
+        for row in gone:
+            del self.known[row.name]
         rows, numbers = self.rollout.rows, {id(row) for row in gone}
         places = [place for place, row in enumerate(rows) if id(row) in numbers]
         if self._harvester and places:
@@ -277,7 +281,7 @@ class Drafting:
         self.drafters.report(stats)
         found = list(self._harvests)
         self._harvests.clear()
-        return Decoded({row.name: (row.decoded, row.proposed) for row in gone}, stats, found)
+        return Decoded({row.key: (row.decoded, row.proposed) for row in gone}, stats, found)
 
 
 class _Chains(LookAhead):

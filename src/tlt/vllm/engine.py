@@ -246,8 +246,8 @@ class VllmEngine(Generates):
             row.logprobs += [logprob for logprob, _ in drawn[int(name)]]
             row.full_logprobs += [full for _, full in drawn[int(name)]]
         if decoded:
-            for name, (counts, proposed) in decoded.rows.items():
-                row = self._live[name]
+            for key, (counts, proposed) in decoded.rows.items():
+                row = self._live[str(key)]
                 row.proposed += proposed
                 for what, count in vars(counts).items():
                     setattr(row.decoded, what, getattr(row.decoded, what) + count)

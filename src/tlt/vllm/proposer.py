@@ -88,7 +88,7 @@ def drafted_row(name: str, request: Any, draw: Draw) -> DraftedRow:
     )
     asked = Request(Prompt(draw.prompt_id, "", prompt), draw.index, draw.epoch, draw.seed, sampling)
     chains = [np.frombuffer(chain, dtype=np.int32) for chain in (params.extra_args or {})[KEY].get(CHAINS) or ()]
-    row = DraftedRow(asked, list(had), ahead=draw.ahead, name=name, chains=chains)
+    row = DraftedRow(asked, list(had), ahead=draw.ahead, name=name, key=draw.key, chains=chains)
     if draw.turn:  # hidden states of earlier turns are not training data
         row.replies, row.harvested = [Reply(0, draw.turn, "")], len(prompt) + draw.turn - 1
     return row

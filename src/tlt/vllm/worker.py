@@ -38,8 +38,7 @@ class WorkerExtension:
 
     def tlt_take(self, wanted: Mapping[int, tuple[int, int]]) -> tuple[dict[int, list[list[float]]], Decoded | None]:
         """Return the log-probs of requests (`NoiseTable.take`), and what their passes gave."""
-        names = [str(key) for key in wanted]
-        return self._tlt_table.take(wanted), self._tlt_drafting.take(names) if self._tlt_drafting else None
+        return self._tlt_table.take(wanted), self._tlt_drafting.take(wanted) if self._tlt_drafting else None
 
     def tlt_distribution(self) -> Tensor:
         return self._tlt_table.take_distribution()
