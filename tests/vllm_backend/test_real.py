@@ -292,7 +292,7 @@ def test_idle_workers_train_the_learned_drafter(tmp_path: Path) -> None:
     options = load_drafter(str(recipe().speculation.path), decoder_options(read_config(recipe().model.path))).options
     save_drafter(EagleLayer(options), drafter)
     learned = ("--speculation.drafter", "eagle", "--speculation.path", str(drafter), "--speculation.depth", "4")
-    soon = ("--speculation.training.buffer_tokens", "512")
+    soon = ("--speculation.training.buffer_tokens", "2048")
     assert trained(tmp_path / "run", *BY_VLLM, *learned, *soon, *three) == trained(tmp_path / "ours", *three)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert sum(json.loads(line)["rollout"]["drafter_tokens"] for line in lines) > 0
