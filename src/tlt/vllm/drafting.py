@@ -153,11 +153,10 @@ class Drafting:
             )
         self.target, self._max_rows, self._collects = target, max_rows, collects
         self.tuner = make_tuner(speculation, target, made, widest)
-        self.drafters, self._has_begun = Drafters(made, None), False
+        self.drafters = Drafters(made, None)
 
     def begin(self) -> None:
         """Start a rollout, without rows."""
-        self._has_begun = True
         depth = max(arm.depth for arm in self.tuner.strategies)
         self.rollout = RowTables(self.target, self.drafters, self._max_rows, depth, self._layout)
         self.known: dict[str, DraftedRow] = {}  # rows of all requests, by vLLM's request id
@@ -168,7 +167,7 @@ class Drafting:
 
     def draft_with(self, layer: EagleLayer) -> None:
         """Replace the learned drafter by one with these weights."""
-        if not self._has_begun:  # a resumed run replaces it before the first rollout
+        if not hasattr(self, "rollout"):  # a resumed run replaces it before the first rollout
             self.begin()
         drafter = EagleDrafter(layer, self.target)
         self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
