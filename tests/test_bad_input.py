@@ -130,6 +130,10 @@ FILES: list[tuple[dict[str, Change], str]] = [
     ({"recipe.toml": as_utf16}, rf"{NO_TOML} \(it is UTF-16 or UTF-32: save the file as UTF-8\)$"),
     ({"recipe.toml": append(b"# \xe9")}, rf"{NO_TOML} \(byte \d+ is not UTF-8: save the file"),
     ({"recipe.toml": append(b"\nseed = 2\n")}, rf"{NO_TOML} \(Cannot overwrite a .*line \d+"),
+    (
+        {"recipe.toml": replace(b"/model", rb"\\new model")},
+        r"the path '.*\\new model' has a control character: put a path that contains '\\' in single quotes$",
+    ),
     ({"recipe.toml": append(b'\n[[reward.terms]]\nname = "exact"\n')}, r"either reward\.name or \[\[reward\.terms\]\]"),
     (
         {"recipe.toml": replace(b'name = "tiny.*"', b'terms = [{name="math", wieght=1}]')},

@@ -197,12 +197,6 @@ def edit(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def swap(file: Path, one: str, other: str) -> None:
-    """Exchange the ids of two tokens."""
-    text, (a, first), (b, second) = file.read_text(), one.split(": "), other.split(": ")
-    file.write_text(text.replace(one, f"{a}: {second}").replace(other, f"{b}: {first}"))
-
-
 def untie(out: Path) -> None:
     weights = load_file(out / "model.safetensors")
     weights["lm_head.weight"] = weights["lm_head.weight"] + 1e-3
@@ -217,8 +211,9 @@ ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
     [
         (lambda out: edit(out / "config.json", rope_parameters=ROPE, rope_theta=1234.0), "next-token distributions"),
         (lambda out: edit(out / "config.json", rms_norm_eps=0.5), "next-token distributions"),
-        (lambda out: edit(out / "config.json", dtype="bfloat16", torch_dtype="bfloat16"), "weights"),
-        (lambda out: swap(out / "tokenizer.json", '"a": 64', '"b": 65'), "tokens of 'a' were"),
+        (lambda out: edit(out / "config.json", dtype="bfloat16", torch_dtype="bfloat16"), "the dtype"),
+        (lambda out: edit(out / "tokenizer_config.json", eos_token="a"), "the eos_token"),
+        (lambda out: (out / "chat_template.jinja").write_text("{{ messages[1]['content'] }}"), "chat template"),
         (untie, "weights"),
         (lambda out: edit(out / "config.json", model_type="none such"), r"cannot be loaded by transformers \("),
     ],

@@ -42,6 +42,7 @@ MISTAKES = {
     "train RECIPE --speculation.drafter adaptive --speculation.path HOME/none": "speculation.path: ",
     "train RECIPE --speculation.drafter adaptive --speculation.path HOME/empty": "no readable drafter",
     "train RECIPE --cluster.workers 0": "cluster.workers",
+    "train RECIPE --cluster.workers 9999": "has room for at most",
     "estimate RECIPE --data.path HOME/none.jsonl": "data.path: there is no file",
     "verify RECIPE --model.path HOME/none": "model.path: there is no folder",
     "draft train RECIPE --out HOME/new --data.path HOME/none.jsonl": "data.path: there is no file",

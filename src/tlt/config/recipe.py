@@ -101,6 +101,10 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
     """Resolve the relative paths of a configuration: first in the recipe's folder, then in the working directory."""
 
     def resolve(path: str) -> str:
+        if any(char < " " for char in path):  # as in "C:\new", which TOML reads as a line break
+            raise ConfigError(
+                f"the path {path!r} has a control character: put a path that contains '\\' in single quotes"
+            )
         near_recipe = recipe_folder / path
         with errors_as(ConfigError, f"{path[:80]} is not a valid path"):
             is_there = not Path(path).is_absolute() and (near_recipe.exists() or bool(glob.glob(str(near_recipe))))

@@ -3,13 +3,14 @@ once."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tlt.cluster.pool import refuse_no_ray
-from tlt.config import Config, DataConfig, GenerationConfig, ModelConfig, SpeculationConfig
+from tlt.config import ClusterConfig, Config, ConfigError, DataConfig, GenerationConfig, ModelConfig, SpeculationConfig
 from tlt.data.prompts import first_prompts, held_out_data, task_dataset
 from tlt.data.tables import DataError, files_of
 from tlt.draft.drafter_folder import DrafterError, drafter_config
@@ -20,12 +21,13 @@ from tlt.rewards.scores import refuse_missing_functions
 from tlt.store.checkpoint import is_of_run, policy_in
 from tlt.store.hub import is_on_hub, local_data, local_model
 
+_WORKER_BYTES = 256 * 2**20  # memory of a worker's process with torch, but without a model
+
 
 def refuse_mistakes(config: Config) -> None:
     """Raise a ValueError of one sentence for a mistake in the recipe: a model, drafter or data file that does not
     exist, a missing column or right answer, or a missing reward or environment. Names on the hub are not checked."""
-    if config.cluster.workers > 1:
-        refuse_no_ray()
+    _refuse_workers(config.cluster)
     _refuse_wrong_folders(config.model, config.speculation)
     refuse_missing_functions(config.reward)
     for stage in {task.stage for task in config.data.tasks}:
@@ -51,6 +53,18 @@ def refuse_generation_mistakes(
         files_of(data)
         if "prompt_column" in fields:
             first_prompts(DataConfig(path=data, prompt_column=fields["prompt_column"]))
+
+
+def _refuse_workers(cluster: ClusterConfig) -> None:
+    if cluster.workers == 1:
+        return
+    refuse_no_ray()
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _WORKER_BYTES
+    if not cluster.address and cluster.workers > most:
+        raise ConfigError(
+            f"cluster.workers = {cluster.workers}, but the memory of this machine has room for at most {most}, because "
+            f"each worker is a process of at least {_WORKER_BYTES // 2**20} MiB: lower it, or set cluster.address"
+        )
 
 
 def _refuse_wrong_folders(model: ModelConfig, speculation: SpeculationConfig) -> None:
