@@ -83,6 +83,11 @@ REFUSED = {
     "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): begin with \(prompt, ans"),
     "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): begin with"),
     "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): begin with"),
+    "misspelled": (
+        lambda prompt, answer, ground_thruth=None: 0.0,
+        r"'ground_thruth', which would always have its default: call it ground_truth, or",
+    ),
+    "a list": (lambda prompt, answer, prompts=(): 0.0, r"'prompts', which would always have its default: call it prom"),
 }
 
 

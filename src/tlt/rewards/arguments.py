@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,6 +11,7 @@ from tlt.rewards.answers import Answer, RewardError
 from tlt.types import Prompt
 
 Fill = Callable[[Prompt, Answer], Any]
+_NEAR = 0.8  # similarity, by difflib, from which a parameter's name is taken for a misspelled one
 
 _OURS: dict[str, Fill] = {
     "prompt": lambda prompt, answer: prompt,
@@ -50,6 +52,11 @@ def fills(function: Callable[..., Any], label: str, columns: Collection[str], li
             found[parameter.name] = known[name]
         elif parameter.default is parameter.empty:
             raise RewardError(f"{label} needs the argument {parameter.name!r}: {_remedy(parameter, known, lists)}")
+        elif near := difflib.get_close_matches(parameter.name, known, n=1, cutoff=_NEAR):
+            raise RewardError(
+                f"{label} has the parameter {parameter.name!r}, which would always have its default: call it "
+                f"{near[0]}, or, if the default is meant, give it another name"
+            )
     if not found:
         raise RewardError(f"{label} has no parameter that can be filled: {_choice(known)}")
     _refuse_another_order(label, list(found))
