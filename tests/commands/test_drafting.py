@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -16,10 +17,11 @@ import torch
 from tiny import QUESTIONS, tiny_config
 
 from tlt.commands import drafting
-from tlt.commands.drafting import Curve, Workbench, fit, harvest, train_drafter
+from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
 from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import Harvest
+from tlt.draft.strategy import PLAIN
 from tlt.engine.engine import Engine
 from tlt.spot.trainer import DrafterTrainer
 from tlt.stopping import Stopped
@@ -40,10 +42,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Trainer:
-    """Takes 2 s a step and 2.5 s an evaluation. Its one weight counts the steps."""
+    """Takes 2 s a step and 5 s an evaluation. Its one weight counts the steps."""
 
-    def __init__(self, clock: Clock, held_back: list[float]) -> None:
-        self.clock, self.held_back = clock, iter(held_back)
+    def __init__(self, clock: Clock, held_back: list[float], taught: list[float]) -> None:
+        self.clock, self.held_back, self.taught = clock, iter(held_back), iter(taught)
         self.layer = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(self.layer.weight)
         self.rate_scale, self.steps, self.spent_on_evaluations = 1.0, 0.0, 0.0
@@ -62,46 +64,60 @@ class Trainer:
             yield [0.5]
 
     def acceptance(self, batches: Any) -> list[float]:
-        assert batches[0].version == 0, "of the prompts held back"
+        """Called for the prompts held back, then for those trained on."""
+        first = batches[0].version == 0
         self.clock.now += 2.5
         self.spent_on_evaluations += 2.5
-        return [next(self.held_back), 0.25]
+        return [next(self.held_back if first else self.taught), 0.25]
 
 
 def item(version: int) -> Harvest:
     return Harvest(version, 0, 0, torch.zeros(9, dtype=torch.int64), torch.zeros(9, 4))
 
 
-def fitted(clock: Clock, seconds: float, held_back: list[float]) -> tuple[Trainer, Curve]:
-    trainer: Any = Trainer(clock, held_back)
+def fitted(clock: Clock, seconds: float, held_back: list[float], taught: list[float]) -> tuple[Trainer, Curve]:
+    trainer: Any = Trainer(clock, held_back, taught)
     return trainer, fit(trainer, [item(1)], [item(0)], seconds)
 
 
 @pytest.mark.parametrize("seconds", [60, 300, 1000])
 def test_the_seconds_hold_evaluations_and_these_have_a_small_share(clock: Clock, seconds: float) -> None:
-    trainer, curve = fitted(clock, seconds, [0.5] * 99)
+    trainer, curve = fitted(clock, seconds, [0.5] * 99, [0.5] * 99)
     assert seconds - 2 <= clock.now <= seconds + 2, "up to a step"
-    assert trainer.spent_on_evaluations <= 0.1 * seconds + 2 * 2.5, "the first and the last one whatever they take"
+    assert trainer.spent_on_evaluations <= 0.1 * seconds + 2 * 5, "the first and the last one whatever they take"
     assert len(curve.points) >= seconds / 60
     assert trainer.rate_scale == pytest.approx(0.1, abs=0.15)
 
 
 def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -> None:
     """Training beyond them makes the drafter better on its training data alone."""
-    trainer, curve = fitted(clock, 400, [0.3, 0.5, 0.6, 0.55, *[0.4] * 99])
+    rates = [0.3, 0.5, 0.6, 0.55, *[0.4] * 99]
+    trainer, curve = fitted(clock, 400, rates, [0.3, 0.5, *[0.9] * 99])
     best = max(curve.points, key=lambda point: point["accept_length"])
     assert best is curve.points[2]
     assert curve.acceptance_rate == 0.6, "of its first draft token"
     assert best["accept_length"] == pytest.approx(1 + 0.6 + 0.6 * 0.25)
     steps = trainer.layer.weight.item()
     assert 0 < steps < trainer.steps
-    spent_on_evaluations_before = 2 * 2.5
+    spent_on_evaluations_before = 2 * 5
     assert best["seconds"] == pytest.approx(4 + 2 * steps + spent_on_evaluations_before)
 
 
-def test_a_drafter_that_still_learned_at_the_end_rises(clock: Clock) -> None:
-    for rates, rises in (([0.3, *[0.5] * 99], False), ([0.01 * n for n in range(1, 99)], True)):
-        assert fitted(clock, 600, rates)[1].rises == rises
+@pytest.mark.parametrize(
+    ("held_back", "taught", "advised"),
+    [
+        ([0.3, *[0.5] * 99], [0.3, *[0.65] * 99], "--tokens"),
+        ([0.01 * n for n in range(1, 99)], [0.01 * n + 0.3 for n in range(1, 99)], "--seconds"),
+        ([0.3, *[0.5] * 99], [0.3, *[0.55] * 99], None),
+    ],
+)
+def test_what_would_make_the_drafter_better(
+    clock: Clock, held_back: list[float], taught: list[float], advised: str | None
+) -> None:
+    """More seconds where it still learned at the end, else more data where it is right far more often in training."""
+    _, curve = fitted(clock, 600, held_back, taught)
+    advice = curve.advice("raise --tokens")
+    assert [word for word in ("--tokens", "--seconds") if f"raise {word}" in advice] == ([advised] if advised else [])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -147,6 +163,25 @@ def test_tokens_that_exceed_the_free_memory_are_refused(bench: Workbench, monkey
     harvest(bench, layer, 100)
     with pytest.raises(ConfigError, match=r"^the hidden states of up to 101 tokens need .*: lower --tokens$"):
         harvest(bench, layer, 101)
+
+
+def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = EagleLayer(eagle_options(bench.target.options, "eagle1", 32))
+    whole = evaluate(bench, layer, PLAIN)
+    assert whole["accept_length"] == 1.0
+    assert whole["interval"] == 0.0, "plain decoding commits a token a pass"
+
+    class Slow(Clock):
+        def perf_counter(self) -> float:
+            self.now += 10.0
+            return self.now
+
+    monkeypatch.setattr(drafting, "time", Slow())
+    monkeypatch.setattr(drafting, "_LEAST_ROUNDS", 3)
+    cut = evaluate(bench, layer, PLAIN, seconds=50.0)
+    assert cut["tokens"] < whole["tokens"]
+    assert cut["tokens_per_second"] < 1.0
+    assert math.isfinite(cut["interval"])
 
 
 def test_validation_prompts_are_not_trained_on(
@@ -202,3 +237,13 @@ def test_a_signal_during_the_collection_keeps_nothing(tmp_path: Path, monkeypatc
     assert stopped.value.exit_code == 130
     assert len(rounds) == 3
     assert not (tmp_path / "drafter").exists()
+
+
+def test_an_interrupted_evaluation_leaves_a_whole_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    monkeypatch.setattr(drafting, "judge", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)
+    assert f"the drafter is in {tmp_path / 'drafter'}, without a final evaluation" in stopped.value.__notes__[0]
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text())["held_out"] == []
+    load_drafter(tmp_path / "drafter", Workbench.of(config).target.options)

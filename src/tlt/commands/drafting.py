@@ -36,7 +36,7 @@ from tlt.progress import console, working
 from tlt.sampling import make_requests
 from tlt.spot.buffer import HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
-from tlt.spot.unroll import packs
+from tlt.spot.unroll import Pack, packs
 from tlt.stopping import SignalRecord, Stopped, handled
 from tlt.store.hub import from_hub
 from tlt.types import Request
@@ -47,6 +47,7 @@ _HELD_BACK = 5  # one in five of the other prompts is for validation, which sele
 _EVALUATING, _JUDGING = 0.1, 0.2  # seconds of validation, and of the final evaluation, per second of training
 _ALONE = 120.0  # seconds of the evaluation of a drafter without training
 _EVALUATED = 2048  # number of tokens that a validation uses
+_OVERFITTED = 0.1  # gap between the acceptance rates of the first draft token in training and validation
 _LEAST_ROUNDS = 8  # minimum number of rounds of a final evaluation, even if they exceed its time
 _RISING = 1.01  # if the accept length grew by this factor in the last quarter, training is not finished
 _JUDGED = Strategy("eagle", 6)  # strategy of the final evaluation
@@ -132,8 +133,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     layer.acceptance_rate = result["acceptance_rate"][0]
     _save(layer, folder, facts | {"held_out": [result]})
     _print(result)
-    if curve.rises:
-        console().print("the drafter was still improving: raise --seconds")
+    console().print(curve.advice(more_data))
     use = f"--speculation.drafter adaptive --speculation.path {folder}"
     console().print(f"the drafter is in {folder}: use it with {use}")
 
@@ -187,41 +187,50 @@ def _refuse_full_memory(bench: Workbench, layer: EagleLayer, tokens: int) -> Non
 
 
 class Curve:
-    """Learning curve of a drafter: acceptance rates on validation prompts."""
+    """Learning curve of a drafter: acceptance rates on validation prompts and on training prompts."""
 
-    def __init__(self, trainer: DrafterTrainer, held_back: Sequence[Harvest]) -> None:
+    def __init__(self, trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest]) -> None:
         self.trainer = trainer
-        drawn = pieces(held_back, _EVALUATED, _EVALUATED // 4, random.Random(0))
-        self.held_back = list(packs(drawn, trainer.config.micro_batch_tokens, trainer.target.device, random.Random(0)))
+        self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
         self.seconds = self.longest = 0.0
         """duration in seconds of all evaluations so far (`seconds`), and of the longest one (`longest`)"""
         self.points: list[dict[str, Any]] = []
-        """one entry per evaluation: seconds of training, accept length of a chain, and acceptance rate by depth
-        (`held_back`)"""
+        """One entry per evaluation: seconds of training, accept length of a chain in validation, and acceptance rate by
+        depth in validation (`held_back`) and in training (`taught`)"""
         self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
         self.accept_length = self.acceptance_rate = 0.0
         """accept length of a chain (`accept_length`) and acceptance rate of its first draft token (`acceptance_rate`),
         both measured with the weights `best` in validation"""
 
+    def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
+        drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
+        return list(packs(drawn, trainer.config.micro_batch_tokens, trainer.target.device, random.Random(0)))
+
     def evaluate(self, spent: float) -> None:
         """Evaluate the drafter after `spent` seconds. Keep its weights if they are the best so far on validation
         prompts."""
         began, layer = time.perf_counter(), self.trainer.layer
-        held_back = self.trainer.acceptance(self.held_back)
+        held_back, taught = (self.trainer.acceptance(packs) for packs in (self.held_back, self.taught))
         accepted = 1 + sum(accumulate(held_back, mul))
         if accepted > self.accept_length:
             self.accept_length, self.acceptance_rate = accepted, held_back[0]
             self.best = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-        point = {"seconds": spent, "accept_length": accepted, "held_back": held_back}
+        point = {"seconds": spent, "accept_length": accepted, "held_back": held_back, "taught": taught}
         self.points.append(point)
         took = time.perf_counter() - began
         self.seconds, self.longest = self.seconds + took, max(self.longest, took)
 
-    @property
-    def rises(self) -> bool:
-        """Whether the drafter was still improving at the end."""
+    def advice(self, more_data: str) -> str:
+        """Return the acceptance rates in one sentence, with advice on whether more time or more data would help.
+        `more_data` says how to get more data."""
+        held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
+        rates = f"acceptance rate of the first draft token: {taught:.0%} in training, {held_back:.0%} in validation"
         lengths = [point["accept_length"] for point in self.points]
-        return lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)])
+        if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
+            return f"{rates}: raise --seconds, because the drafter was still improving"
+        if taught - held_back > _OVERFITTED:
+            return f"{rates}: {more_data}, because more data would help more than more time"
+        return rates
 
 
 def fit(
@@ -236,7 +245,7 @@ def fit(
     data. Return the learning curve."""
     began = time.perf_counter()
     trainer.prepare(taught, from_scratch=True)
-    curve = Curve(trainer, held_back)
+    curve = Curve(trainer, taught, held_back)
     with working("train the drafter", seconds) as work:
         for _ in chain.from_iterable(trainer.epoch(taught) for _ in count()):
             spent = time.perf_counter() - began
