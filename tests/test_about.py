@@ -14,32 +14,27 @@ from tlt.config import parse_config
 from tlt.run.about import about_folder, about_memory, about_model, about_prompts
 from tlt.types import Prompt
 
-ASKED = [{"role": "user", "content": "2 + 3?"}]
-WHOLE = [*ASKED, {"role": "assistant", "content": "5"}]
-GAME = {"name": "reasoning_gym", "environment": "tiny_environments:Echo", "turns": 2}
+
+def test_a_step_that_repeats_prompts_is_named(tmp_path: Path) -> None:
+    prompts = [Prompt(number, "a", (1,)) for number in range(2)]
+    for per_step, is_said in ((2, False), (3, True)):
+        config = tiny_config(tmp_path, rollout={"prompts_per_step": per_step})
+        said = about_prompts(config, prompts, SimpleNamespace(chat_template=None))
+        assert ("each step repeats prompts (rollout.prompts_per_step = 3 is above)" in said) == is_said
 
 
-@pytest.mark.parametrize(
-    ("sections", "conversation", "note"),
-    [
-        ({"rollout": {"prompts_per_step": 2}}, ASKED, ""),
-        ({"rollout": {"prompts_per_step": 3}}, [], "each step repeats prompts (rollout.prompts_per_step = 3 is above)"),
-        # a column of whole conversations would show the model the right answers
-        ({}, WHOLE, "2 with a last message of the model, which the response continues"),
-        ({"data": {"chat": False}}, [], "the model's chat template is not used (data.chat = true uses it)"),
-        ({"eval": {"path": "held_out.jsonl"}}, [], "eval.path is not used (eval.every above 0 uses it)"),
-        ({"eval": {"path": "held_out.jsonl", "every": 1}}, [], ""),
-        ({"reward": GAME, "data": {"chat": False}}, [], "a turn ends only at an end token of the model"),
-        ({"reward": GAME, "rollout": {"stop_strings": ["\n"], "prompts_per_step": 2}}, [], ""),
-    ],
-)
-def test_what_the_user_may_not_expect_of_the_prompts_is_named(
-    tmp_path: Path, sections: Any, conversation: Any, note: str
-) -> None:
-    config = parse_config(tiny_tree(tmp_path, **{"data": {"chat": True}} | sections))
-    prompts = [Prompt(number, "a", (1,), messages=conversation) for number in range(2)]
-    said = about_prompts(config, prompts, SimpleNamespace(chat_template="{{ x }}"))
-    assert (note in said) if note else said.startswith("2 prompts of") and said.count(";") == 2, said
+def test_prompts_whose_last_message_the_response_continues_are_counted(tmp_path: Path) -> None:
+    """A column of whole conversations would show the model the right answers."""
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    whole = [*asked, {"role": "assistant", "content": "5"}]
+    prompts = [Prompt(i, "a", (1,), messages=messages) for i, messages in enumerate(([], asked, whole))]
+    said = [
+        about_prompts(tiny_config(tmp_path), prompts[:count], SimpleNamespace(chat_template=None)) for count in (2, 3)
+    ]
+    assert ["1 with a last message of the model, which the response continues" in it for it in said] == [
+        False,
+        True,
+    ]
 
 
 def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
@@ -60,6 +55,30 @@ def test_memory_and_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = tiny_config(tmp_path, engine={"kv_memory_mb": size})
     expected = f"memory: 2.5 GiB free on this machine; key-value cache: at most {limit} (engine.kv_memory_mb)"
     assert about_memory(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "named"), [("{{ x }}", False, True), ("{{ x }}", True, False), (None, False, False)]
+)
+def test_an_unused_chat_template_is_named(tmp_path: Path, template: str | None, chat: bool, named: bool) -> None:
+    config = tiny_config(tmp_path, data={"chat": chat})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=template))
+    assert ("the model's chat template is not used (data.chat = true uses it)" in said) == named
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_unused_file_for_evaluations_is_named(tmp_path: Path, every: int) -> None:
+    config = tiny_config(tmp_path, eval={"path": "held_out.jsonl", "every": every})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=None))
+    assert ("eval.path is not used (eval.every above 0 uses it)" in said) == (not every)
+
+
+@pytest.mark.parametrize(("strings", "named"), [([], True), (["\n"], False)])
+def test_a_game_whose_turns_end_only_at_end_tokens_is_named(tmp_path: Path, strings: list[str], named: bool) -> None:
+    tree = tiny_tree(tmp_path, rollout={"stop_strings": strings})
+    config = parse_config(tree | {"reward": {"environment": "tiny_environments:Echo", "turns": 2}})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=None))
+    assert ("a turn ends only at an end token of the model" in said) == named
 
 
 @pytest.mark.parametrize(("weight", "named"), [(0.5, True), (0.0, False)])

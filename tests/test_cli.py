@@ -283,6 +283,11 @@ def test_a_response_longer_than_the_model_supports_names_the_field(
     assert said.endswith("lower rollout.max_new_tokens")
 
 
+def test_a_learned_drafter_needs_its_folder(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "2 + 2", "--speculation.drafter", "eagle")
+    assert "speculation.drafter = 'eagle' needs speculation.path" in said
+
+
 def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:
     rows = [{"q": text, "answer": "\ud800"} for text in QUESTIONS[:2]]  # UTF-8 cannot encode a lone surrogate
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -393,3 +398,12 @@ def test_generate_overwrites_no_column_of_a_row(capsys: pytest.CaptureFixture[st
     data.write_text('{"question": "a"}\n{"question": "b", "response": "mine", "index": 7}\n', encoding="utf-8")
     command = ("generate", str(home / "model"), "--data", str(data), "--out", str(tmp_path / "out.jsonl"))
     assert "columns with names that --out uses for responses: rename index, response" in refusal(capsys, *command)
+
+
+def test_waiting_threads_sleep_early_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    exit_code("config")
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    exit_code("config")
+    assert os.environ["GOMP_SPINCOUNT"] == "50000"

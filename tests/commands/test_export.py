@@ -141,6 +141,12 @@ def test_a_drafters_card_names_its_command_and_its_window(
         assert torch.equal(head, read_safetensors(model)["lm_head.weight"].float())
 
 
+def test_a_window_as_long_as_the_context_needs_no_warning(model: Path, tmp_path: Path) -> None:
+    a_drafter(model, tmp_path / "drafter", window=512)
+    export(tmp_path / "drafter", tmp_path / "out", "sglang", "float32", model)
+    assert "all previous tokens, as in training" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_sources_that_cannot_be_exported_are_refused(model: Path, tmp_path: Path) -> None:
     a_drafter(model, tmp_path / "drafter")
     (tmp_path / "file").touch()
@@ -308,6 +314,17 @@ def test_weights_in_several_files_are_one_model(model: Path, tmp_path: Path) -> 
     next(source.glob("model-*.safetensors")).unlink()
     with pytest.raises(ModelError, match=r"has no weights file model-0000"):
         export(source, tmp_path / "again", "hf", "float32")
+
+
+def test_an_export_into_a_link_goes_to_its_target(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert export(model, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'disk'}"]
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "yet")
+    export(model, tmp_path / "dangling", "hf", "float32")
+    assert (tmp_path / "dangling" / "model.safetensors").is_file()
 
 
 def test_an_untied_head_is_written_even_if_the_config_ties_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,22 @@ def test_the_cpu_time_of_an_ended_process_still_counts() -> None:
     assert judged(isolated, "a" * 60 + "b").outcome == "timeout"
     assert isolated.processor_seconds() > 0.1
     isolated.close()
+
+
+def test_cpu_time_may_be_read_while_another_thread_ends_the_process() -> None:
+    read = iter([SimpleNamespace(pid=os.getpid())])
+    ending = type("Ending", (IsolatedScore,), {"_process": property(lambda self: next(read, None))})
+    isolated = object.__new__(ending)
+    isolated._starting_seconds = isolated._ended_seconds = 0.0
+    assert isolated.processor_seconds() > 0.0
+
+
+def test_a_pattern_that_takes_forever_is_a_timeout() -> None:
+    reward = make_reward(config("format", pattern="^(a+)+$", timeout_seconds=1.0), [])
+    given = responses("a" * 60 + "b")
+    reward(given)
+    reward.close()
+    assert given[0].outcome == "timeout"
 
 
 def test_rewards_that_cannot_hang_need_no_process() -> None:

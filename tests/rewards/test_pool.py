@@ -210,6 +210,17 @@ def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
     assert started.is_set()
 
 
+def test_a_process_that_starts_while_the_pool_is_closed_ends() -> None:
+    late = Stand(0.0)
+    with pool_of(lambda: Stand(0.0)) as pool:
+        pass
+    pool._serve(late)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 20
+    while late.runs and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not late.runs
+
+
 def test_entries_with_one_key_go_to_one_process() -> None:
     """The turns of an episode have one key."""
     taken: set[tuple[Stand, int]] = set()
@@ -320,6 +331,11 @@ def test_a_process_full_of_threads_that_hang_is_replaced(tmp_path: Path) -> None
     (verdict,) = process.score_all([(PROMPT, Answer("", "0", 1))])
     assert (verdict.reward, process.runs) == (1.0, True)
     process.close()
+
+
+def test_one_async_call_that_hangs_is_lost_alone() -> None:
+    found = outcome_of("asks_a_server", "0.1", "99", "0.1", timeout_seconds=1.5)
+    assert found == [(3.0, ""), (None, "timeout"), (3.0, "")]
 
 
 def test_a_function_of_lists_is_called_once() -> None:

@@ -343,6 +343,13 @@ def test_the_betas_are_those_of_the_recipe(folder: Path) -> None:
     assert make_policy(folder).optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def test_learning_rate_warms_up(folder: Path) -> None:
+    policy = make_policy(folder, warmup_steps=4)
+    for step, rate in enumerate([2.5e-3, 5e-3, 7.5e-3]):
+        policy.update(random_batch(VOCAB), step)
+        assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
 @pytest.mark.parametrize(
     ("schedule", "warmup", "rates"),
     [

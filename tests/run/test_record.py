@@ -26,7 +26,7 @@ from tlt.rewards import RewardError
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
 from tlt.run.record import RunProgress
-from tlt.run.trackers import TrackedRun, Trackers, scalars
+from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
 from tlt.store.completions import CompletionsWriter
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
 
@@ -312,6 +312,21 @@ def test_a_tracker_of_the_user_gets_every_metric(tmp_path: Path) -> None:
     assert (folder / "mine.txt").read_text(encoding="utf-8").splitlines() == expected
 
 
+def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
+    place = TrackedRun(tmp_path, 3, {})
+    remember_id(place, "wandb", "the-first")
+    whole = Path.write_text
+
+    def half(path: Path, text: str, **options: Any) -> int:
+        whole(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    with patch.object(Path, "write_text", half), pytest.raises(KeyboardInterrupt):
+        remember_id(place, "mine", "another")
+    assert known_id(place, "wandb") == "the-first"
+    assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None, "only a resumed run continues it"
+
+
 def tracked(folder: Path, *names: str) -> Trackers:
     """Return trackers that were given three steps."""
     trackers = Trackers({name: maker(TRACKERS[name]) for name in names}, TrackedRun(folder, 1, {}))
@@ -383,3 +398,9 @@ def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path)
     with pytest.raises(RewardError, match=r"run\.trackers = 'no_such:Class' cannot be imported"):
         train(config_of(tmp_path, run={"trackers": ["no_such:Class"]}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_need_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_of(None) == ["tensorboard"]
+    monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
+    assert names_of(None) == []

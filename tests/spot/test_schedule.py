@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from tlt.spot import schedule as schedules
 from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport
 
 RULE = Rule(stretch=2, judged=2, better=1.04, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
@@ -155,6 +156,11 @@ def test_interrupted_evaluations_add_up() -> None:
     assert list(schedule.gains) == [pytest.approx(1 / 3)]
 
 
+def test_acceptance_by_hand() -> None:
+    assert Evaluation(11, 22.0, 30.0, 6.0).acceptance == 0.2
+    assert Evaluation().acceptance == 0.0
+
+
 @pytest.mark.parametrize(
     ("in_use", "candidate", "is_published"),
     [
@@ -179,3 +185,16 @@ def test_a_resumed_run_continues_the_schedule_with_a_new_interval() -> None:
     expected = {"rests": True, "credit": 0.125, "acceptance": 0.7, "low": 1, "gains": [0.0] * 3}
     assert after.state() == before.state() == expected
     assert after.micro_batches == 0
+
+
+def test_the_text_of_the_module_names_the_constants() -> None:
+    rule, text = schedules.RULE, " ".join((schedules.__doc__ or "").split())
+    assert rule.times == 2
+    for said in (
+        f"stretches of at least {rule.stretch} micro-batches",
+        f"in {100 * (rule.better - 1):.0f} % fewer rounds",
+        f"until the last {rule.burst} candidates saved less than these {100 * (rule.better - 1):.0f} %",
+        f"may use {100 * rule.rest_share:.0f} % of the rollouts' time",
+        f"acceptance rate of two rollouts in a row is below {rule.fallen} of",
+    ):
+        assert said in text

@@ -131,6 +131,12 @@ def test_verification_passes_for_episodes_whose_replies_differ_each_time(home: P
     assert len({run["policy_sha256"] for run in result["runs"]}) == 1
 
 
+def test_a_sharded_policy_is_verified_as_a_whole(home: Path) -> None:
+    config = small(home, train={"shard": True}, cluster={"workers": 2, "min_workers": 2})
+    found = runs._verify_config(config, "float64")
+    assert not Config.model_validate(found.model_dump()).train.shard
+
+
 @pytest.mark.slow
 def test_verification_passes_with_dynamic_sampling(verified: Verified) -> None:
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4}
