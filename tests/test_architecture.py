@@ -63,6 +63,7 @@ LARGER = {
     "engine/engine.py:Engine": (255, 27, 15),
     "engine/kv_cache.py:KVCache": (127, 18, 5),
     "engine/protocol.py:RolloutEngine": (73, 16, 0),
+    "rewards/pool.py:ScorePool": (175, 18, 10),
     "run/display.py:Display": (203, 21, 14),
     "spot/spot.py:SpotTrainer": (186, 18, 14),
     "spot/trainer.py:DrafterTrainer": (236, 18, 14),

@@ -306,11 +306,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_users.scores", "drop", 8, "A batched reward returns one number for each response."),
     ],
     ("rewards.pool", "rewards/test_pool.py"): [
-        ("ScorePool.give", "operand", 4, "A response that ends its process twice is not retried again."),
-        ("ScorePool.give", "drop", 0, "Responses of a lost batch are scored one by one."),
-        ("ScorePool.lose", "drop", 3, "Responses of a lost process return to the queue."),
+        ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
+        ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
+        ("ScorePool._lose", "drop", 3, "Responses of a lost process return to the queue."),
         ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
-        ("_Server._places", "operand", 1, "A response under suspicion is scored alone."),
+        ("ScorePool._places", "operand", 1, "A response under suspicion is scored alone."),
     ],
     ("environments.episodes", "environments/test_episodes.py"): [
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),

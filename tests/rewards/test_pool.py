@@ -280,7 +280,7 @@ def test_calls_lost_together_are_repeated_one_by_one() -> None:
             return [Verdict(1.0)] if len(asked) == 1 else []
 
     with pool_of(lambda: Lost(0.0)) as pool:
-        with pool.changed:  # so that its process sees all three
+        with pool._changed:  # so that its process sees all three
             verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(3)]
         assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 3
     assert sizes == [3, 1, 1, 1]

@@ -46,11 +46,11 @@ class ScorePool:
         """Start the first process. `start` starts a process and returns it. `computing` is by default half the number
         of CPU cores. Raises RewardError."""
         self._start, self._computing = start, computing or max(1, (os.cpu_count() or 1) // 2)
-        self.queue: deque[Waiting] = deque()
-        self.changed = threading.Condition()
+        self._queue: deque[Waiting] = deque()
+        self._changed = threading.Condition()
         self._servers: list[_Server] = []
-        self.homes: dict[int, _Server] = {}  # key -> its process
-        self._starting, self.closed = 0, False
+        self._homes: dict[int, _Server] = {}  # key -> its process
+        self._starting, self._closed = 0, False
         self._broken: BaseException | None = None
         began = time.monotonic()
         first = start()
@@ -61,9 +61,9 @@ class ScorePool:
         """Queue a prompt with an `Answer` to score or a `Turn` to reply to (`asked`). Return a future with the verdict.
         Calls with the same `key` go to the same process while it runs."""
         verdict: Future[Verdict] = Future()
-        with self.changed:
-            self.queue.append(Waiting(prompt, asked, verdict, key))
-            self.changed.notify_all()
+        with self._changed:
+            self._queue.append(Waiting(prompt, asked, verdict, key))
+            self._changed.notify_all()
         self._grow()
         return verdict
 
@@ -85,14 +85,14 @@ class ScorePool:
 
     def forget_keys(self) -> None:
         """Drop the assignment of keys to processes, because no later call uses a current key."""
-        with self.changed:
-            self.homes = {}
+        with self._changed:
+            self._homes = {}
 
     def close(self) -> None:
         """End all processes. Those that work on a call are killed. The others run exit handlers of the user first."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         for server in list(self._servers):
             if server.works:
                 server.scorer.kill()
@@ -102,14 +102,14 @@ class ScorePool:
     # -- number of processes -------------------------------------------------------------------------------------------
 
     def _grow(self) -> None:
-        with self.changed:
-            more = 0 if self._starting or self.closed else self._missing()
+        with self._changed:
+            more = 0 if self._starting or self._closed else self._missing()
             self._starting += more
         for _ in range(more):
             threading.Thread(target=self._begin, daemon=True).start()
 
     def _missing(self) -> int:
-        waiting, count = len(self.queue), len(self._servers)
+        waiting, count = len(self._queue), len(self._servers)
         spent = sum(server.seconds for server in self._servers)
         each = spent / max(1, sum(server.taken for server in self._servers))
         if waiting * each < 2 * self._start_seconds * count:
@@ -121,7 +121,7 @@ class ScorePool:
         try:
             scorer = self._start()
         except BaseException as error:
-            with self.changed:
+            with self._changed:
                 self._starting -= 1
                 if not self._servers:
                     self._broken = error
@@ -129,15 +129,56 @@ class ScorePool:
         self._serve(scorer, started=1)
 
     def _serve(self, scorer: IsolatedScore, started: int = 0) -> None:
-        server = _Server(scorer, self)
-        with self.changed:
+        server = _Server(scorer, self._work)
+        with self._changed:
             self._starting -= started
             self._servers.append(server)
         server.thread.start()
 
-    # -- results of a process ------------------------------------------------------------------------------------------
+    # -- one process ---------------------------------------------------------------------------------------------------
 
-    def give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
+    def _work(self, server: _Server) -> None:
+        while taken := self._take(server):
+            server.begin(len(taken))
+            try:
+                verdicts = server.scorer.score_all([(one.prompt, one.asked) for one in taken])
+            except BaseException as error:  # the process has ended and cannot be started again
+                self._lose(server, taken, error)
+                return
+            server.end()
+            if not server.scorer.runs:
+                self._free_keys(server)
+            self._give(taken, verdicts)
+        server.scorer.close()
+
+    def _take(self, server: _Server) -> list[Waiting]:
+        """Wait for entries for this process, remove them from the queue and return them. If the pool is closed, return
+        an empty list."""
+        with self._changed:
+            while not (places := self._places(server)) and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return []
+            taken = [self._queue[place] for place in places]
+            for place in reversed(places):
+                del self._queue[place]
+            self._homes |= {one.key: server for one in taken if one.key is not None}
+            return taken
+
+    def _places(self, server: _Server) -> list[int]:
+        """Return the queue indices of the entries that this process gets in its next call."""
+        found: list[int] = []
+        for place, one in enumerate(self._queue):
+            if len(found) == server.scorer.at_once or (found and (one.alone or self._queue[found[0]].alone)):
+                break
+            if self._is_for(one, server):
+                found.append(place)
+        return found
+
+    def _is_for(self, one: Waiting, server: _Server) -> bool:
+        return one.key is None or self._homes.get(one.key, server) is server
+
+    def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
         """Set the verdicts of entries. If a process did not answer a batch, queue each entry again for a call of its
         own, to find the faulty one. If a process ended during a call with one entry, try the entry once more, because
         it may not be the cause."""
@@ -151,74 +192,42 @@ class ScorePool:
                 one.verdict.set_result(verdict)
 
     def _put_back(self, asked: Iterable[Waiting]) -> None:
-        with self.changed:
-            self.queue.extendleft(asked)
-            self.changed.notify_all()
+        with self._changed:
+            self._queue.extendleft(asked)
+            self._changed.notify_all()
 
-    def free_keys(self, server: _Server) -> None:
+    def _free_keys(self, server: _Server) -> None:
         """Let any process take entries with the keys of a process that ended, because its environments ended too."""
-        with self.changed:
-            self.homes = {key: home for key, home in self.homes.items() if home is not server}
-            self.changed.notify_all()
+        with self._changed:
+            self._homes = {key: home for key, home in self._homes.items() if home is not server}
+            self._changed.notify_all()
 
-    def lose(self, server: _Server, taken: Sequence[Waiting], error: BaseException) -> None:
-        self.free_keys(server)
-        with self.changed:
+    def _lose(self, server: _Server, taken: Sequence[Waiting], error: BaseException) -> None:
+        self._free_keys(server)
+        with self._changed:
             self._servers.remove(server)
-            self.queue.extendleft(reversed(taken))
-            self.changed.notify_all()
+            self._queue.extendleft(reversed(taken))
+            self._changed.notify_all()
             if not self._servers and not self._starting:
                 self._broken = error
 
 
 class _Server:
-    """Process of the pool, with the number of entries that it took from the queue and its seconds of work. A thread of
-    this process gives it entries."""
+    """Process of the pool, with the number of entries that it took from the queue and its seconds of work. `work` gives
+    it entries, in a thread of this process."""
 
-    def __init__(self, scorer: IsolatedScore, pool: ScorePool) -> None:
-        self.scorer, self.pool = scorer, pool
-        self.thread = threading.Thread(target=self._work, daemon=True)
+    def __init__(self, scorer: IsolatedScore, work: Callable[[_Server], None]) -> None:
+        self.scorer = scorer
+        self.thread = threading.Thread(target=work, args=(self,), daemon=True)
         self.taken = 0
         self._spent, self._began = 0.0, 0.0
 
-    def _work(self) -> None:
-        while taken := self._take():
-            self.taken += len(taken)
-            self._began = time.monotonic()
-            try:
-                verdicts = self.scorer.score_all([(one.prompt, one.asked) for one in taken])
-            except BaseException as error:  # the process has ended and cannot be started again
-                self.pool.lose(self, taken, error)
-                return
-            self._spent, self._began = self.seconds, 0.0
-            if not self.scorer.runs:
-                self.pool.free_keys(self)
-            self.pool.give(taken, verdicts)
-        self.scorer.close()
+    def begin(self, count: int) -> None:
+        self.taken += count
+        self._began = time.monotonic()
 
-    def _take(self) -> list[Waiting]:
-        """Wait for entries for this process, remove them from the queue and return them. If the pool is closed, return
-        an empty list."""
-        with self.pool.changed:
-            while not (places := self._places()) and not self.pool.closed:
-                self.pool.changed.wait()
-            if self.pool.closed:
-                return []
-            taken = [self.pool.queue[place] for place in places]
-            for place in reversed(places):
-                del self.pool.queue[place]
-            self.pool.homes |= {one.key: self for one in taken if one.key is not None}
-            return taken
-
-    def _places(self) -> list[int]:
-        """Return the queue indices of the entries that this process gets in its next call."""
-        found: list[int] = []
-        for place, one in enumerate(self.pool.queue):
-            if len(found) == self.scorer.at_once or (found and (one.alone or self.pool.queue[found[0]].alone)):
-                break
-            if one.key is None or self.pool.homes.get(one.key, self) is self:
-                found.append(place)
-        return found
+    def end(self) -> None:
+        self._spent, self._began = self.seconds, 0.0
 
     @property
     def works(self) -> bool:
