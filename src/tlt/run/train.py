@@ -17,12 +17,13 @@ from tlt.report import write_report_or_warn
 from tlt.rl.groups import to_plain
 from tlt.run.display import Display
 from tlt.run.evaluate import evaluate
+from tlt.run.model_card import model_card
 from tlt.run.opening import Run, opened
 from tlt.run.record import Record
 from tlt.run.resume import changes_environment
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
-from tlt.store.model_files import model_card, write_files
+from tlt.store.model_files import write_files
 from tlt.trace import seconds_by_state
 from tlt.wording import counted
 

@@ -1,4 +1,4 @@
-"""Files of a model other than config.json and the weights: tokenizer, chat template, generation defaults, model card.
+"""Files of a model other than config.json and the weights: tokenizer, chat template, generation defaults.
 
 Checkpoints and exports copy these files instead of saving them with transformers, because transformers would write
 files that differ from those it has read, and refuses to write some valid generation_config.json."""
@@ -10,14 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tlt import __version__
-from tlt.config import Config
 from tlt.data.tokenizer import adds
 from tlt.files import read_json
 from tlt.models.model_folder import FILES
-from tlt.wording import counted
-
-_PRECISION = {"float64": "float64", "float32": "float32", "bfloat16": "bfloat16 autocast over float32 weights"}
 
 
 def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
@@ -64,38 +59,3 @@ def _completed(config: dict[str, Any], tokenizer: Any, has_json: bool) -> dict[s
         found = {name: str(token) for name, token in names.items() if token} | found
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
     return found
-
-
-def model_card(config: Config, steps: int) -> str:
-    """Return the model card (README.md) of a policy after `steps` steps, with a header for the Hugging Face hub."""
-    base, rollout, train = config.model.hub or config.model.path, config.rollout, config.train
-    repository = (config.model.hub or "").partition("@")[0]
-    parent = f"\nbase_model: {repository}" if repository else ""
-    prompts, responses = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "response")
-    facts = {
-        "prompts": config.data.source[1],
-        "reward": config.reward.named,
-        "a step": f"{prompts}, {responses} each",
-        "responses": f"up to {counted(rollout.max_new_tokens, 'token')} at temperature {rollout.temperature:g}",
-        "algorithm": f"advantage {train.advantage}, loss {train.loss}, learning rate {train.learning_rate:g}",
-        "training precision": _PRECISION[config.model.dtype],
-    }
-    table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [tlt, reinforcement-learning]{parent}
----
-# {Path(repository or base).name}, after {counted(steps, "step")} of reinforcement learning
-
-Trained by [tlt](https://arxiv.org/abs/2511.16665) {__version__} from `{base}`. The licence is that of the base model.
-
-| | |
-|---|---|
-{table}
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained("FOLDER")
-    tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-"""
