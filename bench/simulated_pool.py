@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from tlt.cluster.local_pool import LocalPool
+
 _LAST = 1e-9  # seconds below which work has ended
 
 Work = Generator[tuple[float, float], float, Any]
@@ -50,8 +52,8 @@ class Call:
     result: Any = None
 
 
-class SimulatedPool:
-    """Pool of simulated workers that never fail. Their methods return `Work`."""
+class SimulatedPool(LocalPool):
+    """Pool of simulated workers, which never fail. Their methods return `Work`."""
 
     def __init__(
         self, workers: Sequence[Any], clock: Clock, latency: float = 0.0, speed: Callable[[int], float] = lambda n: 1.0
@@ -122,22 +124,5 @@ class SimulatedPool:
     def updated(self, index: int, seconds: float) -> float | None:
         return 0.0
 
-    def put(self, value: Any) -> Any:
-        return value
-
     def result(self, handle: int) -> Any:
         return self._calls.pop(handle).result
-
-    def replace(self, index: int) -> None:
-        raise AssertionError("a simulated worker is never lost")
-
-    def has_begun(self, index: int) -> bool:
-        return True
-
-    def capacity(self) -> str:
-        return ""
-
-    def last_log_line(self, index: int) -> str:
-        return ""
-
-    def close(self) -> None: ...
