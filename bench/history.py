@@ -83,14 +83,13 @@ def measure(temperature: float, overrides: Sequence[str], kills: bool) -> dict[s
         lines = (ROOT / "recipes" / "data" / "sums.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
         (Path(home) / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
         options = ["--rollout.temperature", str(temperature), *overrides]
-        again = [*options, "--run.overwrite", "true"]
         found = {
-            "without history": finished(Path(home) / "run", [*options, "--speculation.history_tokens", "0"]),
-            "with history": finished(Path(home) / "run", again),
+            "without history": finished(Path(home) / "without", [*options, "--speculation.history_tokens", "0"]),
+            "with history": finished(Path(home) / "with", options),
         }
         if kills:
-            killed(Path(home) / "run", again)
-            found["killed and resumed"] = finished(Path(home) / "run", options, "--resume")
+            killed(Path(home) / "killed", options)
+            found["killed and resumed"] = finished(Path(home) / "killed", options, "--resume")
     assert len({run["policy_sha256"] for run in found.values()}) == 1, found
     return found
 
