@@ -221,6 +221,15 @@ def test_an_abandoned_rollout_leaves_no_values_in_the_memory_that_is_kept() -> N
         engine.round()
 
 
+def test_an_abandoned_rollout_leaves_no_rows_in_the_feature_window(target: Decoder) -> None:
+    engine = Engine(target, EngineConfig(), layout=FeatureLayout((0,), 16))
+    for count in (3, 2):
+        engine.start(requests(count))
+        engine.round()
+        assert engine.rollout.window
+        assert engine.rollout.window.live == len(engine.rows) == count
+
+
 def test_the_limit_of_a_cache_counts_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that captures graphs keeps its cache."""
     engine = Engine(with_graphs(model_of(1)), EngineConfig())
