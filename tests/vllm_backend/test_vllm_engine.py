@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny import tiny_config
 
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
+from tlt.draft.ahead import Ahead
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
@@ -80,9 +82,19 @@ def test_responses_are_our_own_engines(drafter: str, started: Any, tmp_path: Pat
     assert facts(decode(engine, asked)) == facts(expected)
 
 
-def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
+def in_other_processes(engine: VllmEngine) -> None:
+    """Let vLLM's workers get copies, as with tensor parallelism."""
+    llm, call = engine.target.llm, engine.target.llm.collective_rpc
+    llm.collective_rpc = lambda method, args=(): call(method, deepcopy(args))
+    engine.target.parallel = True
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_look_ahead_tokens_are_drafts(parallel: bool, started: Any, tmp_path: Path) -> None:
     engine, _, asked = engines(tmp_path, 6, "adaptive")
     assert engine.drafting
+    if parallel:
+        in_other_processes(engine)
     engine.drafting.tuner = Fixed(PLAIN._replace(ahead=16))
     engine.start(())
     engine.look_ahead(asked)
@@ -96,6 +108,21 @@ def test_look_ahead_tokens_are_drafts(started: Any, tmp_path: Path) -> None:
     assert stats.seen_ahead == stats.ahead_drafted > 0
     assert stats.tokens > 2 * stats.row_passes
     assert sum(response.decoded.seen_ahead for response in responses.values()) == stats.seen_ahead
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_responses_of_an_earlier_epoch_are_drafts(parallel: bool, started: Any, tmp_path: Path) -> None:
+    engine, own, asked = engines(tmp_path, 6, "suffix")
+    assert engine.drafting
+    if parallel:
+        in_other_processes(engine)
+    engine.drafting.tuner = Fixed(Strategy("suffix", 8, min_chance=0.0))
+    expected, alone = facts(decode(own, asked)), facts(decode(engine, asked))
+    before = engine.stats.accept_length
+    engine.start(())
+    engine.store.put(Ahead.of(r, 0, ended=True)._replace(seed=s + 1) for s, r in decode(own, asked).items())
+    assert facts(decode(engine, asked)) == alone == expected
+    assert engine.stats.accept_length > 2 > 1.5 > before
 
 
 def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -> None:

@@ -5,44 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_vllm_engine import engines, weights_of
 
-from tlt.draft.ahead import Ahead, AheadStore
-from tlt.types import Prompt, Request, Row, SamplingParams
-from tlt.vllm.engine import VllmEngine, _chains
-
-VOCAB = 9
-PROMPT = (1, 2, 3)
-
+from tlt.types import Request
+from tlt.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.usefixtures("started")
-
-
-def request(seed: int) -> Request:
-    return Request(Prompt(0, "", PROMPT), seed, 0, seed, SamplingParams(max_new_tokens=20))
-
-
-def saved(seed: int, *tokens: int) -> Ahead:
-    return Ahead(seed, PROMPT, np.array(tokens, dtype=np.int32), 0, True)
-
-
-class TestWhatTravelsWithARequest:
-    def chains(self, *known: Ahead) -> list[list[int]]:
-        store = AheadStore(100)
-        store.put(known)
-        return [np.frombuffer(c, dtype=np.int32).tolist() for c in _chains(store, Row(request(1)), VOCAB)]
-
-    def test_a_draft_is_the_own_response_and_then_that_of_a_sibling(self) -> None:
-        assert self.chains(saved(2, 4, 5), saved(1, 6, 7)) == [[6, 7], [4, 5]]
-
-    @pytest.mark.parametrize("foreign", [VOCAB, -1])
-    def test_there_is_no_draft_of_a_sibling_alone_or_of_another_vocabulary(self, foreign: int) -> None:
-        """vLLM would look an unknown token up in its embedding."""
-        assert self.chains(saved(2, 4, 5)) == []
-        assert self.chains(saved(1, 4, foreign)) == []
-        assert self.chains(saved(1, 4, 5), saved(2, foreign)) == []
 
 
 def test_an_unfinished_draft_of_an_older_target_is_continued(tmp_path: Path) -> None:

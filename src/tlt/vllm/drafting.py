@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.config import SpeculationConfig
-from tlt.draft.ahead import AheadStore, LookAhead, Pointer
+from tlt.draft.ahead import AheadStore, LookAhead
 from tlt.draft.chains import Draft
 from tlt.draft.choose import make_drafters
 from tlt.draft.drafter_folder import DrafterError
@@ -42,13 +42,12 @@ _STOPS = Stops(None)  # tokens that end a response; stop strings need the text, 
 
 @dataclass
 class DraftedRow(Row):
-    """Row of a vLLM request. `chains` are its look-ahead drafts, its own first."""
+    """Row of a vLLM request."""
 
     name: str = ""
     """vLLM's own request id, which is not the id that the request was added with"""
     key: int | None = None
     """key of its `Draw`"""
-    chains: Sequence[np.ndarray] = ()
     draft: Draft = field(default_factory=Draft)
     """draft that the next pass verifies"""
 
@@ -94,12 +93,18 @@ class RowTables:
     learned drafter, and positions in look-ahead drafts."""
 
     def __init__(
-        self, target: Ends, drafters: Drafters, max_rows: int, depth: int, layout: FeatureLayout | None
+        self,
+        target: Ends,
+        max_rows: int,
+        store: AheadStore,
+        layout: FeatureLayout | None,
+        drafters: Drafters,
+        depth: int,
     ) -> None:
         """Make empty tables. `depth`: largest number of tokens that a drafter drafts for a row."""
         self.target, vocab_size = target, target.options.vocab_size
         self.noise = NoiseWindow(max_rows, vocab_size, depth, target.device)
-        self.sampling, self.ahead, self.window = SamplingTable(target.device), _Chains(vocab_size), None
+        self.sampling, self.ahead, self.window = SamplingTable(target.device), LookAhead(store, vocab_size), None
         if layout:
             self.window = FeatureWindow(layout, target.options.hidden_size, target.dtype, target.device)
         windows = [self.window] if self.window else []
@@ -134,8 +139,8 @@ class RowTables:
 
 class Drafting:
     """Drafters and tuner of a vLLM. It follows the rows of vLLM's batch. `speculation` names the drafters. `layer`
-    replaces the learned drafter that it names. `widest`: largest number of draft tokens of a row. If `collects`, hidden
-    states are training data of the learned drafter."""
+    replaces the learned drafter that it names. `widest`: largest number of draft tokens of a row. `store` has old
+    responses, which are drafts. If `collects`, hidden states are training data of the learned drafter."""
 
     def __init__(
         self,
@@ -143,22 +148,25 @@ class Drafting:
         target: Ends,
         max_rows: int,
         widest: int,
+        store: AheadStore | None = None,
         layer: EagleLayer | None = None,
         collects: bool = False,
     ) -> None:
-        made, self._layout = make_drafters(speculation, target, layer)
-        if self._layout and self._layout.taps:
+        self.store = AheadStore(0) if store is None else store
+        made, layout = make_drafters(speculation, target, layer, self.store)
+        if layout and layout.taps:
             raise DrafterError(
                 "vLLM returns no hidden states of inner layers, which kind eagle3 reads: use a drafter of kind eagle1"
             )
-        self.target, self._max_rows, self._collects = target, max_rows, collects
+        self.target, self._collects = target, collects
         self.tuner = make_tuner(speculation, target, made, widest)
         self.drafters = Drafters(made, None)
+        self._tables = partial(RowTables, target, max_rows, self.store, layout)
 
     def begin(self) -> None:
         """Start a rollout, without rows."""
         depth = max(arm.depth for arm in self.tuner.strategies)
-        self.rollout = RowTables(self.target, self.drafters, self._max_rows, depth, self._layout)
+        self.rollout = self._tables(self.drafters, depth)
         self.known: dict[str, DraftedRow] = {}  # rows of all requests, by vLLM's request id
         self._stats, self._harvests = RolloutStats(), list[Harvest]()
         give, window = self._harvests.append if self._collects else None, self.rollout.window
@@ -281,14 +289,3 @@ class Drafting:
         found = list(self._harvests)
         self._harvests.clear()
         return Decoded({row.key: (row.decoded, row.proposed) for row in gone}, stats, found)
-
-
-class _Chains(LookAhead):
-    """Look-ahead drafts that came with the requests."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(AheadStore(0), vocab_size)
-
-    def append(self, row: Row, kept: int) -> None:
-        chains = row.chains if isinstance(row, DraftedRow) else ()
-        self._pointers.append(Pointer(chains, row.tokens) if chains else None)

@@ -12,8 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
-
 from tlt.config import EngineConfig, SpeculationConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.eagle import EagleLayer
@@ -59,7 +57,8 @@ class VllmEngine(Generates):
         self.drafting: Drafting | None = None
         if target.drafts:
             asked = speculation or SpeculationConfig(drafter="off")
-            self.drafting = Drafting(asked, target.ends, config.max_rows, WIDEST, layer, on_harvest is not None)
+            ends, collects = target.ends, on_harvest is not None
+            self.drafting = Drafting(asked, ends, config.max_rows, WIDEST, self.store, layer, collects)
         self.tuner: Tuner = self.drafting.tuner if self.drafting else Fixed(PLAIN)
         self.stops = Stops(detokenize)
         self.waiting: deque[Row] = deque()
@@ -195,8 +194,9 @@ class VllmEngine(Generates):
         while line and len(self._live) < slots:
             row = line.popleft()
             draw, stops = Draw.of_row(self.target.next_key(), row), row.request.sampling.stop_token_ids
-            known = _chains(self.store, row, self.target.options.vocab_size) if self.drafting else ()
-            self._live[self.target.add(list(row.context), draw, row.room, stops, known)] = row
+            if self.target.parallel:  # its drafting is in other processes
+                self.target.llm.collective_rpc("tlt_drafts", args=(self.store.group(row.request),))
+            self._live[self.target.add(list(row.context), draw, row.room, stops)] = row
 
     def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
         """Append new tokens to a row until it stops, and return their number. If it stops, put the reason into
@@ -255,15 +255,3 @@ class VllmEngine(Generates):
             for item in decoded.harvests:
                 assert self.on_harvest, "training data were not asked for"
                 self.on_harvest(item)
-
-
-def _chains(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
-    """Return the look-ahead drafts of a row's request and of the other requests in its group, each as int32 bytes. The
-    draft of the request itself comes first.
-
-    The list is empty if the request itself has no draft, or if a token is outside the vocabulary.
-    """
-    group = store.group(row.request)
-    known = bool(group) and group[0].seed == row.request.seed
-    sound = known and all(ahead.is_valid(vocab_size) for ahead in group)
-    return [ahead.tokens.astype(np.int32).tobytes() for ahead in group] if sound else []

@@ -10,7 +10,7 @@ This module does not import vLLM. Shapes: R rows of logits, S slots, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from tlt.types import Row
 
 KEY = "tlt"
 """key of tlt's entry in vLLM's `SamplingParams.extra_args`"""
-CHAINS = "chains"
 _LEAST_TOKENS = 256  # initial size of the log-prob buffer, in tokens of a response
 
 
@@ -72,16 +71,15 @@ class Draw:
             ahead=row.ahead,
         )
 
-    def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
-        """Return the value for `SamplingParams.extra_args`. `chains` are look-ahead drafts as int32 bytes: that of the
-        request itself, then those of the other requests in its group."""
-        return {KEY: asdict(self) | {CHAINS: list(chains)}}
+    def as_extra(self) -> dict[str, Any]:
+        """Return the value for `SamplingParams.extra_args`."""
+        return {KEY: asdict(self)}
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> Draw | None:
         """Return the `Draw` in a request's `extra_args`; None if they have none. Raises ValueError for invalid
         fields."""
-        given = {name: value for name, value in ((extra or {}).get(KEY) or {}).items() if name != CHAINS}
+        given = (extra or {}).get(KEY)
         if not given:
             return None
         try:

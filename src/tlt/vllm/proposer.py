@@ -10,12 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from tlt.types import Prompt, Reply, Request, SamplingParams
 from tlt.vllm.drafting import DraftedRow, Drafting, Passed
-from tlt.vllm.noise import CHAINS, KEY, Draw
+from tlt.vllm.noise import Draw
 
 
 class Proposer:
@@ -87,8 +86,7 @@ def drafted_row(name: str, request: Any, draw: Draw) -> DraftedRow:
         stop_token_ids=tuple(params.stop_token_ids or ()),
     )
     asked = Request(Prompt(draw.prompt_id, "", prompt), draw.index, draw.epoch, draw.seed, sampling)
-    chains = [np.frombuffer(chain, dtype=np.int32) for chain in (params.extra_args or {})[KEY].get(CHAINS) or ()]
-    row = DraftedRow(asked, list(had), ahead=draw.ahead, name=name, key=draw.key, chains=chains)
+    row = DraftedRow(asked, list(had), ahead=draw.ahead, name=name, key=draw.key)
     if draw.turn:  # hidden states of earlier turns are not training data
         row.replies, row.harvested = [Reply(0, draw.turn, "")], len(prompt) + draw.turn - 1
     return row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,17 +96,9 @@ class VllmTarget:
     def next_key(self) -> int:
         return next(self._keys)
 
-    def add(
-        self,
-        tokens: list[int],
-        draw: Draw,
-        most_tokens: int,
-        stops: tuple[int, ...] = (),
-        chains: Sequence[bytes] = (),
-    ) -> str:
+    def add(self, tokens: list[int], draw: Draw, most_tokens: int, stops: tuple[int, ...] = ()) -> str:
         """Add a request that continues these tokens, and return its vLLM request id. The request ends after
-        `most_tokens` new tokens, or at a token id in `stops`. `chains` are look-ahead drafts, see
-        `Draw.as_extra`."""
+        `most_tokens` new tokens, or at a token id in `stops`."""
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
@@ -118,7 +110,7 @@ class VllmTarget:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=draw.as_extra(chains),
+            extra_args=draw.as_extra(),
         )
         name = str(draw.key)
         self.llm.add_request(name, {"prompt_token_ids": tokens}, params)

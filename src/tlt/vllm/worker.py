@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from tlt.draft.ahead import Ahead
 from tlt.vllm.drafting import Decoded, Drafting
 from tlt.vllm.noise import NoiseTable
 from tlt.vllm.runner_v1 import NoisySampling
@@ -35,6 +36,11 @@ class WorkerExtension:
         if drafting:
             drafting.begin()
             self.model_runner.drafter.drafting = self._tlt_drafting
+
+    def tlt_drafts(self, found: Sequence[Ahead]) -> None:
+        """Store old responses to a prompt."""
+        if self._tlt_drafting:
+            self._tlt_drafting.store.put(found)
 
     def tlt_take(self, wanted: Mapping[int, tuple[int, int]]) -> tuple[dict[int, list[list[float]]], Decoded | None]:
         """Return the log-probs of requests (`NoiseTable.take`), and what their passes gave."""
