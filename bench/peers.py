@@ -70,8 +70,8 @@ def main() -> None:
 def run(name: str, recipe: str, steps: int, tokens: int) -> dict[str, Any]:
     from tlt.config import load_config
 
-    bounds = ["--rollout.max_new_tokens", str(tokens), "--train.steps", str(steps), "--run.trackers", "[]"]
-    config = load_config(recipe, bounds)
+    bounds = {"rollout.max_new_tokens": tokens, "train.steps": steps, "run.trackers": "[]", "eval.every": 0}
+    config = load_config(recipe, [f"--{name}={value}" for name, value in bounds.items()])
     options = dict(CONTENDERS[name])
     for field in ("alone", "speculation"):
         if options.get(field) == LEARNED:
@@ -187,7 +187,7 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
             steps.append(time.perf_counter() - self.began)
 
     trainer = GRPOTrainer(
-        model=config.model.path,
+        model=trl_model(config, tokenizer),
         reward_funcs=score,
         args=GRPOConfig(**grpo_settings(config, folder, batching)),
         train_dataset=Dataset.from_list([{"prompt": text, "row": i} for i, text in enumerate(texts)]),
@@ -206,6 +206,25 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
         "accept_length": [round(log.get("tlt/accept_length", 1.0), 2) for log in logs],
         "policy_sha256": sha256(trainer.model.state_dict()),
     }
+
+
+def trl_model(config: Any, tokenizer: Any) -> Any:
+    """The recipe's model in the recipe's format. Tokens that contain a stop string end a response, because TRL knows
+    no stop strings. Raises ValueError if a stop string is not one token."""
+    from transformers import AutoModelForCausalLM
+
+    from tlt.data.sampling_params import stop_token_ids
+    from tlt.models.device import torch_dtype
+
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch_dtype(config.model))
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    ends = set(stop_token_ids(config.model.path, tokenizer))
+    for stop in config.rollout.stop_strings:
+        if stop not in texts.values():
+            raise ValueError(f"rollout.stop_strings: {stop!r} is not one token, and TRL ends a response at a token")
+        ends |= {token for token, text in texts.items() if stop in text}
+    model.generation_config.eos_token_id = sorted(ends)
+    return model
 
 
 def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
@@ -233,7 +252,6 @@ def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
         "bf16": False,
         "gradient_checkpointing": False,
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": "float32"},
     }
     if batching:  # the default cache would take most of the memory
         settings["use_transformers_continuous_batching"] = True
