@@ -87,6 +87,8 @@ class Bench:
             "ratios": [],
             "cpu_ratios": [],
             "accept_lengths": [],
+            "strategies": [],
+            "plain_seconds": [],
         }
         self.tree["rows"].append(row)
         for repeat in range(rollouts + 1):
@@ -101,7 +103,8 @@ class Bench:
                 row["cpu_ratios"].append(found[plain][2] / found[ours][2])
                 row["accept_lengths"].append(ours.stats.accept_length)
                 row["ratio"], row["lowest"] = statistics.median(row["ratios"]), min(row["ratios"])
-                row["strategies"], row["plain_seconds"] = ours.stats.strategies, found[plain][1]
+                row["strategies"].append(ours.stats.strategies)
+                row["plain_seconds"].append(found[plain][1])
             if self.file:
                 write_json(self.file, self.tree)
 

@@ -142,6 +142,7 @@ class RunnerV1(Runner):
         super().__init__(target, slots, seed)
         self.device, self.max_num_reqs = CPU, slots
         self.requests: dict[str, Any] = {}
+        self.verifies = False  # whether vLLM's last call sampled by its verification of drafts
         self.input_batch = SimpleNamespace(req_ids=[])
         self.drafter: Any = None
 
@@ -162,6 +163,7 @@ class RunnerV1(Runner):
         return super().remove(name)
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> torch.Tensor:
+        self.verifies = spec_decode_metadata is not None
         return logits
 
     def sample(self, names: list[str], drafts: list[list[int]], logits: torch.Tensor, contexts: Any) -> torch.Tensor:
@@ -176,7 +178,7 @@ class RunnerV1(Runner):
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
         self.query_start_loc = SimpleNamespace(gpu=starts, np=starts.numpy())
         metadata = None
-        if any(drafts):
+        if any(drafts) or self.drafter:
             counts = [len(draft) for draft in drafts]
             of = [end - count - 1 + i for end, count in zip(ends, counts, strict=True) for i in range(count + 1)]
             metadata = SimpleNamespace(num_draft_tokens=counts, logits_indices=torch.stack(of))

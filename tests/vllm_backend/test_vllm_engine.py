@@ -292,6 +292,22 @@ def test_a_perfect_drafter_is_always_right(started: Any, tmp_path: Path) -> None
     assert engine.stats.accepted == engine.stats.drafted > 2 * engine.stats.draft_passes
 
 
+def test_plain_passes_are_not_verified(started: Any, tmp_path: Path) -> None:
+    """vLLM gives its runner counts of draft tokens in every pass if it was started with a drafter."""
+    engine, own, asked = engines(tmp_path, 3, "adaptive")
+    assert engine.drafting
+    runner, found = started[-1].runner, list[tuple[bool, bool]]()
+    engine.drafting.tuner = Fixed(PLAIN._replace(ahead=16))
+    engine.start(asked)
+    engine.store.put([Ahead.of(response, 0) for response in decode(own, asked).values()])
+    while engine.busy:
+        drafts = any(started[-1].drafts_of.values())
+        engine.round()
+        found.append((drafts, runner.verifies))
+    assert {verifies for drafts, verifies in found if drafts} == {True}
+    assert {verifies for drafts, verifies in found if not drafts} == {False}
+
+
 def test_the_tuner_learns_from_passes_without_a_prefill(started: Any, tmp_path: Path) -> None:
     engine, _, asked, _ = drafted(tmp_path)
     assert engine.drafting

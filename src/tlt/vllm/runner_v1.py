@@ -38,10 +38,13 @@ class NoisySampling:
             drafter.attach(runner)
 
     def __call__(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        drafts = spec_decode_metadata
+        if drafts is not None and not any(drafts.num_draft_tokens):
+            drafts = None  # vLLM's sampler takes less time than its verification of drafts
         if logits is not None:
             logits = _widened(logits)
-            self.table.apply(logits, *self._rows(spec_decode_metadata), self._noise(spec_decode_metadata))
-        return self._sample(logits, spec_decode_metadata)
+            self.table.apply(logits, *self._rows(drafts), self._noise(drafts))
+        return self._sample(logits, drafts)
 
     def _rows(self, drafts: Any) -> tuple[Tensor, Tensor]:
         """Return the slot and the input position of each row of logits, both [R]. Each request has a row for its last
