@@ -9,10 +9,12 @@ export HF_HUB_OFFLINE := 1
 .PHONY: all demo real test test-slow vllm test-vllm trl test-trl tf4 test-tf4 test-kernels families mutants lint clean
 all: $(STAMP)
 
-# torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
+# What pip installs first. For another CUDA (docs/gpu.md): TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+TORCH ?= torch==2.13.0
+
 $(USER_STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,cluster,tensorboard]'
 	touch $@
 

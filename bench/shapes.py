@@ -24,15 +24,20 @@ def _sizes(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab
     }
 
 
+def _qwen3(hidden: int, wide: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    sizes = _sizes(hidden, wide, layers, heads, 8, 151_936)
+    return {"model_type": "qwen3", **sizes, "head_dim": 128, "tie_word_embeddings": tied}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {"model_type": "llama", **_sizes(576, 1536, 30, 9, 3, 49_152), "tie_word_embeddings": True},
     "1.5b": {"model_type": "qwen2", **_sizes(1536, 8960, 28, 12, 2, 151_936), "tie_word_embeddings": True},
     "3b": {"model_type": "qwen2", **_sizes(2048, 11_008, 36, 16, 2, 151_936), "tie_word_embeddings": True},
     "7b": {"model_type": "qwen2", **_sizes(3584, 18_944, 28, 28, 4, 152_064), "tie_word_embeddings": False},
-    "qwen3-0.6b": {
-        **{"model_type": "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936)},
-        **{"head_dim": 128, "tie_word_embeddings": True},
-    },
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
     "gemma3-1b": {
         **{"model_type": "gemma3_text", **_sizes(1152, 6912, 26, 4, 1, 262_144)},
         **{"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512},

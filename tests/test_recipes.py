@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ def test_a_recipe_is_short_and_runs(recipe: Path, model: Path, tmp_path: Path, m
     small = ("train.steps", "rollout.prompts_per_step", "rollout.group_size", "eval.size", "eval.samples")
     overrides: dict[str, Any] = dict.fromkeys(small, 2) | {"rollout.max_new_tokens": 6}
     overrides |= {"model.path": model, "run.folder": tmp_path / "run"}
-    if recipe.stem == "smollm2":  # the tiny model has no chat template
-        overrides["data.chat"] = "false"
+    if "\nchat = true" in recipe.read_text(encoding="utf-8"):  # the tiny model has no chat template
+        overrides["model.path"] = shutil.copytree(model, tmp_path / "model")
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if enable_thinking else '' }}"
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
     if "-drafter" in recipe.read_text(encoding="utf-8"):  # made for another model
         options = eagle_options(decoder_options(read_config(model)), "eagle3", window=16)
         save_drafter(EagleLayer(options), tmp_path / "drafter")

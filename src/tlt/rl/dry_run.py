@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from tlt.rl.early import most_early_gradients, most_responses
 from tlt.rl.logprobs import LOGITS_MB, last_hidden
 from tlt.rl.policy import Policy
 from tlt.rl.shards import Shard
+from tlt.rl.trained_model import trained_parameters
 from tlt.types import TrainBatch
 
 _SHORT = 32  # tokens of the shorter of the two passes whose memory is measured
@@ -72,7 +73,7 @@ def memory_needed(policy: Policy, config: Config, longest_prompt: int) -> Need:
         layers = max(1, len(checkpointable_layers(model)))
         activations = activations / layers + layers * model.config.hidden_size * width * tokens
     logits = min(tokens * model.config.vocab_size * width, LOGITS_MB * 2**20)
-    return Need(_copies(policy, config) * _trained_bytes(policy), activations, _LOGITS * logits)
+    return Need(_copies(policy, config) * own_bytes(trained_parameters(policy.model)), activations, _LOGITS * logits)
 
 
 def _tokens(config: Config, longest_prompt: int) -> tuple[int, int]:
@@ -91,9 +92,8 @@ def _copies(policy: Policy, config: Config) -> int:
     return 6 + most_early_gradients(config) if keeps else 3
 
 
-def _trained_bytes(policy: Policy) -> int:
-    """Return the size in bytes of the trained parameters. For a sharded policy, only this member's shards count."""
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+def own_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the size of parameters in bytes. If they are sharded, only this member's shards count."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
 
@@ -109,15 +109,15 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        found[storage._cdata] = storage.nbytes()
         return tensor
 
     ids = torch.arange(tokens, device=policy.device) % policy.model.config.vocab_size
     with saved_tensors_hooks(note, lambda tensor: tensor):
         hidden = last_hidden(policy.model, ids, policy.autocast)
-    weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
-    total = sum(size for place, size in found.items() if place not in weights)
-    del hidden  # `hidden` kept all saved tensors alive until here, so that no two had the same address
+    weights = {parameter.untyped_storage()._cdata for parameter in policy.model.parameters()}
+    total = sum(size for storage, size in found.items() if storage not in weights)
+    del hidden  # `hidden` kept all saved tensors alive until here, so that no two storages had the same address
     return total
 
 
@@ -133,7 +133,7 @@ def _measured(policy: Policy, config: Config, longest_prompt: int) -> float:
     micro = packer.pack(batch, [[i] for i in range(count)])
     gradients = policy.gradients
     try:
-        moments = torch.empty(2 * _trained_bytes(policy), dtype=torch.uint8, device=policy.device)
+        moments = torch.empty(2 * own_bytes(trained_parameters(policy.model)), dtype=torch.uint8, device=policy.device)
         before = torch.cuda.memory_allocated()
         if policy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

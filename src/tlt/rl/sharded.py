@@ -78,7 +78,7 @@ class ShardedPolicy(Policy):
         assert dist.group.WORLD, "sharding needs a process group"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         for model in [self.model, *([self.reference] if self.reference else [])]:
-            _shard_layers(model, mesh)
+            shard_layers(model, mesh)
             model.to(self.device)
         self.optimizer = self._make_optimizer()
 
@@ -187,7 +187,8 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def _shard_layers(model: Any, mesh: DeviceMesh) -> None:
+def shard_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Shard the parameters of a model's decoder layers over the members of the mesh, in place."""
     layers = checkpointable_layers(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
