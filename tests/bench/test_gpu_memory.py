@@ -58,7 +58,7 @@ def test_the_part_of_a_member_is_its_shard() -> None:
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("gpu_24gb", 24), ("gpu_80gb", 79)])
 def test_a_recipe_leaves_room_for_a_fourth_of_its_rows(name: str, gigabytes: int) -> None:
-    """The update fits. With weights and moments in memory, the cache has room for the longest responses of many rows."""
+    """The update fits. With weights and moments in memory, the cache has room for long responses."""
     config = recipe(name)
     memory = gpu_memory.memory_of("qwen3-1.7b", config)
     assert memory.total / 2**30 + CUDA < gigabytes
