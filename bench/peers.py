@@ -2,38 +2,44 @@
 threads.
 
     .venv-trl/bin/python bench/peers.py [RECIPE] --json FILE [--only "NAME;NAME"] [--steps 3] [--tokens 512] [--runs 1]
+        [--section.key value ...]
 
 Each contender is a process of its own, and they run in turn. Results that are in the file already stay, so that
 contenders can be run one at a time. A step is generation, rewards and update, in wall-clock time. TRL is in the
-environment of `make trl`, which also needs `pip install -e '.[tasks]'`.
+environment of `make trl`, which also needs `pip install -e '.[tasks]'`. Contenders with vLLM run in the environment of
+`make vllm`. vLLM's build for CPUs does not run `TRL, vLLM`, because TRL cannot load weights into it.
 
 TRL's own sampling draws other responses than tlt, and other lengths take other times. So `TRL, generate, tlt's tokens`
 has transformers generate the very responses of `TRL with tlt, off`: each forward pass and each draw is done, and then
 the drawn token is replaced. That contender and all of TRL with tlt do the same work, which the sha256 of the weights
-shows.
+shows. Where tlt decodes in TRL, `responses_sha256` is of the token ids of all responses.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 LEARNED = {"drafter": "adaptive"}  # with the drafter of the recipe
 CONTENDERS: dict[str, dict[str, Any]] = {
     "TRL, generate": {},
-    "TRL, continuous batching": {"batching": True},
+    "TRL, continuous batching": {"decoder": "batching"},
     "TRL, generate, tlt's tokens": {"speculation": {"drafter": "off"}, "generated": True},
     "TRL with tlt, off": {"speculation": {"drafter": "off"}},
     "TRL with tlt, suffix": {"speculation": {"drafter": "suffix"}},
     "TRL with tlt, adaptive": {"speculation": LEARNED},
+    "TRL, vLLM": {"decoder": "vllm"},
+    "TRL with tlt in vLLM, off": {"decoder": "vllm", "speculation": {"drafter": "off"}},
+    "TRL with tlt in vLLM, adaptive": {"decoder": "vllm", "speculation": LEARNED},
     "tlt, suffix": {"alone": {"drafter": "suffix"}},
     "tlt, adaptive": {"alone": LEARNED},
 }
@@ -48,9 +54,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--runs", type=int, default=1, help="of each contender, all in turn")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments, overrides = parser.parse_known_args()
     if arguments.one:
-        print(json.dumps(run(arguments.one, arguments.recipe, arguments.steps, arguments.tokens)))
+        print(json.dumps(run(arguments.one, arguments.recipe, arguments.steps, arguments.tokens, overrides)))
         return
     from tlt.metrics import provenance, write_json
 
@@ -58,20 +64,20 @@ def main() -> None:
     found = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"contenders": {}}
     for name in names * arguments.runs:
         command = [sys.executable, __file__, arguments.recipe, "--json", str(arguments.json), "--one", name]
-        command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
+        command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens), *overrides]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         measured = json.loads(done.stdout.splitlines()[-1])
         found["contenders"].setdefault(name, []).append(measured)
-        settings = {"recipe": arguments.recipe, "tokens": arguments.tokens}
+        settings = {"recipe": arguments.recipe, "tokens": arguments.tokens, "overrides": overrides}
         write_json(arguments.json, {**provenance(), **settings, "contenders": found["contenders"]})
         print(f"{name}: {', '.join(f'{s:.1f}' for s in measured['seconds'])} s a step, reward {measured['reward']}")
 
 
-def run(name: str, recipe: str, steps: int, tokens: int) -> dict[str, Any]:
+def run(name: str, recipe: str, steps: int, tokens: int, overrides: Sequence[str]) -> dict[str, Any]:
     from tlt.config import load_config
 
     bounds = {"rollout.max_new_tokens": tokens, "train.steps": steps, "run.trackers": "[]", "eval.every": 0}
-    config = load_config(recipe, [f"--{name}={value}" for name, value in bounds.items()])
+    config = load_config(recipe, [f"--{name}={value}" for name, value in bounds.items()] + [*overrides])
     options = dict(CONTENDERS[name])
     for field in ("alone", "speculation"):
         if options.get(field) == LEARNED:
@@ -148,22 +154,25 @@ class Recorder:
 def in_trl(
     config: Any,
     folder: str,
-    batching: bool = False,
+    decoder: str = "generate",
     speculation: dict[str, Any] | None = None,
     generated: bool = False,
 ) -> dict[str, Any]:
     from tlt.integrations.trl import Rollout
 
     rollout = Recorder(Rollout(speculation, {"max_rows": config.engine.max_rows})) if speculation else None
-    measured = trl_steps(config, folder, batching, rollout)
+    measured = trl_steps(config, folder, decoder, rollout)
     if generated:
         assert rollout
-        expected, measured = measured, trl_steps(config, folder, batching, Generate(rollout.answers))
+        expected, measured = measured, trl_steps(config, folder, decoder, Generate(rollout.answers))
         assert measured["policy_sha256"] == expected["policy_sha256"], "the same responses lead to the same weights"
+    if rollout:
+        said = [answer["completion_ids"] for answer in rollout.answers]
+        measured["responses_sha256"] = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return measured
 
 
-def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[str, Any]:
+def trl_steps(config: Any, folder: str, decoder: str, rollout: Any) -> dict[str, Any]:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
@@ -189,7 +198,7 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
     trainer = GRPOTrainer(
         model=trl_model(config, tokenizer),
         reward_funcs=score,
-        args=GRPOConfig(**grpo_settings(config, folder, batching)),
+        args=GRPOConfig(**grpo_settings(config, folder, decoder)),
         train_dataset=Dataset.from_list([{"prompt": text, "row": i} for i, text in enumerate(texts)]),
         callbacks=[Clock()],
         rollout_func=rollout,
@@ -227,8 +236,9 @@ def trl_model(config: Any, tokenizer: Any) -> Any:
     return model
 
 
-def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
-    """Settings for one generation of the recipe's size, and one optimizer step on it."""
+def grpo_settings(config: Any, folder: str, decoder: str) -> dict[str, Any]:
+    """Settings for one generation of the recipe's size, and one optimizer step on it. `decoder`: generate, batching or
+    vllm."""
     rollout, train = config.rollout, config.train
     size, parts = rollout.prompts_per_step * rollout.group_size, 4
     settings: dict[str, Any] = {
@@ -253,10 +263,13 @@ def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "disable_tqdm": True,
     }
-    if batching:  # the default cache would take most of the memory
+    if decoder == "batching":  # the default cache would take most of the memory
         settings["use_transformers_continuous_batching"] = True
         cache = {"num_blocks": 4 * size, "max_batch_tokens": 2048}
         settings["transformers_continuous_batching_config"] = cache
+    if decoder == "vllm":
+        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
     return settings
 
 
