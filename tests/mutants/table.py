@@ -510,7 +510,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Schedule.evaluated", "operand", 4, "Training rests when its candidates gain little."),
     ],
     ("cluster.idle", "cluster/test_coordinator.py"): [
-        ("IdleWork.start", "operand", 3, "The only idle worker also looks ahead."),
+        ("IdleWork.start", "operand", 5, "The only idle worker also looks ahead."),
+    ],
+    ("cluster.crowding", "cluster/test_crowding.py"): [
+        ("Crowding.decoded", "operand", 3, "Idle work rests only if it ran while others waited for a core."),
+        ("Crowding.decoded", "negate", 2, "Idle work rests if it takes cores from workers that decode."),
     ],
     ("spot.rounds", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),

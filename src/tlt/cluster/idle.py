@@ -11,6 +11,7 @@ from tlt.build import history_tokens, steps_ahead
 from tlt.cluster.ahead import LookingAhead
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.calls import BREAKABLE
+from tlt.cluster.crowding import Crowding
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early import METHOD as EARLY_UPDATE
 from tlt.cluster.early import EarlyUpdate
@@ -41,14 +42,16 @@ class IdleWork:
         self.early = EarlyUpdate(supervisor, config.train)
         self.looks_ahead = steps_ahead(speculation) > 0
         self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, history_tokens(speculation))
+        self.crowding, self._on_one_machine = Crowding(), config.cluster.address is None
         self.is_on = True
         """whether idle workers do anything"""
         self._trained_last: int | None = None  # worker whose training was the last idle work that was started
 
     def start(self, index: int) -> None:
         """Start the first possible kind of idle work on a worker without rows: early update, drafter training,
-        look-ahead. If it is the only idle worker, it trains and looks ahead in turns."""
-        if self.update_early(index):
+        look-ahead. If it is the only idle worker, it trains and looks ahead in turns. These two rest if they take cores
+        from workers that decode."""
+        if self.update_early(index) or self.crowding.rests:
             return
         idle = self.allocation.idle()
         looks_first = index == self._trained_last and len(idle) == 1
@@ -117,6 +120,9 @@ class IdleWork:
             self.ahead.call_ended(done.worker)
         elif done.method == "look_ahead":
             self.ahead.add_slice(done.worker, done.result)
+        elif done.method == "decode" and self._on_one_machine:
+            others_work = bool(self.supervisor.calls.workers_in(("look_ahead", *METHODS)))
+            self.crowding.decoded(done.result.seconds, done.result.waited, others_work)
         self.early.handle_result(done)
         self.training.handle_result(done)
 

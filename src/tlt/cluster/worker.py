@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tlt.build import open_engine, starting_drafter
+from tlt.cluster.crowding import CoreClock
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine, Target
@@ -63,6 +64,9 @@ class Slice(NamedTuple):
     """tokens that active and waiting rows gained since the previous slice, by seed"""
     drafts: Sequence[Ahead] = ()
     """look-ahead drafts that were decoded in free slots; they are returned when all rows have finished"""
+    seconds: float = 0.0
+    waited: float = 0.0
+    """seconds in which the decoding thread waited for a free core"""
 
 
 class Worker:
@@ -89,7 +93,7 @@ class Worker:
         if work.rollout != self._rollout:
             other.release()
         self._enter_rollout(work.rollout, work.drafts, engine)
-        began = time.perf_counter()
+        clock = CoreClock()
         if work.coming is not None:
             self._coming = work.coming if engine.tuner.free_rows(1) > 1 else ()
             engine.look_ahead(self._coming)
@@ -98,11 +102,11 @@ class Worker:
         responses: list[Response] = []
         while engine.busy:
             responses += engine.round()
-            if time.perf_counter() - began >= seconds:
+            if clock.seconds >= seconds:
                 break
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         drafts = [] if engine.busy else self._drafts_of(self._coming)
-        return Slice(responses, engine.stats, live, self._news(engine), drafts)
+        return Slice(responses, engine.stats, live, self._news(engine), drafts, clock.seconds, clock.waited)
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
