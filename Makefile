@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: all demo real test test-slow vllm test-vllm trl test-trl tf4 test-tf4 test-kernels families mutants lint clean
 all: $(STAMP)
 
-# What pip installs first. For another CUDA (docs/gpu.md): TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+# What pip installs first. For another CUDA (docs/gpu.md): TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
 
 $(USER_STAMP): pyproject.toml constraints.txt
