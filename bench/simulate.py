@@ -46,7 +46,7 @@ from tlt.cluster.remote import ClusterPolicy, ClusterRollout
 from tlt.cluster.supervisor import Supervisor
 from tlt.config import Config, load_config, parse_config
 from tlt.metrics import provenance, useful_share, write_json
-from tlt.rl.early import EarlyGroups, has_early_shards
+from tlt.rl.early import EarlyGroups, Wave, has_early_shards
 from tlt.rl.groups import make_batch
 from tlt.trace import seconds_by_state
 from tlt.types import Group, Prompt, Request, SamplingParams
@@ -140,7 +140,7 @@ class Simulation:
         if self.case.early and has_early_shards(self.config.train, self.config.cluster.workers):
             early = EarlyGroups(self.config, (), requests, True, lambda responses: True)
         listen = early.add_response if early else lambda response: None
-        responses, stats = self.rollout.generate(requests, listen, iter(self.requests[step + 1 :]), early)
+        responses, stats = self.rollout.generate(Wave(requests, listen, iter(self.requests[step + 1 :]), early))
         decoded = self.clock.now
         self.clock.now += self.profile.other
         self.rollout.release()

@@ -14,7 +14,7 @@ them. Decoding their prompts again would be on-policy, but it would cost up to h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from tlt.environments.episodes import SingleTurn, Turns
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.checks import Unrewarded, warn_if_alike, warn_if_all_masked
-from tlt.rl.early import EarlyGroups, has_early_shards
+from tlt.rl.early import EarlyGroups, Wave, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
 from tlt.rl.measure import episodes_of, measure
@@ -55,17 +55,8 @@ class Rollout(Protocol):
         """Load the policy's weights into the engine's target. `version` is the number of policy updates so far."""
         ...
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-        early: EarlyGroups | None = None,
-    ) -> tuple[list[Response], RolloutStats]:
-        """Decode all requests. Return the responses, in any order, and the counters of the rollout. `on_response` is
-        called for each response as soon as it ends. Idle workers may compute early shards of the update from the groups
-        in `early`. They may also decode look-ahead drafts for `coming`, which yields the list of requests of each
-        future step."""
+    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
+        """Decode all requests of the wave. Return the responses, in any order, and the counters of the rollout."""
         ...
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -230,13 +221,14 @@ def _decode(
             is_last = waves + 1 >= config.rollout.max_waves
             early = _early_groups(parts, config, [*parts.carried, *groups], requests, is_last)
             on_response = call_each(parts.reward.submit, watcher.response, *([early.add_response] if early else []))
-            responses, wave = parts.rollout.generate(requests, on_response, coming(parts, config, step + 1), early)
+            wave = Wave(requests, on_response, coming(parts, config, step + 1), early)
+            responses, counts = parts.rollout.generate(wave)
             refuse_responses(responses, step)
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
             decoded = _in_prompt_order(requests, responses)
             parts.reward([response for group in decoded for response in group.responses])
-        groups, stats, waves = groups + decoded, stats + wave, waves + 1
+        groups, stats, waves = groups + decoded, stats + counts, waves + 1
         compared.update(_compared(plain, responses))
         if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
             break

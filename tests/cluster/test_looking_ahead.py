@@ -22,6 +22,7 @@ from tlt.cluster.pool import Handle
 from tlt.cluster.supervisor import Done, Supervisor
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.draft.ahead import Ahead
+from tlt.rl.early import Wave
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -240,7 +241,7 @@ def watched_coordinator(folder: Path) -> tuple[Coordinator, Watched, list[tuple[
 
 
 def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Request]) -> RolloutStats:
-    responses, stats = coordinator.rollout(given, lambda response: None, iter(coming))
+    responses, stats = coordinator.rollout(Wave(given, lambda response: None, iter(coming)))
     assert sorted(r.request.seed for r in responses) == [r.seed for r in given]
     return stats
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 import pytest
 
 from tlt.config import parse_config
+from tlt.rl.early import Wave
 from tlt.run.evaluate import evaluate, is_solved, pass_at, summary_of
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
@@ -64,9 +64,9 @@ class Fake:
         self.shuffle = random.Random(shuffle)
         self.requests: list[Request] = []
 
-    def generate(self, requests: Sequence[Request], *rest: Any) -> tuple[list[Response], RolloutStats]:
-        self.requests += requests
-        responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in requests]
+    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
+        self.requests += wave.requests
+        responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in wave.requests]
         self.shuffle.shuffle(responses)
         return responses, RolloutStats()
 

@@ -22,7 +22,7 @@ Nobody waits for drafters and drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -35,7 +35,7 @@ from tlt.cluster.worker import DecodeWork
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.environments.episodes import SingleTurn, Turns
-from tlt.rl.early import EarlyGroups
+from tlt.rl.early import Wave
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, WorkerNow
 
@@ -81,20 +81,14 @@ class Coordinator:
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
-    def rollout(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-        early: EarlyGroups | None = None,
-    ) -> tuple[list[Response], RolloutStats]:
+    def rollout(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
         began, idle = time.monotonic(), self.idle
-        self._begin(len(requests))
-        idle.early.begin(early)
-        rows = self.turns.begin(requests)
-        idle.ahead.begin(coming if idle.looks_ahead and not self.turns.opens else ())
+        self._begin(len(wave.requests))
+        idle.early.begin(wave.early)
+        rows = self.turns.begin(wave.requests)
+        idle.ahead.begin(wave.coming if idle.looks_ahead and not self.turns.opens else ())
         self.allocation.queue.extend(idle.ahead.deal(rows, len(self.supervisor.present)))
-        responses = self._decode(on_response)
+        responses = self._decode(wave.on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
         stats = self._stats(responses)

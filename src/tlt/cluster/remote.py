@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tlt.cluster.worker import Worker
 from tlt.config import Config
 from tlt.engine.exactness import Exactness
 from tlt.environments.episodes import Turns
-from tlt.rl.early import EarlyGroups
+from tlt.rl.early import Wave
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
@@ -33,14 +33,8 @@ class ClusterRollout:
         """Load the weights of each worker's replica into its engine. `policy` is not used."""
         self.coordinator.sync(version)
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
-        early: EarlyGroups | None = None,
-    ) -> tuple[list[Response], RolloutStats]:
-        return self.coordinator.rollout(requests, on_response, coming, early)
+    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
+        return self.coordinator.rollout(wave)
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         return self.coordinator.generate_plain(requests, on_response)

@@ -11,7 +11,7 @@ in the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
@@ -263,3 +263,15 @@ class EarlyGroups:
         if not any(counts_early(train)(batch, i, train) for i in range(len(batch.response_ids))):
             return _Finished(True)
         return _Finished(True, alike, max(map(len, batch.response_ids)))
+
+
+class Wave(NamedTuple):
+    """Requests of a rollout, and work for idle workers meanwhile."""
+
+    requests: Sequence[Request]
+    on_response: Callable[[Response], None]
+    """function that is called with each response as soon as it ends"""
+    coming: Iterable[list[Request]] = ()
+    """requests of each future step, for which idle workers may decode look-ahead drafts"""
+    early: EarlyGroups | None = None
+    """groups from which idle workers may compute early shards of the update"""
