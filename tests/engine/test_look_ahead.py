@@ -330,7 +330,7 @@ def test_a_new_rollout_keeps_look_ahead_tokens_even_after_a_full_cache() -> None
     looking.look_ahead([request for request in requests() if request.sampling.max_new_tokens > 7])
     while not looking.stats.preemptions:
         looking.round()
-    out = [row for row in looking.rollout.scheduler.ahead if row.tokens]
+    out = [row for row in looking.rollout.scheduler.coming if row.tokens]
     active = [row for row in looking.rows if row.tokens]
     assert out
     assert active

@@ -192,7 +192,7 @@ def test_rows_of_the_rollout_leave_less_room_for_look_ahead_rows() -> None:
     assert len(scheduler.rows) == 4
     scheduler.look_ahead(ahead, most=3)
     assert sorted(row.request.seed for row in scheduler.rows) == [0, 1, 9]
-    assert [row.request.seed for row in scheduler.ahead] == [2]
+    assert [row.request.seed for row in scheduler.coming] == [2]
 
 
 def test_a_look_ahead_request_that_can_never_run_is_refused_before_any_row_leaves() -> None:

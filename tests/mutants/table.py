@@ -56,8 +56,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Scheduler.admit", "drop", 14, "Admission stops at the cache's bound."),
         ("Scheduler.admit", "operand", 23, "Rows have room to grow when a row is admitted."),
         ("Scheduler.admit", "operand", 14, "The number of rows never exceeds max_rows."),
-        ("Scheduler.withdraw", "operand", 1, "Withdrawing requests leaves look-ahead rows alone."),
         ("Scheduler.submit", "drop", 2, "A request that can never run is refused at once."),
+    ],
+    ("engine.rows", "engine/test_scheduler.py"): [
+        ("RowTable.own", "always", 0, "Withdrawing requests leaves look-ahead rows alone."),
     ],
     ("engine.placing", "engine/test_rows.py"): [
         ("place_new_rows", "operand", 1, "A prompt is reused only from the slot that holds it."),
@@ -94,7 +96,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("engine.engine", "engine/test_look_ahead.py"): [
         ("Engine._admit", "drop", 0, "A request of this step takes precedence over look-ahead."),
-        ("Engine._commit", "always", 1, "A look-ahead row is no response of this step."),
+        ("Engine._commit", "never", 0, "A look-ahead row is no response of this step."),
     ],
     ("engine.committing", "engine/test_look_ahead.py"): [
         ("commit_tokens", "operand", 1, "Look-ahead tokens do not count as a drafter's."),

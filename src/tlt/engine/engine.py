@@ -144,8 +144,8 @@ class Engine(Generates):
 
     def keep_ahead(self) -> None:
         """Store the tokens so far of all look-ahead rows as drafts."""
-        preempted = (r for r in self.rollout.scheduler.ahead if len(r.tokens) > self.store.length(r.request.seed))
-        for row in (*(row for row in self.rows if row.ahead), *preempted):
+        preempted = (r for r in self.rollout.scheduler.coming if len(r.tokens) > self.store.length(r.request.seed))
+        for row in (*self.rows.coming, *preempted):
             self.store.keep(row, self.rollout.version)
 
     def swap(self, drafter: Drafter) -> None:
@@ -161,7 +161,7 @@ class Engine(Generates):
     def _preempt_ahead(self) -> None:
         """Preempt all look-ahead rows, because rows of this rollout come first. Store their tokens so far as drafts."""
         self.keep_ahead()
-        self.rollout.scheduler.preempt_ahead()
+        self.rollout.scheduler.coming.extendleft(self.rows.remove_all(self.rows.coming))
 
     def plain_engine(self) -> Engine:
         """Return an engine for plain decoding with the same target. It shares nothing else with this one."""
@@ -175,12 +175,12 @@ class Engine(Generates):
     @property
     def busy(self) -> bool:
         """Whether the current rollout has unfinished requests."""
-        return bool(self.waiting) or not all(row.ahead for row in self.rows)
+        return bool(self.waiting or self.rows.own)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether look-ahead requests are unfinished."""
-        return bool(self.rollout.scheduler.ahead) or any(row.ahead for row in self.rows)
+        return bool(self.rollout.scheduler.coming or self.rows.coming)
 
     @property
     def rows(self) -> RowTable:
@@ -204,8 +204,7 @@ class Engine(Generates):
         assert not self._in_round, "the last round failed, so the key-value cache is incomplete: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._in_round = True
-        own = self.busy
-        clock = Clock(for_coming_steps=not own)
+        own, clock = self.busy, Clock()
         with clock.phase("prefill"):
             prefilled = self._admit()
         if prefilled:
@@ -232,23 +231,22 @@ class Engine(Generates):
         committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
         self.tuner.record(RoundResult(strategy, took, drafting, sampled.computed, committed, scored, proposed))
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
-        self._count(strategy, clock)
+        self._count(strategy, clock, own)
         self._in_round = False
         return responses
 
     def _admit(self) -> bool:
         """Admit waiting rows and prefill them. Return whether any were admitted."""
-        if self.waiting:
+        if own := bool(self.waiting):
             self._preempt_ahead()
-        admitted = self.rollout.scheduler.admit(self._most_with_ahead())
-        if admitted:
-            self.stats.prefill_tokens += place_and_prefill(admitted, self.rollout, self.cache)
+        if admitted := self.rollout.scheduler.admit(self._most_with_ahead()):
+            self.stats.prefill_tokens += own * place_and_prefill(admitted, self.rollout, self.cache)
         return bool(admitted)
 
     def _most_with_ahead(self) -> int:
         """Return the largest number of active rows, look-ahead rows included, at which look-ahead does not delay the
         rows of this rollout. If this rollout has no active row, return the limit for a short round."""
-        own = sum(not row.ahead for row in self.rows)
+        own = len(self.rows.own)
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
     def make_room(self, strategy: Strategy) -> bool:
@@ -277,15 +275,19 @@ class Engine(Generates):
 
     def _commit(self, now: Round, drafts: Sequence[Draft], sampled: Sampled) -> list[Response]:
         """Commit the accepted tokens. Return the finished responses. Save finished look-ahead rows as drafts."""
-        finished = commit_tokens(now, drafts, sampled, self.rollout, self.drafters, self.stops)
-        self.store.put([Ahead.of(row, self.rollout.version, ended=True) for row, _ in finished if row.ahead])
-        return [response_of(row, reason, self.detokenize) for row, reason in finished if not row.ahead]
+        responses: list[Response] = []
+        for row, reason in commit_tokens(now, drafts, sampled, self.rollout, self.drafters, self.stops):
+            if row.ahead:
+                self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
+            else:
+                responses.append(response_of(row, reason, self.detokenize))
+        return responses
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _count(self, strategy: Strategy, clock: Clock) -> None:
+    def _count(self, strategy: Strategy, clock: Clock, own: bool) -> None:
         stats = self.stats
-        if clock.for_coming_steps:
+        if not own:
             stats.seconds["ahead"] += sum(clock.seconds.values())
         else:
             stats.rounds += 1

@@ -24,7 +24,7 @@ class Placing(NamedTuple):
 
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Place the admitted rows. Prefill each prompt once, then copy its keys and values to the other rows of the group.
-    Return the number of prefilled tokens, without those of look-ahead rows."""
+    Return the number of prefilled tokens."""
     rows, window = rollout.rows, rollout.window
     kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
@@ -48,7 +48,7 @@ def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVC
 
 def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutState, cache: KVCache) -> int:
     """Place rows and prefill them. The keys and values of a row's first `known[id(row)]` tokens are restored from its
-    last turn instead. Return the number of prefilled tokens, without those of look-ahead rows."""
+    last turn instead. Return the number of prefilled tokens."""
     first = len(rollout.rows)
     for place, row in enumerate(fresh, start=first):
         rollout.rows.append(row)
@@ -59,7 +59,7 @@ def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutSta
         if not good:
             row.finite = False
             cache.wipe(place, row.kv_length)  # a prefill pads shorter rows, and the padding may not be finite
-    return sum(row.kv_length - known[id(row)] for row in fresh if not row.ahead)
+    return sum(row.kv_length - known[id(row)] for row in fresh)
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tlt.types import Row
@@ -40,6 +40,16 @@ class RowTable:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
 
+    @property
+    def own(self) -> list[Row]:
+        """Rows of this rollout."""
+        return [row for row in self._rows if not row.ahead]
+
+    @property
+    def coming(self) -> list[Row]:
+        """Look-ahead rows, which are rows of coming steps."""
+        return [row for row in self._rows if row.ahead]
+
     def append(self, row: Row, kept: int = 0) -> None:
         self._rows.append(row)
         for store in self._stores:
@@ -52,3 +62,8 @@ class RowTable:
         self._rows[place] = self._rows[last]
         self._rows.pop()
         return row
+
+    def remove_all(self, rows: Iterable[Row]) -> list[Row]:
+        """Remove these rows and return them, the one in the last place first."""
+        gone = set(map(id, rows))
+        return [self.remove(place) for place in reversed(range(len(self))) if id(self[place]) in gone]

@@ -1,4 +1,5 @@
-"""Queue of waiting rows, admission within the cache's limit, and preemption."""
+"""Queues of waiting rows, admission within the cache's limit, and preemption. Rows of coming steps have a lane of their
+own: they wait in their own queue, and are active only while no other row waits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _HEADROOM = 32  # tokens that each row must have room for before another row is 
 
 
 class Scheduler:
-    """Queue, admission and preemption of rows. `max_positions` is the longest sequence in tokens that the target
+    """Queues, admission and preemption of rows. `max_positions` is the longest sequence in tokens that the target
     supports. `new` is the maximum number of new tokens of a row in a round."""
 
     def __init__(
@@ -34,7 +35,7 @@ class Scheduler:
         self.max_rows, self.prefill_tokens, self.max_positions = config.max_rows, config.prefill_tokens, max_positions
         self.headroom = max(_HEADROOM, new)
         self.waiting: deque[Row] = deque()
-        self.ahead: deque[Row] = deque()  # look-ahead rows, admitted if no row waits
+        self.coming: deque[Row] = deque()  # look-ahead rows, admitted if no row waits
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """Queue requests, and `resumed`, which are unfinished rows of another engine. Raises ValueError for a request
@@ -51,20 +52,10 @@ class Scheduler:
         urgent. An active look-ahead row with an urgent seed continues, and the new row of this seed is not queued."""
         for row in rows.values():
             self._check(row.request)
-        live = set[int]()
-        urgent = set(islice(rows, max(0, most - sum(not row.ahead for row in self.rows))))
-        for place in reversed(range(len(self.rows))):
-            if (row := self.rows[place]).ahead and row.request.seed in urgent:
-                live.add(row.request.seed)
-            elif row.ahead:
-                self.rows.remove(place)
-        self.ahead = deque(row for seed, row in rows.items() if seed not in live)
-
-    def preempt_ahead(self) -> None:
-        """Preempt all look-ahead rows. They are the first look-ahead rows to be admitted again."""
-        for place in reversed(range(len(self.rows))):
-            if self.rows[place].ahead:
-                self.ahead.appendleft(self.rows.remove(place))
+        urgent = set(islice(rows, max(0, most - len(self.rows.own))))
+        self.rows.remove_all(row for row in self.rows.coming if row.request.seed not in urgent)
+        live = {row.request.seed for row in self.rows.coming}
+        self.coming = deque(row for seed, row in rows.items() if seed not in live)
 
     def _check(self, request: Request) -> None:
         refuse_impossible(request, self.max_positions, "the model supports", "lower rollout.max_new_tokens")
@@ -89,7 +80,7 @@ class Scheduler:
         """
         live = len(self.rows)
         admitted: list[Row] = []
-        line = self.waiting or self.ahead
+        line = self.waiting or self.coming
         if not self.waiting:
             most = min(self.max_rows, most_ahead)
             slots = min(most, live + _AHEAD_AT_ONCE)
@@ -97,7 +88,7 @@ class Scheduler:
                 return admitted
         elif (slots := self.max_rows) - live < min(len(line), slots // 8):
             return admitted
-        longest, room = self._longest(), self.prefill_tokens // _AHEAD_AT_ONCE if line is self.ahead else math.inf
+        longest, room = self._longest(), self.prefill_tokens // _AHEAD_AT_ONCE if line is self.coming else math.inf
         while line and live + len(admitted) < slots and (room >= line[0].kv_length or not admitted):
             room -= line[0].kv_length
             with_next = max(longest, line[0].kv_length)
@@ -111,14 +102,13 @@ class Scheduler:
 
     def make_room(self, new: int) -> int:
         """Reserve cache for `new` more tokens of every active row. If the cache's limit forbids that, preempt the
-        youngest rows and put them first in the queue. Return the number of preempted rows."""
-        left, longest = 0, self._longest()
-        while not self.cache.fits(len(self.rows), longest + new):
-            row = self.rows.remove(len(self.rows) - 1)
-            (self.ahead if row.ahead else self.waiting).appendleft(row)
-            left, longest = left + 1, self._longest()
-        self.cache.reserve(len(self.rows), longest + new)
-        return left
+        youngest rows and put them first in their queue. Then all active rows must be in one lane. Return the number of
+        preempted rows."""
+        before, line = len(self.rows), self.waiting if self.rows.own else self.coming
+        while not self.has_room(new):
+            line.appendleft(self.rows.remove(len(self.rows) - 1))
+        self.cache.reserve(len(self.rows), self._longest() + new)
+        return before - len(self.rows)
 
     def has_room(self, new: int) -> bool:
         """Return whether the cache has room for `new` more tokens of every active row."""
@@ -132,7 +122,4 @@ class Scheduler:
         rows are not removed."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
-        for place in reversed(range(len(self.rows))):
-            if self.rows[place].request.seed in seeds and not self.rows[place].ahead:
-                left.append(self.rows.remove(place))
-        return left
+        return left + self.rows.remove_all(row for row in self.rows.own if row.request.seed in seeds)

@@ -65,10 +65,9 @@ class Round:
 
 
 class Clock:
-    """Timer of the phases of a round, in seconds. `for_coming_steps`: whether the round has only look-ahead rows."""
+    """Timer of the phases of a round, in seconds."""
 
-    def __init__(self, for_coming_steps: bool) -> None:
-        self.for_coming_steps = for_coming_steps
+    def __init__(self) -> None:
         self.began = time.time()
         self.seconds: dict[str, float] = {}
 
