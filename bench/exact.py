@@ -33,8 +33,8 @@ from tlt.draft.drafter import Offer, Prefix, PrefixDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
-from tlt.models.choose import decoder_for
 from tlt.models.decoder import Decoder
+from tlt.models.loading import decoder_for
 from tlt.rl.batching import by_prompt, pack
 from tlt.rl.engine_forward import EngineForward, can_follow
 from tlt.rl.logprobs import token_logprobs

@@ -33,10 +33,10 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.tuner import Fixed
 from tlt.files import first_line
-from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import is_fused, read_config
 from tlt.models.hugging_face import empty_model, experts_in, load_model
+from tlt.models.loading import decoder_for, folder_weights
 from tlt.rl.lora import AdaptedPolicy, merged_state
 from tlt.rl.parallel import Alone
 from tlt.rl.parity import take_weights

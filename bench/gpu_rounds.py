@@ -36,7 +36,7 @@ from measuring import Results, bandwidth, counted_captures, counts, parser_of, p
 from shapes import SHAPES, RandomPolicy, random_target, shape_config, weights_read
 from update_cost import make_batch
 
-from tlt.attention import choose
+from tlt.attention import slots as attention_slots
 from tlt.attention.backend import HeadShape
 from tlt.config import EngineConfig, TrainConfig
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
@@ -45,8 +45,8 @@ from tlt.draft.strategy import LEARNED, PLAIN, Strategy
 from tlt.engine import runner
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.models.choose import decoder_for
 from tlt.models.decoder import Decoder
+from tlt.models.loading import decoder_for
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -234,7 +234,7 @@ def main(words: Sequence[str] | None = None) -> int:
     device, dtype = place(arguments)
     speed = arguments.bandwidth or bandwidth(device)
     if arguments.by_torch:
-        choose.has_kernels = runner.has_kernel = lambda _: False
+        attention_slots.has_kernels = runner.has_kernel = lambda _: False
     options = {name: getattr(arguments, name) for name in ("rounds", "warm", "by_torch")}
     results = Results(arguments.json, dtype=str(dtype), **options)
     results.tree["bandwidth"] = speed

@@ -13,8 +13,8 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.environments.tools import with_tools
 from tlt.loop import NoWatcher, one_step
-from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
+from tlt.models.loading import make_target
 from tlt.run.parts import make_parts
 from tlt.types import Request
 

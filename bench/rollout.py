@@ -31,11 +31,11 @@ from tlt.build import load_detokenizer, open_workplace, settled
 from tlt.config import Config, ConfigError, load_config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.calibration import Calibration
-from tlt.draft.choose import make_drafters
 from tlt.draft.strategy import PLAIN
-from tlt.engine.backend import make_tuner
 from tlt.engine.choice import strategies
+from tlt.engine.drafters import make_drafters
 from tlt.engine.engine import Engine
+from tlt.engine.own_backend import make_tuner
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder

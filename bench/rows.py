@@ -28,7 +28,7 @@ from shapes import SHAPES, random_target, shape_config
 from torch import Tensor
 
 from tlt.attention.backend import HeadShape
-from tlt.attention.choose import attention_for
+from tlt.attention.slots import attention_for
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Offer, Prefix, PrefixDrafter
 from tlt.draft.strategy import PLAIN, Strategy

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.models.choose import decoder_for
 from tlt.models.decoder import Decoder
+from tlt.models.loading import decoder_for
 from tlt.rl.policy import Policy
 
 

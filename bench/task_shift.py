@@ -29,7 +29,7 @@ from rich.console import Console
 from rollout import ratio
 from train import Mode, mode_config, run_in_turn
 
-from tlt.commands.drafting import train_drafter
+from tlt.commands.draft import train_drafter
 from tlt.config import Config, load_config, parse_config
 from tlt.metrics import provenance, write_json
 

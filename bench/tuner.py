@@ -35,7 +35,7 @@ _ENOUGH = 5  # least number of rounds with a number of rows, for a median
 def record(recipe: Path, out: Path, steps: int) -> None:
     from tlt.build import open_workplace
     from tlt.config import load_config
-    from tlt.draft.choose import make_drafters
+    from tlt.engine.drafters import make_drafters
     from tlt.engine.engine import Engine
     from tlt.sampling import make_requests
 

@@ -24,14 +24,14 @@ from tlt.build import load_detokenizer, open_target, open_workplace
 from tlt.config import Config, load_config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.metrics import provenance, write_json
-from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
+from tlt.models.loading import make_target
 from tlt.models.weights import read_safetensors
 from tlt.store.hub import from_hub
 from tlt.types import Request
-from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 from tlt.vllm.versions import vllm_version
+from tlt.vllm.vllm_engine import VllmEngine
 
 _SHORT = {"prompts_per_step": 2, "group_size": 4}  # steps between the two versions of the policy
 

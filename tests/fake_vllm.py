@@ -21,7 +21,7 @@ from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
 from tlt.verify.oracle import causal_hidden, last_logits
 from tlt.vllm.proposer import Proposer
-from tlt.vllm.worker import WorkerExtension
+from tlt.vllm.worker_extension import WorkerExtension
 
 CPU = torch.device("cpu")
 

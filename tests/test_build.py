@@ -13,10 +13,10 @@ from tlt.build import open_target, open_workplace, settled, starting_drafter, st
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
-from tlt.draft.choose import make_drafters
-from tlt.engine.backend import make_tuner
 from tlt.engine.choice import Adaptive
-from tlt.models.choose import make_target
+from tlt.engine.drafters import make_drafters
+from tlt.engine.own_backend import make_tuner
+from tlt.models.loading import make_target
 from tlt.models.model_folder import ModelError
 from tlt.run.about import about_model
 from tlt.run.parts import make_parts

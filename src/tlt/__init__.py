@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tlt.build import load_engine
-    from tlt.commands.drafting import train_drafter
+    from tlt.commands.draft import train_drafter
     from tlt.config import Config, load_config
     from tlt.engine.engine import Engine
     from tlt.environments.tools import Tools
-    from tlt.rl.choose import make_policy
     from tlt.rl.policy import Policy
+    from tlt.rl.sharded import make_policy
     from tlt.run.train import train
     from tlt.sampling import make_requests
     from tlt.types import Prompt, Request, Response, SamplingParams, TrainBatch
@@ -43,10 +43,10 @@ __all__ = [
 _HOMES = {
     "tlt.build": ("load_engine",),
     "tlt.config": ("Config", "load_config"),
-    "tlt.commands.drafting": ("train_drafter",),
+    "tlt.commands.draft": ("train_drafter",),
     "tlt.engine.engine": ("Engine",),
     "tlt.environments.tools": ("Tools",),
-    "tlt.rl.choose": ("make_policy",),
+    "tlt.rl.sharded": ("make_policy",),
     "tlt.rl.policy": ("Policy",),
     "tlt.run.train": ("train",),
     "tlt.sampling": ("make_requests",),

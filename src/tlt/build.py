@@ -19,10 +19,10 @@ from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import Harvest
 from tlt.engine.protocol import Backend, RolloutEngine, Target
 from tlt.environments.tools import with_tools
-from tlt.models.choose import load_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores
 from tlt.models.families import DecoderOptions, decoder_options, read_config
+from tlt.models.loading import load_target
 from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.store.checkpoint import policy_in

@@ -15,7 +15,7 @@ from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
 from tlt.commands.evaluation import add_eval
 from tlt.commands.options import GENERATES, OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
-from tlt.commands.train import add_train
+from tlt.commands.training import add_train
 from tlt.config import Config, ConfigError, EvalConfig, load_config, load_generation
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.files import refuse_to_overwrite
@@ -160,7 +160,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
         config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])
     config = _checked(config)
     with loading():
-        from tlt.commands.drafting import eval_drafter, train_drafter
+        from tlt.commands.draft import eval_drafter, train_drafter
 
     if arguments.seconds:
         train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)

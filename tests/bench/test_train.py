@@ -31,7 +31,7 @@ from tlt.cluster.sweeper import MARK, marked
 from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
-from tlt.models.choose import make_target
+from tlt.models.loading import make_target
 
 STEPS = 3
 REWARD = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}

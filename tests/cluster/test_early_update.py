@@ -15,7 +15,7 @@ from pools import Choose
 from test_coordinator import STEPS, train
 from test_coordinator import config_of as four_workers
 
-from tlt.cluster.early import METHOD, EarlyUpdate
+from tlt.cluster.early_update import METHOD, EarlyUpdate
 from tlt.cluster.run_worker import EarlySlice
 from tlt.cluster.supervisor import Done
 from tlt.config import Config, TrainConfig

@@ -22,8 +22,8 @@ from tlt.config import Config, DrafterTrainConfig
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
 from tlt.files import read_json
-from tlt.models.choose import make_target
 from tlt.models.families import decoder_options, read_config
+from tlt.models.loading import make_target
 from tlt.models.model_folder import ModelError
 from tlt.models.weights import read_safetensors
 from tlt.run.train import train

@@ -9,13 +9,13 @@ import torch
 from small import PROMPTS, Target, build, make_requests
 
 from tlt.config import SpeculationConfig
-from tlt.draft.choose import make_drafters
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.quantized import QuantizedDrafter
 from tlt.draft.strategy import Strategy
-from tlt.engine.backend import make_tuner
+from tlt.engine.drafters import make_drafters
 from tlt.engine.engine import Engine
+from tlt.engine.own_backend import make_tuner
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import SamplingParams

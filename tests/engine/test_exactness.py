@@ -17,9 +17,9 @@ from tlt.attention import slots
 from tlt.attention.key_counts import BLOCK
 from tlt.engine.exactness import ATTENTION, OTHER, PRODUCTS, Exactness, check_exactness
 from tlt.models import packed
-from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder, RMSNorm
 from tlt.models.families import read_config
+from tlt.models.loading import decoder_for, folder_weights
 from tlt.models.product import Product
 
 families = load_script(Path(__file__).parents[2] / "bench" / "families.py")

@@ -21,7 +21,7 @@ from tlt.draft.chains import Draft
 from tlt.draft.eagle import eagle_options
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine import drafting, noise
+from tlt.engine import drafts, noise_window
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, Response, SamplingParams
@@ -147,7 +147,7 @@ def test_a_chain_ends_where_the_response_must(strategy: Strategy, monkeypatch: p
 
 
 def test_a_short_noise_window_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_WINDOW_BYTES", 10_000)
+    monkeypatch.setattr(noise_window, "_WINDOW_BYTES", 10_000)
     looking = engine(filled())
     assert looking.rollout.noise.width < AHEAD.ahead
     check_tokens(decode(looking, requests()), expected())
@@ -415,13 +415,13 @@ def test_tokens_of_the_last_target_are_kept_as_its_own() -> None:
 
 
 def test_the_drafter_computes_only_rows_without_look_ahead_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms, chains = list[list[int]](), drafting.draft_chains
+    rooms, chains = list[list[int]](), drafts.draft_chains
 
     def watched(drafter: Any, roots: Any, *rest: Any) -> list[Draft]:
         rooms.append(roots.room.tolist())
         return chains(drafter, roots, *rest)
 
-    monkeypatch.setattr(drafting, "draft_chains", watched)
+    monkeypatch.setattr(drafts, "draft_chains", watched)
     store = filled()
     looking = engine(store, MIXED)
     looking.start(requests()[6:9])

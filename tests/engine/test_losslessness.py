@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 
-import tlt.engine.noise
+import tlt.engine.noise_window
 from tlt.draft.drafter import Drafter, Offer, Prefix, PrefixDrafter
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
@@ -45,7 +45,7 @@ def target(dtype: torch.dtype = torch.float64) -> Target:
 @pytest.fixture
 def narrow_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep noise of 4 positions, all that these responses need. The ring wraps around as it does in a long response."""
-    monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
+    monkeypatch.setattr(tlt.engine.noise_window, "_MAX_WINDOW", 4)
 
 
 SAMPLINGS = {

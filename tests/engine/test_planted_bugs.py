@@ -13,10 +13,10 @@ from small import ContextDrafter, Violation, build, decode
 from test_losslessness import SPECULATIVE, mixed_requests, target
 
 import tlt.engine.committing
-import tlt.engine.noise
+import tlt.engine.noise_window
 from tlt import sampling
 from tlt.engine.engine import Engine
-from tlt.engine.noise import DraftNoise
+from tlt.engine.noise_window import DraftNoise
 from tlt.engine.runner import Runner, Sampled
 from tlt.types import Row, SamplingParams
 
@@ -114,7 +114,7 @@ FINDS: dict[Callable[[], None], Callable[[Patch], None]] = {
 def test_each_check_passes_without_a_bug_and_finds_its_bug(check: Callable[[], None], monkeypatch: Patch) -> None:
     """Less noise is computed ahead than responses of four tokens use. The ledger, which would find most bugs before the
     checks do, is off."""
-    monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
+    monkeypatch.setattr(tlt.engine.noise_window, "_MAX_WINDOW", 4)
     monkeypatch.delenv("TLT_AUDIT")
     check()
     FINDS[check](monkeypatch)

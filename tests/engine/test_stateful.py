@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from small import Target
 
 import tlt.attention.slot_memory
-import tlt.engine.noise
+import tlt.engine.noise_window
 import tlt.engine.scheduler
 from tlt.attention.key_counts import BLOCK
 from tlt.config import EngineConfig
@@ -203,7 +203,7 @@ def small_steps() -> Any:
     patch = pytest.MonkeyPatch()
     patch.setattr(tlt.attention.slot_memory, "key_counts", lambda *key: tuple(range(8, BLOCK + 1, 8)))
     patch.setattr(tlt.engine.scheduler, "_HEADROOM", 4)
-    patch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
+    patch.setattr(tlt.engine.noise_window, "_MAX_WINDOW", 4)
     yield
     patch.undo()
 

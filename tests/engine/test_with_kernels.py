@@ -43,7 +43,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def choose_kernels(monkeypatch: pytest.MonkeyPatch, chosen: bool) -> None:
-    monkeypatch.setattr("tlt.attention.choose.has_kernels", lambda shape: chosen)
+    monkeypatch.setattr("tlt.attention.slots.has_kernels", lambda shape: chosen)
     monkeypatch.setattr("tlt.engine.runner.has_kernel", lambda device: chosen)
 
 

@@ -19,11 +19,11 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import families
 
-from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED, GenericDecoder, attend
 from tlt.models.hugging_face import as_in_files
+from tlt.models.loading import decoder_for, folder_weights
 from tlt.models.model_folder import ModelError
 from tlt.rl.parity import take_weights
 

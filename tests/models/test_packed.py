@@ -11,7 +11,7 @@ from tiny import load_script
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.models.choose import decoder_for
+from tlt.models.loading import decoder_for
 
 families = load_script(Path(__file__).parents[2] / "bench" / "families.py")
 TOKENS, LAST = 301, 16

@@ -66,7 +66,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("place_new_rows", "operand", 3, "A row that was begun is not replaced by its sibling's prompt."),
         ("place_and_prefill", "drop", 15, "A sibling gets a copy of its prompt's keys and values."),
     ],
-    ("engine.noise", "engine/test_noise.py"): [
+    ("engine.noise_window", "engine/test_noise_window.py"): [
         ("NoiseWindow.remove", "drop", 0, "A row that moves takes its noise along."),
         ("NoiseWindow.append", "drop", 4, "A greedy row has no noise."),
         ("NoiseWindow.prepare", "operand", 5, "The bonus token of a chain has noise."),
@@ -101,7 +101,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.committing", "engine/test_look_ahead.py"): [
         ("commit_tokens", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
     ],
-    ("engine.drafting", "engine/test_look_ahead.py"): [
+    ("engine.drafts", "engine/test_look_ahead.py"): [
         ("look_ahead_offers", "argument", 10, "A look-ahead draft ends where the response must end."),
     ],
     ("engine.harvest", "engine/test_look_ahead.py"): [
@@ -282,7 +282,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.parallel", "rl/test_shards.py"): [
         ("in_order", "unwrap", 0, "Shards are summed in their own order, not in that of their owners."),
     ],
-    ("cluster.early", "cluster/test_early_update.py"): [
+    ("cluster.early_update", "cluster/test_early_update.py"): [
         ("EarlyUpdate.handle_result", "drop", 1, "Another worker computes the early shards of a lost one."),
     ],
     ("integrations.trl_tools", "integrations/test_trl_tools.py"): [
@@ -304,10 +304,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("length_penalty", "opposite", 0, "The length penalty is at most 1."),
         ("_arguments", "unwrap", 0, "A function that changes its arguments changes no other score."),
     ],
-    ("rewards.scores", "rewards/test_pool.py"): [
+    ("rewards.scores", "rewards/test_score_pool.py"): [
         ("_users.scores", "drop", 8, "A batched reward returns one number for each response."),
     ],
-    ("rewards.pool", "rewards/test_pool.py"): [
+    ("rewards.score_pool", "rewards/test_score_pool.py"): [
         ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
         ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
         ("ScorePool._lose", "drop", 3, "Responses of a lost process return to the queue."),
@@ -443,7 +443,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("History.add", "element", 0, "Responses of an epoch replace those of the one before."),
         ("History.load", "swap", 3, "A restored response has its own seed."),
     ],
-    ("cluster.ahead", "cluster/test_looking_ahead.py"): [
+    ("cluster.coming", "cluster/test_coming.py"): [
         ("LookingAhead.drafts", "element", 0, "The last responses to a prompt are sent with its requests."),
         ("LookingAhead.end", "drop", 7, "The responses of a rollout are kept."),
     ],
@@ -504,7 +504,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("spot.unroll", "spot/test_trainer.py"): [
         ("_blocks", "compare", 1, "The attention window in training is that of inference."),
     ],
-    ("spot.losses", "spot/test_drafter_losses.py"): [
+    ("spot.drafter_losses", "spot/test_drafter_losses.py"): [
         ("draft_loss", "drop", 2, "A loss under way can be interrupted."),
     ],
     ("spot.schedule", "spot/test_schedule.py"): [

@@ -28,10 +28,10 @@ def raised(*files: str, code: str = "1 / 0") -> Exception:
 @pytest.mark.parametrize(
     ("files", "place"),
     [
-        ([f"{OURS}/rewards/pool.py", "/me/a.py", "/me/b.py", THEIRS], "/me/b.py:1: "),
+        ([f"{OURS}/rewards/score_pool.py", "/me/a.py", "/me/b.py", THEIRS], "/me/b.py:1: "),
         (["/me/a.py", "<string>"], "/me/a.py:1: "),
         ([f"{OURS}_of_mine/a.py"], f"{OURS}_of_mine/a.py:1: "),
-        ([f"{OURS}/rewards/pool.py", THEIRS], ""),
+        ([f"{OURS}/rewards/score_pool.py", THEIRS], ""),
     ],
 )
 def test_the_innermost_line_of_the_users_files_is_named(files: list[str], place: str) -> None:

@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from tlt.config import Config, ConfigError
 from tlt.rl import dry_run as module
 from tlt.rl.batching import MicroBatch
-from tlt.rl.choose import make_policy as policy_of
 from tlt.rl.dry_run import dry_run, memory_needed
 from tlt.rl.logprobs import LogProbs, last_hidden
+from tlt.rl.sharded import make_policy as policy_of
 from tlt.run import train as run
 from tlt.run.display import Display
 

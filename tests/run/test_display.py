@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from tiny import tiny_config
 
-from tlt.commands import drafting
+from tlt.commands import draft
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.run import display as display_module
@@ -165,8 +165,8 @@ def test_the_line_of_the_drafter_fits_80_columns_with_its_legend(monkeypatch: py
         "tokens": 1_234_567,
     }
     console = Console(file=io.StringIO(), width=80, record=True)
-    monkeypatch.setattr(drafting, "console", lambda: console)
-    drafting._print(result)
+    monkeypatch.setattr(draft, "console", lambda: console)
+    draft._print(result)
     text = console.export_text()
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("eagle"))

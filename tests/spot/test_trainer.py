@@ -14,7 +14,7 @@ from twin import Model, make_layer, make_model
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import Kind
 from tlt.draft.features import Harvest
-from tlt.spot import losses
+from tlt.spot import drafter_losses
 from tlt.spot.trainer import DrafterTrainer
 from tlt.spot.unroll import bundles, pack, packs, unroll
 
@@ -157,7 +157,7 @@ def test_the_acceptance_rate_of_a_sample_is_that_of_the_loss(model: Model, monke
     made.reach = 4.0
     _, overlaps = made.loss(batch)
     made.reach = 0.0
-    monkeypatch.setattr(losses, "LOGITS", 3 * 11)
+    monkeypatch.setattr(drafter_losses, "LOGITS", 3 * 11)
     for batches in ([batch], [batch, batch]):
         assert made.acceptance(batches) == pytest.approx(overlaps, abs=1e-12)
     assert made.acceptance([pack([harvest("eagle3", 0, 3)], CPU)])[2:] == [0.0, 0.0], "no chain is so long"

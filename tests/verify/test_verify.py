@@ -27,8 +27,8 @@ from tlt.draft.chains import Draft
 from tlt.engine import committing, engine, runner
 from tlt.engine.committing import num_accepted
 from tlt.engine.exactness import Exactness
-from tlt.engine.noise import DraftNoise
-from tlt.models.choose import make_target
+from tlt.engine.noise_window import DraftNoise
+from tlt.models.loading import make_target
 from tlt.models.weights import read_safetensors
 from tlt.run import train as run
 from tlt.run.display import Display

@@ -31,8 +31,8 @@ from tlt.sampling import request_seed
 from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
-from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError, is_tested, vllm_version
+from tlt.vllm.vllm_engine import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 

@@ -34,9 +34,9 @@ from tlt.spot.schedule import RULE
 from tlt.types import Request, Response
 from tlt.verify.modes import InTurn
 from tlt.verify.oracle import OracleDrafter
-from tlt.vllm.engine import VllmEngine
 from tlt.vllm.settings import WIDEST
 from tlt.vllm.versions import VllmError
+from tlt.vllm.vllm_engine import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 

@@ -9,7 +9,7 @@ import pytest
 from test_vllm_engine import engines, weights_of
 
 from tlt.types import Request
-from tlt.vllm.engine import VllmEngine
+from tlt.vllm.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.usefixtures("started")
 

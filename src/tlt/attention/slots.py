@@ -12,7 +12,9 @@ size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +25,10 @@ from torch import Tensor
 from tlt.attention.backend import Entries, HeadShape
 from tlt.attention.key_counts import QUERIES, full_queries, rounded_up
 from tlt.attention.slot_memory import SlotMemory
+from tlt.sampling import has_kernel
 from tlt.types import MAX_DRAFT_TOKENS
+
+log = logging.getLogger(__name__)
 
 _SPAN_COST = 1024  # an extra span takes about the same time as attention over this many tokens of one row
 _PART = 32  # queries of a head that a thread takes; if there are no more, the threads share its sums, in another order
@@ -277,3 +282,37 @@ def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
         return cut(low, at) + cut(at, high) if best > _SPAN_COST else [RowSpan(low, high, whole + new)]
 
     return cut(0, len(lengths))
+
+
+def attention_for(shape: HeadShape) -> SlotAttention:
+    """Return empty slots for the target or the learned drafter. Add a new attention backend here."""
+    if shape.device.type == "cuda":
+        # cuDNN makes a plan for each new shape, which takes 43 ms on an H100, and most passes have a new shape
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if not has_kernels(shape):
+        return SlotAttention(shape)
+    from tlt.attention.kernel_slots import KernelAttention
+
+    return KernelAttention(shape)
+
+
+@cache
+def has_kernels(shape: HeadShape) -> bool:
+    """Return whether `kernels.py` runs on the device and computes attention with heads of this shape. Other GPUs, and
+    models in float64, get PyTorch's attention."""
+    if shape.dtype == torch.float64 or not has_kernel(shape.device):
+        return False
+    from tlt.attention.kernel_slots import KernelAttention
+
+    slots = KernelAttention(shape)
+    slots.resize(1, 16)
+    heads = torch.zeros(
+        1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=shape.device
+    )
+    query, key, value = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    try:
+        slots.attend(slots.plan(0, [0], 1), 0, query, key, value)
+    except Exception as error:
+        log.warning("attention runs in PyTorch, because Triton's does not run on %s: %s", shape.device, error)
+        return False
+    return True

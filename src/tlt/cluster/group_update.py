@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt.cluster.early import EarlyUpdate
+from tlt.cluster.early_update import EarlyUpdate
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.supervisor import Supervisor
 from tlt.types import TrainBatch

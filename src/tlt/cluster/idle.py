@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from tlt.build import history_tokens, steps_ahead
-from tlt.cluster.ahead import LookingAhead
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.calls import BREAKABLE
+from tlt.cluster.coming import LookingAhead
 from tlt.cluster.crowding import Crowding
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
-from tlt.cluster.early import METHOD as EARLY_UPDATE
-from tlt.cluster.early import EarlyUpdate
+from tlt.cluster.early_update import METHOD as EARLY_UPDATE
+from tlt.cluster.early_update import EarlyUpdate
 from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import Config
 from tlt.trace import ABSENT, AHEAD, EARLY, IDLE, SPOT, Tracer

@@ -19,12 +19,11 @@ from tlt.engine.exactness import Exactness, check_exactness
 from tlt.engine.memory import free_bytes
 from tlt.engine.protocol import RolloutEngine
 from tlt.models.device import torch_device
-from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
-from tlt.rl.sharded import ShardedPolicy
+from tlt.rl.sharded import ShardedPolicy, make_policy
 from tlt.rl.shards import Held
 from tlt.spot.spot_worker import SpotWorker
 from tlt.types import TrainBatch

@@ -43,7 +43,10 @@ class BackendEntry(NamedTuple):
     """`module:class` of a `Backend`, which provides an engine for rollouts; see `tlt.engine.protocol`"""
 
 
-BACKENDS = {"tlt": BackendEntry("tlt.engine.backend:OwnBackend"), "vllm": BackendEntry("tlt.vllm.backend:VllmBackend")}
+BACKENDS = {
+    "tlt": BackendEntry("tlt.engine.own_backend:OwnBackend"),
+    "vllm": BackendEntry("tlt.vllm.vllm_backend:VllmBackend"),
+}
 # With the learned drafter, values of `min_chance` from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5 was
 # slower.
 DRAFTERS = {

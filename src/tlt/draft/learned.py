@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
-from tlt.attention.choose import attention_for
+from tlt.attention.slots import attention_for
 from tlt.cuda_graph import Addresses, rounded_up
 from tlt.draft.drafter import Candidates, Level, Sources
 from tlt.draft.eagle import EagleLayer

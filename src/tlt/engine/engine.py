@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from tlt.attention.backend import HeadShape
-from tlt.attention.choose import attention_for
+from tlt.attention.slots import attention_for
 from tlt.config import EngineConfig
 from tlt.cuda_graph import Replayed
 from tlt.draft.ahead import Ahead, AheadStore, LookAhead
@@ -23,11 +23,11 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.committing import commit_tokens, verify_drafts
 from tlt.engine.drafters import Drafters
-from tlt.engine.drafting import draft_rows, look_ahead_offers
+from tlt.engine.drafts import draft_rows, look_ahead_offers
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.memory import cache_tokens
-from tlt.engine.noise import NoiseWindow
+from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.placing import place_and_prefill
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable

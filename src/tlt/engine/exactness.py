@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import HeadShape
-from tlt.attention.choose import attention_for
 from tlt.attention.key_counts import BLOCK, rounded_up
+from tlt.attention.slots import attention_for
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Attend, Decoder
 from tlt.models.product import Product

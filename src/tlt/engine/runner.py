@@ -15,7 +15,7 @@ from tlt.draft.features import FeatureWindow
 from tlt.draft.strategy import Strategy
 from tlt.engine.graphs import GraphedPasses
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.noise import NoiseWindow
+from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.sampling_table import BatchSampling
 from tlt.host import to_host
 from tlt.models.decoder import Attend, Decoder

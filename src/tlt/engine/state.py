@@ -14,7 +14,7 @@ from tlt.draft.chains import Draft
 from tlt.draft.features import FeatureView, FeatureWindow
 from tlt.draft.strategy import Strategy
 from tlt.engine.harvest import Harvester
-from tlt.engine.noise import NoiseWindow
+from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner
 from tlt.engine.sampling_table import BatchSampling, SamplingTable

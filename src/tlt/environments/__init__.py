@@ -13,7 +13,7 @@ from tlt.environments.call_reader import call_reader
 from tlt.environments.episodes import Episodes, SingleTurn, Turns
 from tlt.environments.instances import TurnText, open_environments
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.pool import ScorePool
+from tlt.rewards.score_pool import ScorePool
 from tlt.spelling import Detokenizer
 
 

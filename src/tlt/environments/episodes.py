@@ -26,7 +26,7 @@ from tlt.data.tables import DataError
 from tlt.environments.instances import Turn, TurnText, written
 from tlt.environments.replies import NAME, ReplyRecord
 from tlt.rewards.checks import FaultLog
-from tlt.rewards.pool import ScorePool
+from tlt.rewards.score_pool import ScorePool
 from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
 

@@ -24,7 +24,7 @@ from tlt.integrations.trl_terms import TESTED, prompts_of, refuse, refuse_imposs
 from tlt.integrations.trl_tools import ToolTurns, has_tools
 from tlt.integrations.trl_vllm import TrlTarget, prepare_vllm
 from tlt.integrations.trl_weights import Trained
-from tlt.models.choose import decoder_for
+from tlt.models.loading import decoder_for
 from tlt.rl.early import Wave
 from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed

@@ -9,7 +9,7 @@ from tlt.models.families import read_config
 from tlt.vllm.drafting import Drafting
 from tlt.vllm.ends import Ends
 from tlt.vllm.settings import WIDEST
-from tlt.vllm.worker import WorkerExtension
+from tlt.vllm.worker_extension import WorkerExtension
 
 
 class NoisyWorkerExtension(vLLMColocateWorkerExtension, WorkerExtension):

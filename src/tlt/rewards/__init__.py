@@ -14,7 +14,7 @@ from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, r
 from tlt.rewards.checks import FaultLog
 from tlt.rewards.isolated import IsolatedScore, score
 from tlt.rewards.mathematics import is_mathematics
-from tlt.rewards.pool import ScorePool
+from tlt.rewards.score_pool import ScorePool
 from tlt.rewards.scores import Term, make_terms, sources_sha256
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Response

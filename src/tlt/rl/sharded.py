@@ -16,10 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from tlt.config import Config
 from tlt.models import weights
+from tlt.models.device import torch_device, torch_dtype
 from tlt.models.hugging_face import checkpointable_layers, save_model
 from tlt.rl.batching import MicroBatch
 from tlt.rl.logprobs import Forward, TransformersForward
+from tlt.rl.lora import AdaptedPolicy
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
 from tlt.rl.policy import Policy
@@ -216,3 +219,12 @@ def _shard_like(parameter: Tensor, moment: Tensor) -> Tensor:
         return moment
     place, cut = parameter.device_mesh, parameter.placements
     return distribute_tensor(moment.to(parameter.device), place, cut, src_data_rank=None)
+
+
+def make_policy(config: Config, folder: str | Path | None = None) -> Policy:
+    """Return the policy of a recipe, with weights from `folder` (default: the recipe's model). It is sharded if
+    `train.shard` is set, and has adapters if `train.lora.rank` is set. Raises ModelError."""
+    folder = folder or config.model.path
+    kind = ShardedPolicy if config.train.shard else AdaptedPolicy if config.train.lora.rank else Policy
+    dtype, device = torch_dtype(config.model), torch_device(config.model)
+    return kind(folder, dtype, device, config.train, config.rollout, reference=config.model.path)

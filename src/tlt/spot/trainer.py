@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
-from tlt.spot.losses import LOGITS, draft_loss, draft_overlap, logits
+from tlt.spot.drafter_losses import LOGITS, draft_loss, draft_overlap, logits
 from tlt.spot.rounds import expected_rounds
 from tlt.spot.teacher import Teacher
 from tlt.spot.unroll import Pack, packs, product_dtype, unroll

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tlt.config import Config
 from tlt.engine.sampling_table import sampling_tensors
-from tlt.models.choose import make_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import torch_dtype
+from tlt.models.loading import make_target
 from tlt.sampling import gumbel_noise, sampling_log_probs
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.oracle import last_logits

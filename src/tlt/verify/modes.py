@@ -11,15 +11,15 @@ from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
-from tlt.draft.choose import all_drafters, make_drafters
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.quantized import QuantizedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.engine.backend import make_tuner
+from tlt.engine.drafters import all_drafters, make_drafters
 from tlt.engine.engine import Engine
+from tlt.engine.own_backend import make_tuner
 from tlt.engine.protocol import RolloutEngine
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.environments.episodes import Turns
@@ -29,8 +29,8 @@ from tlt.models.int8 import can_quantize
 from tlt.rl.policy import Policy
 from tlt.spelling import Detokenizer
 from tlt.verify.look_ahead import LookAheadRollout, OlderTarget
-from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
+from tlt.vllm.vllm_engine import VllmEngine
 
 _LEARNED, _SUFFIX = Strategy("eagle", 4), Strategy("suffix", 6)
 _CHANGING = (*[PLAIN] * 3, *[_LEARNED] * 2, _SUFFIX)

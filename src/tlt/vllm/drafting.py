@@ -18,17 +18,16 @@ from torch import Tensor
 from tlt.config import SpeculationConfig
 from tlt.draft.ahead import AheadStore, LookAhead
 from tlt.draft.chains import Draft
-from tlt.draft.choose import make_drafters
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.backend import make_tuner
-from tlt.engine.drafters import Drafters
-from tlt.engine.drafting import draft_rows, look_ahead_offers
+from tlt.engine.drafters import Drafters, make_drafters
+from tlt.engine.drafts import draft_rows, look_ahead_offers
 from tlt.engine.harvest import Harvester
-from tlt.engine.noise import NoiseWindow
+from tlt.engine.noise_window import NoiseWindow
+from tlt.engine.own_backend import make_tuner
 from tlt.engine.rows import RowTable
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.state import Round, count_depth, count_row, draft_counts

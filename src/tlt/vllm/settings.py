@@ -12,7 +12,7 @@ from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.vllm.versions import VllmError
 
 PROCESSOR = "tlt.vllm.processor:SharedNoise"
-EXTENSION = "tlt.vllm.worker.WorkerExtension"
+EXTENSION = "tlt.vllm.worker_extension.WorkerExtension"
 PROPOSER = "tlt.vllm.proposer.Proposer"
 WIDEST = 32
 """Maximum number of draft tokens of a request that one pass verifies. A pass has room for as many for each request."""

@@ -11,14 +11,14 @@ from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
 from tlt.engine.protocol import Target
-from tlt.models.choose import folder_weights
 from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import empty_model, is_named, names_of_ends
+from tlt.models.loading import folder_weights
 from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
-from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget, start_vllm
+from tlt.vllm.vllm_engine import VllmEngine
 
 
 class VllmBackend:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pools import TestPool
 from tiny import tiny_config
 
-from tlt.cluster.ahead import LookingAhead, in_order
+from tlt.cluster.coming import LookingAhead, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.pool import Handle
 from tlt.cluster.supervisor import Done, Supervisor

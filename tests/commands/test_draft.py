@@ -16,8 +16,8 @@ import pytest
 import torch
 from tiny import QUESTIONS, tiny_config
 
-from tlt.commands import drafting
-from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest, train_drafter
+from tlt.commands import draft
+from tlt.commands.draft import Curve, Workbench, evaluate, fit, harvest, train_drafter
 from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import Harvest
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(drafting, "time", clock)
+    monkeypatch.setattr(draft, "time", clock)
     return clock
 
 
@@ -122,7 +122,7 @@ def test_what_would_make_the_drafter_better(
 
 @pytest.fixture(scope="module", autouse=True)
 def two_are_held_out() -> Iterator[None]:
-    with patch.object(drafting, "_HELD_OUT", 2):
+    with patch.object(draft, "_HELD_OUT", 2):
         yield
 
 
@@ -159,7 +159,7 @@ def test_a_harvest_ends_once_it_has_the_tokens(bench: Workbench) -> None:
 
 def test_tokens_that_exceed_the_free_memory_are_refused(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = EagleLayer(eagle_options(bench.target.options, "eagle1", 32))
-    monkeypatch.setattr(drafting, "free_bytes", lambda device: 100 * 32 * 8)  # hidden states have 32 numbers in float64
+    monkeypatch.setattr(draft, "free_bytes", lambda device: 100 * 32 * 8)  # hidden states have 32 numbers in float64
     harvest(bench, layer, 100)
     with pytest.raises(ConfigError, match=r"^the hidden states of up to 101 tokens need .*: lower --tokens$"):
         harvest(bench, layer, 101)
@@ -176,8 +176,8 @@ def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest
             self.now += 10.0
             return self.now
 
-    monkeypatch.setattr(drafting, "time", Slow())
-    monkeypatch.setattr(drafting, "_LEAST_ROUNDS", 3)
+    monkeypatch.setattr(draft, "time", Slow())
+    monkeypatch.setattr(draft, "_LEAST_ROUNDS", 3)
     cut = evaluate(bench, layer, PLAIN, seconds=50.0)
     assert cut["tokens"] < whole["tokens"]
     assert cut["tokens_per_second"] < 1.0
@@ -188,7 +188,7 @@ def test_validation_prompts_are_not_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(drafting, "fit", given)
+    monkeypatch.setattr(draft, "fit", given)
     for tokens in (100, 9000):
         with pytest.raises(KeyboardInterrupt):
             train_drafter(tiny_config(tmp_path), tmp_path / "drafter", tokens, seconds=1.0)
@@ -241,7 +241,7 @@ def test_a_signal_during_the_collection_keeps_nothing(tmp_path: Path, monkeypatc
 
 def test_an_interrupted_evaluation_leaves_a_whole_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
-    monkeypatch.setattr(drafting, "judge", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(draft, "judge", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as stopped:
         train_drafter(config, tmp_path / "drafter", 400, seconds=1.0)
     assert f"the drafter is in {tmp_path / 'drafter'}, without a final evaluation" in stopped.value.__notes__[0]

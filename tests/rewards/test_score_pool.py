@@ -22,7 +22,7 @@ from tlt.config import Config, parse_config
 from tlt.rewards import Reward, RewardError, Scored, make_reward
 from tlt.rewards.answers import Answer
 from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
-from tlt.rewards.pool import ScorePool
+from tlt.rewards.score_pool import ScorePool
 from tlt.rewards.scores import make_terms
 from tlt.types import Prompt, Request, Response, SamplingParams
 
@@ -161,7 +161,7 @@ def made_for(stand: Any, waiting: int) -> int:
 def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
     now = [next(clock)]
-    monkeypatch.setattr("tlt.rewards.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("tlt.rewards.score_pool.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def stand() -> Stand:
         now[0] = next(clock)
@@ -171,7 +171,7 @@ def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_waiting_processes_are_many_and_computing_ones_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.rewards.pool._MOST", 8)
+    monkeypatch.setattr("tlt.rewards.score_pool._MOST", 8)
     assert made_for(lambda: Stand(0.5), 24) == 8
     assert made_for(lambda: Stand(0.3, share=1.0), 8) == 2
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-import tlt.engine.noise
-from tlt.engine.noise import DraftNoise, NoiseWindow
+import tlt.engine.noise_window
+from tlt.engine.noise_window import DraftNoise, NoiseWindow
 from tlt.sampling import gumbel_noise
 from tlt.types import Prompt, Request, Row, SamplingParams
 
@@ -24,7 +24,7 @@ VOCAB = 5
 def narrow_ring() -> Iterator[None]:
     """Keep no more positions than a round needs, so that every round wraps around."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(tlt.engine.noise, "_MAX_WINDOW", 2)
+    patch.setattr(tlt.engine.noise_window, "_MAX_WINDOW", 2)
     yield
     patch.undo()
 
@@ -85,5 +85,5 @@ def one_round(window: NoiseWindow, rows: list[Row], depth: int) -> None:
 
 def test_a_real_vocabulary_leaves_room_for_look_ahead_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 rows of SmolLM2 (49,152 token ids) verify chains of 16 tokens."""
-    monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 64)
+    monkeypatch.setattr(tlt.engine.noise_window, "_MAX_WINDOW", 64)
     assert NoiseWindow(64, 49_152, 6, torch.device("cpu")).width > 16

@@ -20,14 +20,14 @@ from rich.table import Table
 
 from tlt.build import load_detokenizer, open_workplace
 from tlt.config import Config, ConfigError
-from tlt.draft.choose import make_drafters
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.features import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.backend import make_tuner
+from tlt.engine.drafters import make_drafters
 from tlt.engine.engine import Engine
 from tlt.engine.memory import free_bytes
+from tlt.engine.own_backend import make_tuner
 from tlt.engine.tuner import Fixed
 from tlt.files import refuse_to_overwrite, share
 from tlt.metrics import provenance, write_json

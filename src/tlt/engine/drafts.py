@@ -10,7 +10,7 @@ import numpy as np
 from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft, Roots, draft_chains
 from tlt.engine.drafters import Drafters
-from tlt.engine.noise import DraftNoise, NoiseWindow
+from tlt.engine.noise_window import DraftNoise, NoiseWindow
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import most_new
 from tlt.engine.state import Round

@@ -8,18 +8,18 @@ from pathlib import Path
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig
 from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import AheadStore
-from tlt.draft.choose import make_drafters
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.choice import Adaptive, strategies, with_ahead
+from tlt.engine.drafters import make_drafters
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import Target
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.models.choose import load_target, make_target
 from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores, torch_device
+from tlt.models.loading import load_target, make_target
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.types import MAX_DRAFT_TOKENS
