@@ -21,7 +21,7 @@ from tlt.config.show import SECTIONS, commented, resolved
 from tlt.files import refuse_to_overwrite
 from tlt.progress import loading, shown
 from tlt.report import add_report
-from tlt.run.mistakes import refuse_generation_mistakes, refuse_mistakes
+from tlt.run.mistakes import refuse_export_mistakes, refuse_generation_mistakes, refuse_mistakes
 from tlt.stopping import Stopped
 from tlt.store.hub import from_hub
 
@@ -185,11 +185,13 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0].partition('=')[0]}: see tlt export --help")
-    from tlt.commands.export import export
     from tlt.store.hub import push, refuse_no_repository
 
+    refuse_export_mistakes(arguments.source, arguments.out)
     if arguments.push:
         refuse_no_repository(arguments.push)
+    from tlt.commands.export import export
+
     for line in export(arguments.source, arguments.out, arguments.to, arguments.dtype, arguments.model):
         print(line)
     if arguments.push:

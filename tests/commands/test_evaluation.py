@@ -23,6 +23,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_prompts(home / "held_out.jsonl", "unseen", "other", "more", QUESTIONS[0])
     held_out = {"every": 2, "samples": 3, "path": str(home / "held_out.jsonl"), "size": 2}
     train(tiny_config(home, eval=held_out, train={"steps": 2}, speculation={"drafter": "suffix"}))
+    train(tiny_config(home, run={"folder": str(home / "open")}, train={"steps": 1}, speculation={"drafter": "off"}))
     return home
 
 
@@ -57,6 +58,7 @@ def test_all_prompts_of_another_file_are_evaluated_but_those_that_trained(home: 
     [
         (["NOWHERE"], "there is no checkpoint in NOWHERE/checkpoints"),
         (["HOME/run", "--data", "none.jsonl"], "eval.path: there is no file none.jsonl"),
+        (["HOME/open"], "open has no held-out prompts: give --data FILE"),
         (["HOME/run", "--eval.sample", "2"], "unknown key eval.sample: did you mean eval.samples?"),
     ],
 )

@@ -41,6 +41,11 @@ MISTAKES = {
     "train RECIPE --train.steps many": "valid integer",
     "train RECIPE --speculation.drafter adaptive --speculation.path HOME/none": "speculation.path: ",
     "train RECIPE --speculation.drafter adaptive --speculation.path HOME/empty": "no readable drafter",
+    "train RECIPE --speculation.drafter adaptive --speculation.path HOME/drafter": "for a target with hidden_size 8",
+    "train RECIPE --data.chat true": "the model's tokenizer has no chat template",
+    "train RECIPE --rollout.max_new_tokens 99999": "lower rollout.max_new_tokens",
+    "export HOME/none HOME/new": "there is no folder",
+    "export HOME/model HOME/used": "is not empty",
     "train RECIPE --cluster.workers 0": "cluster.workers",
     "train RECIPE --cluster.workers 9999": "has room for at most",
     "estimate RECIPE --data.path HOME/none.jsonl": "data.path: there is no file",
@@ -68,6 +73,8 @@ def test_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARDS, encoding="utf-8")
     (tmp_path / "open.jsonl").write_text('{"question": "a"}\n', encoding="utf-8")
     (tmp_path / "used").mkdir()
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text('{"tlt_drafter": {"hidden_size": 8}}', encoding="utf-8")
     for name, content in ((".tlt.lock", ""), ("metrics.jsonl", "{}\n")):
         (tmp_path / "used" / name).write_text(content, encoding="utf-8")
     commands = [words.replace("RECIPE", str(recipe)).replace("HOME", str(tmp_path)).split() for words in MISTAKES]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.commands.options import output_file
-from tlt.config import Config, config_of_run
+from tlt.config import Config, ConfigError, config_of_run
 from tlt.progress import loading, working
 from tlt.run.mistakes import refuse_mistakes
 from tlt.store.checkpoint import latest
@@ -26,6 +26,9 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     found = latest(arguments.run / "checkpoints")
+    saved = found.state["config"]
+    if not arguments.data and saved["data"]["path"] and not saved["eval"]["path"] and not overrides:
+        raise ConfigError(f"{arguments.run} has no held-out prompts: give --data FILE")
     held_out = {"path": arguments.data, "hub": None, "size": 250_000} if arguments.data else {}
     sections = {
         "model": {"path": str(found.folder / "policy"), "hub": None},
@@ -33,7 +36,7 @@ def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         "cluster": {"workers": 1, "min_workers": None, "address": None},
         "train": {"shard": False},
     }
-    config = config_of_run(found.state["config"], overrides, **sections)
+    config = config_of_run(saved, overrides, **sections)
     refuse_mistakes(config)
     with loading():
         from tlt.metrics import provenance, write_json

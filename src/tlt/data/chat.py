@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tlt.config import DataConfig
-from tlt.data.tables import DataError
+from tlt.data.tables import NO_TEMPLATE, DataError
 from tlt.files import parse_json
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class ChatTemplate:
         """Store the template and its arguments. Raise DataError if the tokenizer has no chat template, or if the
         template does not use an argument of data.chat_arguments."""
         if not getattr(tokenizer, "chat_template", None):
-            raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
+            raise DataError(NO_TEMPLATE)
         self.tokenizer, self.arguments = tokenizer, config.chat_arguments
         self.now = datetime.fromisoformat(config.now) if config.now else datetime.now()
         self._tried: set[tuple[Any, ...]] = set()

@@ -14,6 +14,8 @@ from typing import Any
 from tlt.files import errors_as, parse_json
 from tlt_rl import install_hint
 
+NO_TEMPLATE = "data.chat = true, but the model's tokenizer has no chat template: set data.chat = false"
+
 
 class DataError(ValueError):
     """Error for prompts that cannot be used. The message names the file, the row and the remedy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ def drafter_config(folder: str | Path) -> dict[str, Any]:
         fault = "config.json is not that of a drafter; a run saves its drafters in drafter/ of its folder"
         raise unreadable(path, fault)
     return config
+
+
+def refuse_other_target(path: Path, drafter: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Raise DrafterError if the drafter in `path`, with the options `drafter`, was made for a target with other sizes.
+    Sizes that `target` does not have are not compared."""
+    for name in ("hidden_size", "vocab_size", "head_dim", "max_positions"):
+        if name in target and drafter.get(name) != target[name]:
+            raise DrafterError(
+                f"the drafter in {path} is for a target with {name} {drafter.get(name)}, "
+                f"but the model has {target[name]}: train one with tlt draft train"
+            )
 
 
 def unreadable(path: Path, fault: object) -> DrafterError:

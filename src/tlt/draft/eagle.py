@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tlt.draft.drafter_folder import DrafterError, drafter_config, unreadable
+from tlt.draft.drafter_folder import DrafterError, drafter_config, refuse_other_target, unreadable
 from tlt.draft.features import FeatureLayout
 from tlt.files import errors_as
 from tlt.models.families import DecoderOptions
@@ -192,12 +192,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         acceptance_rate = config["acceptance_rate"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise unreadable(path, error) from None
-    for name in ("hidden_size", "vocab_size", "head_dim", "max_positions"):
-        if getattr(options, name) != getattr(target, name):
-            raise DrafterError(
-                f"the drafter in {path} is for a target with {name} {getattr(options, name)}, "
-                f"but the model has {getattr(target, name)}: train one with tlt draft train"
-            )
+    refuse_other_target(path, vars(options), vars(target))
     taps = 3 if options.kind == "eagle3" else 0
     if options.window < 1 or len(options.taps) != taps or min(options.taps, default=0) < 0:
         raise DrafterError(f"{path / 'config.json'} is not valid for a drafter: check window and taps")

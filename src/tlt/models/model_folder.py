@@ -55,6 +55,13 @@ def refuse_no_tokenizer(path: Path) -> None:
         raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
 
 
+def has_chat_template(path: Path) -> bool:
+    """Return whether a model folder has a chat template. Raises ModelError if tokenizer_config.json is no JSON."""
+    with errors_as(ModelError, f"{path} has no tokenizer that can be loaded"):
+        file = path / "tokenizer_config.json"
+        return any(path.glob("*chat_template*")) or bool(file.is_file() and read_json(file).get("chat_template"))
+
+
 def refuse_byte_order_marks(folder: Path) -> None:
     """Raise ModelError if a .json file in the folder begins with a byte-order mark. transformers would fail, and its
     error may name another file."""

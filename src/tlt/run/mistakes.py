@@ -12,10 +12,10 @@ from typing import Any
 from tlt.cluster.pool import refuse_no_ray
 from tlt.config import ClusterConfig, Config, ConfigError, DataConfig, GenerationConfig, ModelConfig, SpeculationConfig
 from tlt.data.prompts import first_prompts, held_out_data, task_dataset
-from tlt.data.tables import DataError, files_of
-from tlt.draft.drafter_folder import DrafterError, drafter_config
+from tlt.data.tables import NO_TEMPLATE, DataError, files_of
+from tlt.draft.drafter_folder import DrafterError, drafter_config, refuse_other_target
 from tlt.files import refuse_to_overwrite
-from tlt.models.model_folder import ModelError, raw_config, refuse_no_tokenizer
+from tlt.models.model_folder import ModelError, has_chat_template, model_folder, raw_config, refuse_no_tokenizer
 from tlt.rewards import refuse_unanswered
 from tlt.rewards.scores import refuse_missing_functions
 from tlt.store.checkpoint import is_of_run, policy_in
@@ -26,7 +26,8 @@ _WORKER_BYTES = 256 * 2**20  # memory of a worker's process with torch, but with
 
 def refuse_mistakes(config: Config) -> None:
     """Raise a ValueError of one sentence for a mistake in the recipe: a model, drafter or data file that does not
-    exist, a missing column or right answer, or a missing reward or environment. Names on the hub are not checked."""
+    exist, a missing column or right answer, a missing reward or environment, a missing chat template, or responses
+    longer than the model's context. Names on the hub are not checked."""
     _refuse_workers(config.cluster)
     _refuse_wrong_folders(config.model, config.speculation)
     refuse_missing_functions(config.reward)
@@ -35,6 +36,8 @@ def refuse_mistakes(config: Config) -> None:
     _refuse_data("data.path", config, config.data)
     if config.eval.path:
         _refuse_data("eval.path", config, held_out_data(config.data, config.eval))
+    if not is_on_hub(config.model.path):
+        _refuse_impossible(config, Path(config.model.path))
 
 
 def refuse_generation_mistakes(
@@ -53,6 +56,13 @@ def refuse_generation_mistakes(
         files_of(data)
         if "prompt_column" in fields:
             first_prompts(DataConfig(path=data, prompt_column=fields["prompt_column"]))
+
+
+def refuse_export_mistakes(source: Path, out: Path) -> None:
+    """Raise a ValueError of one sentence if the folder to export does not exist, or if `out` is not empty."""
+    refuse_to_overwrite(out)
+    if not is_of_run(path := Path(local_model(str(source))[0])):
+        model_folder(policy_in(path))
 
 
 def _refuse_workers(cluster: ClusterConfig) -> None:
@@ -74,7 +84,22 @@ def _refuse_wrong_folders(model: ModelConfig, speculation: SpeculationConfig) ->
             refuse_no_tokenizer(Path(model.path))
     with _named("speculation.path"):
         if speculation.path:
-            drafter_config(speculation.path)
+            drafter = drafter_config(speculation.path)["tlt_drafter"]
+            raw = {} if is_on_hub(model.path) else raw_config(model.path)
+            sizes = {name: raw[name] for name in ("hidden_size", "vocab_size") if name in raw}
+            if isinstance(drafter, dict):
+                refuse_other_target(Path(speculation.path), drafter, sizes)
+
+
+def _refuse_impossible(config: Config, folder: Path) -> None:
+    if config.data.chat and not has_chat_template(folder):
+        raise DataError(NO_TEMPLATE)
+    most, new = raw_config(folder).get("max_position_embeddings"), config.rollout.max_new_tokens
+    if isinstance(most, int) and new >= most:
+        raise ModelError(
+            f"rollout.max_new_tokens = {new}, but config.json has max_position_embeddings = {most} for a prompt with "
+            "its response: lower rollout.max_new_tokens"
+        )
 
 
 def _refuse_data(field: str, config: Config, data: DataConfig) -> None:
