@@ -126,4 +126,5 @@ def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 150
     measured = text.split("## Measured")[1].split("\n## ")[0]
-    assert len([line for line in measured.splitlines() if line.startswith("|")]) <= 2 + 8
+    tables = [line for line in measured.splitlines() if line.startswith("|")]
+    assert len(tables) - 2 * sum(line.startswith("|---") for line in tables) <= 8
