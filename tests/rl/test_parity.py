@@ -200,3 +200,23 @@ def test_a_run_with_two_models_ends_at_its_start_and_at_every_sync(
         sync()
     with pytest.raises(ModelError, match="not one model at version 0"):
         start(config)
+
+
+def test_a_wrong_rope_that_rounding_hides_is_refused_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, made = tiny_config(tmp_path, model={"dtype": "bfloat16"}), list[Decoder]()
+
+    def with_another_base(config: Config, device: None) -> Decoder:
+        sound = decoder_options(read_config(config.model.path))
+        made.append(Decoder(replace(sound, inv_freq=sound.inv_freq**1.1), torch.bfloat16, CPU))
+        return made[0]
+
+    RunWorker.of_run(config, 0, config.model.path)
+    monkeypatch.setattr("tlt.cluster.run_worker.open_target", with_another_base)
+    with pytest.raises(ModelError, match=r"not one model .* rounding in float32 explains at most 0\.001"):
+        RunWorker.of_run(config, 0, config.model.path)
+    assert made[0].version == 0, "in bfloat16 it passed"
+    monkeypatch.setattr("tlt.rl.parity.free_bytes", lambda device: 0)
+    RunWorker.of_run(config, 0, config.model.path)
+    assert "compared in bfloat16 only" in caplog.text

@@ -21,7 +21,7 @@ from tlt.engine.protocol import RolloutEngine
 from tlt.models.device import torch_device
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
-from tlt.rl.parity import take_weights
+from tlt.rl.parity import check_wide_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, make_policy
 from tlt.rl.shards import Held
@@ -77,6 +77,7 @@ class RunWorker(Worker):
         """Return worker `index` of a run. `folder`: folder of the policy to start from."""
         target, policy = open_target(config, None), make_policy(config, folder)
         take_weights(target, policy, version=0)
+        check_wide_parity(target, policy)
         return cls(config, *decoding_parts(config, target, index), policy, meets, join)
 
     # -- update --------------------------------------------------------------------------------------------------------

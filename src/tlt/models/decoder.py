@@ -114,9 +114,10 @@ class Decoder:
         self.embedding = self.head = torch.empty(0, 0)
         self._cis = rotary_table(options, dtype, device)
 
-    def empty(self) -> Decoder:
-        """Return another decoder with the same options and without weights."""
-        return Decoder(self.options, self.dtype, self.device)
+    def empty(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Decoder:
+        """Return another decoder with the same options and without weights (default: with the same dtype and
+        device)."""
+        return Decoder(self.options, dtype or self.dtype, device or self.device)
 
     @property
     def products(self) -> list[Product]:

@@ -86,8 +86,8 @@ class GenericDecoder(Decoder):
         self.config = copy.deepcopy(config)
         self.config._attn_implementation = _NAME
 
-    def empty(self) -> GenericDecoder:
-        return GenericDecoder(self.options, self.dtype, self.device, self.config)
+    def empty(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> GenericDecoder:
+        return GenericDecoder(self.options, dtype or self.dtype, device or self.device, self.config)
 
     @property
     def products(self) -> list[Product]:

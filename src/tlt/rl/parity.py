@@ -5,15 +5,21 @@ model and decode with another unnoticed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tlt.engine.memory import return_freed_memory
+from tlt.engine.memory import free_bytes, return_freed_memory
 from tlt.engine.protocol import Target
+from tlt.models.decoder import Decoder
 from tlt.models.model_folder import ModelError
+from tlt.rl.policy import Policy
+
+log = logging.getLogger(__name__)
 
 
 class Weighed(Protocol):
@@ -41,17 +47,38 @@ def take_weights(target: Target, policy: Weighed, version: int) -> None:
     check_parity(target, policy, with_drafts=is_new)  # new weights do not change how drafts are verified
 
 
+def check_wide_parity(target: Target, policy: Policy) -> None:
+    """Compare a bfloat16 target with the policy in float32, because rounding in bfloat16 hides, for example, slightly
+    wrong rotary angles. A float32 copy of the target exists during the call. Raises ModelError if the distributions
+    differ. Only our own decoders are compared."""
+    if not isinstance(target, Decoder) or target.dtype != torch.bfloat16:
+        return
+    state = policy.state_dict()
+    needed = 2 * sum(tensor.numel() for tensor in state.values()) * torch.float32.itemsize  # a layer exists twice
+    places = [place for place in (target.device, torch.device("cpu")) if free_bytes(place) > needed]
+    if not places:
+        log.warning("engine and policy are compared in bfloat16 only: too little memory for a copy in float32")
+        return
+    wide = target.empty(torch.float32, places[0])
+    wide.load(state, target.version)
+    _compare(wide, partial(policy.logits, autocast=False), with_drafts=False)
+
+
 def check_parity(target: Target, policy: Weighed, with_drafts: bool = True) -> None:
     """Compare the next-token distributions of target and policy on a short text.
 
     They are compared at each token whose logits the target returns. If `with_drafts`, part of the text is verified as
     draft tokens, if the target can do so. Raises ModelError if the distributions differ by more than rounding explains.
     If the policy is sharded, all its members make this call."""
+    _compare(target, policy.logits, with_drafts)
+
+
+def _compare(target: Target, logits: Callable[[Tensor], Tensor], with_drafts: bool) -> None:
     count = min(_TOKENS, target.longest - 1)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
     decoded = target.text_logits(tokens, with_drafts)
     before = count - len(decoded)
-    trained = policy.logits(tokens)[before:]
+    trained = logits(tokens)[before:]
     apart = _distributions(trained, "policy", target.version) - _distributions(decoded, "engine", target.version)
     apart = 0.5 * apart.abs().sum(-1)
     worst, allowed = apart.max().item(), ALLOWED[target.dtype]

@@ -105,6 +105,7 @@ class Policy(TrainedModel):
         return [found[i] for i in members]
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits [N, V] at each token of one sequence [N]."""
-        return sequence_logits(self.model, tokens.to(self.model.device), self.autocast)
+    def logits(self, tokens: Tensor, autocast: bool = True) -> Tensor:
+        """Return logits [N, V] at each token of one sequence [N]. Without `autocast` they are computed in the dtype of
+        the master weights."""
+        return sequence_logits(self.model, tokens.to(self.model.device), self.autocast and autocast)

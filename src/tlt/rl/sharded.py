@@ -127,10 +127,10 @@ class ShardedPolicy(Policy):
             clip_grads_with_norm_(part, self.config.max_grad_norm, norm)
         return norm
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, autocast: bool = True) -> Tensor:
         """Return the logits [N, V] of one sequence [N], the same on every member. Raises GroupBroken."""
         try:
-            return super().logits(tokens)
+            return super().logits(tokens, autocast)
         except RuntimeError as error:
             raise broken(error) or error from None
 
