@@ -9,13 +9,18 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from random_drafter import RandomDrafter
 from twin import make_model
 
 from tlt.attention.backend import HeadShape
 from tlt.config import EngineConfig
+from tlt.draft.features import FeatureLayout
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine import engine as engine_module
 from tlt.engine import memory
 from tlt.engine.engine import Engine
 from tlt.engine.memory import cache_tokens, free_bytes, return_freed_memory
+from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -61,6 +66,39 @@ def test_cache_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) 
     assert cache_tokens("auto", shape) == 2500 // 256
     monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     assert cache_tokens("auto", shape) == 1
+
+
+def test_memory_for_other_purposes_is_left_free_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100_000)
+    on_cpu = HeadShape(2, 4, 2, 8, torch.float32, CPU)
+    on_cuda = HeadShape(2, 4, 2, 8, torch.float32, torch.device("cuda"))
+    assert cache_tokens("auto", on_cuda, 20_000) == 96_000 // 256
+    assert cache_tokens("auto", on_cuda, 20_000, 50_000, 64) == 56_000 // 320
+    assert cache_tokens("auto", on_cuda, 0, 200_000) == 1
+    assert cache_tokens("auto", on_cpu, 20_000, 50_000) == 30_000 // 256
+    assert cache_tokens(1, on_cuda, 20_000, 50_000) == MIB // 256, "a size that is given is taken"
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_other_memory_of_a_full_rollout_is_counted(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Noise and hidden states of all rows take what was counted, apart from the logits."""
+    counted = list[tuple[int, ...]]()
+    monkeypatch.setattr(engine_module, "cache_tokens", lambda mib, shape, *sizes: counted.append(sizes) or 4096)
+    strategy, layout = (Strategy("random", depth), FeatureLayout((0,), 16)) if depth else (PLAIN, None)
+    vocab_size = make_model().decoder.options.vocab_size
+    drafters = [RandomDrafter(vocab_size)] if depth else []
+    engine = Engine(make_model().decoder, EngineConfig(max_rows=6), drafters, Fixed(strategy), layout=layout)
+    engine.start(Request(Prompt(n, "", (1, 2)), 0, 0, n, SamplingParams(max_new_tokens=30)) for n in range(9))
+    engine.round()
+    window = engine.rollout.window
+    used = engine.rollout.noise.ring.nbytes + (window.features.nbytes + window.tokens.nbytes if window else 0)
+    _, others, masks = counted[-1]
+    assert used == others - 3 * 6 * (depth + 1) * vocab_size * 4
+    assert masks == 0
+    engine.start(())
+    assert counted[-1][0] == (window.bytes_of() if window else 0) + engine.cache.bytes, (
+        "what exists is not counted twice"
+    )
 
 
 def test_the_cache_limit_is_set_when_a_rollout_begins(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

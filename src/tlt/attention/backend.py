@@ -69,6 +69,11 @@ class AttentionBackend(Protocol):
         """One tensor per layer, which has the keys and values of all slots. `resize` replaces these tensors."""
         ...
 
+    def mask_bytes(self, new: int) -> int:
+        """Return the bytes of the masks of a pass with `new` tokens per row, for each token of the slots. On a CPU only
+        a part of them exists at a time."""
+        ...
+
     def resize(self, slots: int, tokens: int) -> None:
         """Set the number of slots, and of tokens per slot. Keys and values that fit are kept. New memory is zero."""
         ...

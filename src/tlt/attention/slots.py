@@ -102,6 +102,10 @@ class SlotAttention(SlotMemory):
         self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
         self._hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
 
+    def mask_bytes(self, new: int) -> int:
+        queries = self.shape.num_kv_heads if new == 1 else self.shape.num_heads * new
+        return 0 if self._on_cpu else queries * self.shape.dtype.itemsize
+
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def plan(self, first: int, lengths: Sequence[int], new: int) -> SlotPlan:

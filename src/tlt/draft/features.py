@@ -88,6 +88,11 @@ class FeatureWindow:
         self.first: list[int] = []  # oldest entry of each active row, then of each free place
         self.length: list[int] = []
 
+    def bytes_of(self, rows: int | None = None) -> int:
+        """Return the bytes of `rows` rows (default: of the rows that exist)."""
+        entries = self.capacity * (len(self._features) if rows is None else rows)
+        return entries * (self._features.shape[-1] * self._features.itemsize + self._tokens.itemsize)
+
     def clear(self) -> None:
         """Drop all rows and keep the memory."""
         self._blocks, self.live, self.first, self.length = [], 0, [], []

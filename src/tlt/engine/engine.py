@@ -31,7 +31,7 @@ from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.placing import place_and_prefill
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
-from tlt.engine.runner import Runner, Sampled
+from tlt.engine.runner import Runner, Sampled, other_memory
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.state import Clock, RolloutState, Round, draft_counts
@@ -73,7 +73,7 @@ class Engine(Generates):
         self.tuner, self.stops = tuner or Fixed(PLAIN), Stops(detokenize)
         o, dtype, device = target.options, target.dtype, target.device
         shape = HeadShape.of(o, dtype, device)
-        self._bound = lambda held: kv_tokens or cache_tokens(config.kv_memory_mb, shape, held)
+        self._bound = lambda *others: kv_tokens or cache_tokens(config.kv_memory_mb, shape, *others)
         self.cache = KVCache(attention_for(shape), bound_tokens=0)
         self.drafters = Drafters(drafters, self.cache)
         window = FeatureWindow(layout, o.hidden_size, dtype, device) if layout else None
@@ -86,11 +86,11 @@ class Engine(Generates):
         self.cache.clear()
         if not self.runner.graphs:  # graphs have the cache's addresses
             self.cache.release()
-        self.cache.bound_tokens = self._bound(self.cache.bytes)
         sampling = SamplingTable(target.device)
-        depth = max(s.depth for s in strategies)
+        depth, new = max(s.depth for s in strategies), max(s.new for s in strategies)
         noise = NoiseWindow(config.max_rows, target.options.vocab_size, depth, target.device)
         window, view, harvester = self.runner.window, None, None
+        self.cache.bound_tokens = self._bound(*other_memory(self.cache, config, new, noise, window))
         if window:
             window.clear()
             view, harvester = FeatureView(window), Harvester(window, target.version, self.on_harvest)
@@ -100,7 +100,7 @@ class Engine(Generates):
         self.drafters.begin(view)
         return RolloutState(
             rows=rows,
-            scheduler=Scheduler(rows, self.cache, config, max(s.new for s in strategies), target.options.max_positions),
+            scheduler=Scheduler(rows, self.cache, config, new, target.options.max_positions),
             sampling=sampling,
             noise=noise,
             window=window,
@@ -120,6 +120,7 @@ class Engine(Generates):
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._in_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
+            self.rollout.noise.ring = torch.empty(0)  # its memory is free when the cache's limit is set
             self.rollout = self._new_rollout()
             self._in_round = False
         self.submit(requests)

@@ -18,11 +18,16 @@ _GROUPS = {  # version of Linux control groups -> three files (limit, use, stati
 }
 
 
-def cache_tokens(mib: int | Literal["auto"], shape: HeadShape, held: int = 0) -> int:
+def cache_tokens(mib: int | Literal["auto"], shape: HeadShape, held: int = 0, others: int = 0, masks: int = 0) -> int:
     """Return the number of tokens whose keys and values fit in `mib` MiB. 'auto' means 80 % of a CUDA device's free
-    memory, or 25 % of the host's. `held`: bytes that the cache already has."""
-    size = mib * 2**20 if mib != "auto" else _SHARES[shape.device.type] * (free_bytes(shape.device) + held)
-    return max(1, int(size) // shape.bytes_per_token)
+    memory, or 25 % of the host's. `held`: bytes that the cache and `others` already have. `others`: bytes that a
+    rollout needs for other purposes. They are left free on a CUDA device; the host's other 75 % suffice for them.
+    `masks`: bytes of the attention masks of a pass, for each token of the cache."""
+    if mib != "auto":
+        return max(1, mib * 2**20 // shape.bytes_per_token)
+    size = free_bytes(shape.device) + held - (others if shape.device.type == "cuda" else 0)
+    size *= _SHARES[shape.device.type]
+    return max(1, int(size) // (shape.bytes_per_token + masks))
 
 
 def free_bytes(device: torch.device, groups: Path = Path("/sys/fs/cgroup")) -> int:

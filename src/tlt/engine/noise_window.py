@@ -30,6 +30,11 @@ class NoiseWindow:
         self.ends: list[int] = []  # first position whose noise is not needed
         self.ready: list[int] = []  # positions below this one are in the ring
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's noise."""
+        return self.width * self.vocab_size * self.ring.itemsize
+
     @torch.inference_mode()
     def append(self, row: Row, kept: int) -> None:
         params, place = row.request.sampling, len(self.seeds)
