@@ -57,14 +57,18 @@ class _Recorder(TorchDispatchMode):
 class FakeGraph:
     """Stand-in for `torch.cuda.CUDAGraph`."""
 
+    is_capturing = False  # whether any graph is being captured
+
     def __init__(self) -> None:
         self.recorder = _Recorder()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local"
+        FakeGraph.is_capturing = True
         self.recorder.__enter__()
 
     def capture_end(self) -> None:
+        FakeGraph.is_capturing = False
         self.recorder.__exit__(None, None, None)
         with torch.inference_mode():  # a capture computes nothing
             for made in (made for *_, all_made in self.recorder.calls for made in all_made):
@@ -119,6 +123,7 @@ def fake_graphs() -> Iterator[list[ref[Replayed]]]:
 
     cuda_graph._shared.cache_clear()
     streams = {"Stream": FakeStream, "current_stream": FakeStream, "stream": nullcontext}
+    streams["is_current_stream_capturing"] = lambda: FakeGraph.is_capturing
     with (
         patch.multiple(torch.cuda, CUDAGraph=FakeGraph, **streams),
         patch.multiple(Replayed, __init__=begun, __call__=called, _capture=captures),

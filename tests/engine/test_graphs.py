@@ -14,7 +14,9 @@ import torch
 from fake_graph import fake_graphs
 from random_drafter import RandomDrafter
 from small import by_seed, decoder_of, finish
+from tiny import decoder_options as tiny_options
 from tiny import qwen3
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
@@ -24,6 +26,8 @@ from tlt.engine.graphs import GraphedPasses
 from tlt.engine.tuner import Fixed
 from tlt.host import to_device
 from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.models.generic import GenericDecoder
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -190,6 +194,64 @@ def test_graphs_survive_rollouts_and_new_weights(changes: dict[str, Any]) -> Non
         target.load(second.state_dict(), version=1)
         assert by_seed(engine.generate(asked)) == expected[1]
         assert [one() for one in captured] == before
+
+
+GENERIC: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo2": {},
+    "cohere": {"logit_scale": 0.5},
+    "phi3": {},
+    "glm": {"partial_rotary_factor": 0.5},
+}
+
+
+def generic_of(family: str, seed: int) -> tuple[GenericDecoder, Any]:
+    """Return the generic decoder of a family, and transformers' random model with its weights."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **sizes | heads | tokens | {"initializer_range": 0.3} | GENERIC[family])
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    decoder = GenericDecoder(decoder_options(config), torch.float64, CPU, config)
+    decoder.load(model.state_dict(), version=0)
+    return decoder, model
+
+
+@pytest.mark.parametrize("family", GENERIC)
+def test_dense_families_are_captured_once(family: str) -> None:
+    """In a capture, an operation that waits for the device raises an error."""
+    asked = [replace(one, sampling=SamplingParams(max_new_tokens=12)) for one in requests(4)]
+    plain = [generic_of(family, seed) for seed in (1, 2)]
+    expected = [by_seed(Engine(decoder, EngineConfig()).generate(asked)) for decoder, _ in plain]
+    assert expected[0] != expected[1]
+    target, _ = generic_of(family, 1)
+    assert target.can_be_captured
+    target.cuda_graphs = True
+    with fake_graphs() as captured:
+        engine = Engine(target, EngineConfig())
+        for _ in range(2):
+            assert by_seed(engine.generate(asked)) == expected[0]
+        before = [one() for one in captured]
+        assert before
+        target.load(plain[1][1].state_dict(), version=1)
+        assert by_seed(engine.generate(asked)) == expected[1]
+        assert [one() for one in captured] == before
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {"num_local_experts": 4}),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}),
+    ],
+)
+def test_what_the_host_chooses_is_not_captured(family: str, changes: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, pad_token_id=None)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    assert not GenericDecoder(tiny_options(), torch.float64, CPU, config).can_be_captured
 
 
 def test_a_head_that_is_tied_no_longer_is_in_no_graph() -> None:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.initialization import no_init_weights
 
 from tlt.files import errors_as
-from tlt.models.decoder import Attend, Decoder
+from tlt.models.decoder import Attend, Decoder, overwrite
 from tlt.models.families import DecoderOptions
 from tlt.models.head import Head
 from tlt.models.model_folder import ModelError
@@ -79,10 +79,13 @@ class GenericDecoder(Decoder):
     """Target model of the engine, for families that the fused decoder does not support. It runs transformers' own
     model."""
 
-    can_be_captured = False  # experts are chosen on the host
-
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device, config: Any) -> None:
         super().__init__(options, dtype, device)
+        # experts, and rotary embeddings that depend on the longest position, are chosen on the host
+        ropes = str(getattr(config, "rope_parameters", None))
+        self.can_be_captured = not (
+            any("expert" in field for field in config.to_dict()) or "dynamic" in ropes or "longrope" in ropes
+        )
         self.config = copy.deepcopy(config)
         self.config._attn_implementation = _NAME
 
@@ -105,6 +108,11 @@ class GenericDecoder(Decoder):
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         with undecodable():
             pack(model)
+        if self.version >= 0 and self.cuda_graphs and self.can_be_captured:  # graphs have the addresses of its tensors
+            self._overwrite(model)
+            self.version = version
+            return
+        self._packed = model
         self.model, self.own_head, self.embedding = model.base_model, Head(model), embedding
         with undecodable():
             if self.version < 0:
@@ -112,6 +120,16 @@ class GenericDecoder(Decoder):
             self.head = self.own_head.scaled(head)
         self.to_logits = Product(self.head, shared=True)
         self.version = version
+
+    def _overwrite(self, model: Any) -> None:
+        """Copy the weights of another packed model into the tensors of the present one."""
+        for old, new in zip(products_in(self._packed), products_in(model), strict=True):
+            overwrite(old, new)
+        for kind in ("parameters", "buffers"):
+            for old, new in zip(getattr(self._packed, kind)(), getattr(model, kind)(), strict=True):
+                old.copy_(new)
+        self.head.copy_(self.own_head.scaled(model.get_output_embeddings().weight))
+        overwrite(self.to_logits, Product(self.head, shared=True))
 
     def _without_weights(self) -> Any:
         implementation = {"experts_implementation": EXPERTS} if self.device.type == "cpu" else {}
