@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from tiny import random_batch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.hugging_face import load_model
+from tlt.rl import shared_prefix as module
 from tlt.rl.lora import AdaptedPolicy
 from tlt.rl.policy import Policy
-from tlt.rl.shared_prefix import LayerMask, SharedRow, attend, share_prefixes
+from tlt.rl.shared_prefix import LayerMask, SharedRow, at_once, attend, share_prefixes
 from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
@@ -190,7 +192,8 @@ def layer_mask(tokens: int, field: str = "", size: int = 0) -> LayerMask:
     "local", [(), *(("sliding_window", size) for size in (1, 3, 100)), *(("attention_chunk_size", k) for k in (1, 4))]
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_equals_that_of_each_sequence_alone(kv_heads: int, local: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("attention", [attend, at_once], ids=["on CPUs", "on CUDA"])
+def test_attention_equals_that_of_each_sequence_alone(attention: Any, kv_heads: int, local: tuple[Any, ...]) -> None:
     groups = [(5, [3, 0, 4]), (2, [1, 6, 7]), (3, [])]
     row, layer = SharedRow(groups), cast(Any, torch.nn.Module())
     layer.num_key_value_groups = 4 // kv_heads
@@ -201,7 +204,9 @@ def test_attention_equals_that_of_each_sequence_alone(kv_heads: int, local: tupl
 
     query, key, value = (numbers(1, heads, sum(row.sizes), 8) for heads in (4, kv_heads, kv_heads))
     mask = layer_mask(sum(row.sizes), *local)
-    found, _ = attend(layer, query, key, value, mask, shared_row=row, scaling=0.2)
+    found = attention(layer, query, key, value, mask, shared_row=row, scaling=0.2)
+    found = found[0] if attention is attend else found
+    assert row.layers == 1
     assert found.shape == (1, sum(row.sizes), 4, 8)
     weights = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     total = torch.zeros((), dtype=torch.float64)
@@ -249,6 +254,29 @@ def test_no_mask_is_as_large_as_the_row(prompt: int, responses: list[int], masks
 
     attend(torch.nn.Module(), tensor, tensor, tensor, Watched(), shared_row=SharedRow([(prompt, responses)]))
     assert made - {None} == masks
+
+
+def test_a_device_computes_a_row_in_one_call_per_layer(folders: Callable[[str], Path], monkeypatch: Any) -> None:
+    """A row as long as the limit is computed at once. Log-probs and gradients equal those of calls for each group."""
+    batch, found = grouped_batch(), list[Any]()
+    for limit in (0, 40):
+        calls = list[int]()
+        monkeypatch.setattr(module, "_has_slow_launches", lambda query: True)
+        monkeypatch.setattr(module, "_AT_ONCE", limit)
+
+        def counted(*arguments: Any, calls: list[int] = calls, **settings: Any) -> Any:
+            calls.append(arguments[1].shape[2])
+            return sdpa_attention_forward(*arguments, **settings)
+
+        monkeypatch.setattr(module, "sdpa_attention_forward", counted)
+        policy = make_policy(folders("gemma3_text"), shares=True)
+        calls.clear()
+        found.append((policy.logprobs(batch), updated(policy, batch)[1], len(calls)))
+    (apart, gradients, many), (once, others, few) = found
+    assert few < many / 2
+    for own, other in zip(once, apart, strict=True):
+        assert own == pytest.approx(other, abs=1e-12)
+    assert_same(others, gradients)
 
 
 # -- models that cannot share ------------------------------------------------------------------------------------------

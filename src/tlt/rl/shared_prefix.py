@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _NAME = "tlt_shared_prefix"
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_AT_ONCE = 4096  # largest row in tokens whose attention is one call on CUDA; the masked half costs more than calls save
 _ROUNDING = 1e-4  # largest difference of hidden states by rounding, relative to the largest hidden state
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,11 +44,29 @@ class SharedRow:
     groups: Sequence[tuple[int, Sequence[int]]]
     layers: int = 0
     """number of times that a layer has used this layout"""
+    masks: dict[LayerMask, Tensor] = field(default_factory=dict)
+    """masks [1, 1, N, N] of the whole row, for the masks of its layers"""
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of tokens of the prompts and responses, in the order of the row."""
         return list(chain.from_iterable((prompt, *responses) for prompt, responses in self.groups))
+
+    def mask(self, of_layer: LayerMask, device: torch.device) -> Tensor:
+        """Return the mask [1, 1, N, N] of the whole row for layers with this mask. It is made once for a row."""
+        if of_layer not in self.masks:
+            positions, parts = list[Tensor](), list[tuple[int, int]]()
+            for group, (prompt, responses) in enumerate(self.groups):
+                for part, (start, size) in enumerate([(0, prompt), *((prompt, size) for size in responses)]):
+                    positions.append(torch.arange(start, start + size))
+                    parts += [(group, part)] * size
+            at, (group, part) = torch.cat(positions).to(device), torch.tensor(parts, device=device).t()
+            longest = int(at.max()) + 1
+            alone = of_layer.of_last(longest, longest)
+            seen = at[:, None] >= at if alone is None else alone[0, 0][at[:, None], at]
+            same = (group[:, None] == group) & ((part[:, None] == part) | (part == 0))
+            self.masks[of_layer] = (seen & same)[None, None]
+        return self.masks[of_layer]
 
     def arguments(self, input_ids: Tensor) -> dict[str, Any]:
         """Return arguments for the model's forward pass. Without a mask, transformers would take the row for packed
@@ -91,6 +110,9 @@ def attend(
     if not isinstance(attention_mask, LayerMask):
         raise CannotShare("its layers do not use the mask that transformers makes")
 
+    if _has_slow_launches(query) and query.shape[2] <= _AT_ONCE:
+        return at_once(module, query, key, value, attention_mask, shared_row, **settings), None
+
     def last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = attention_mask.of_last(query.shape[2], key.shape[2])
         return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]
@@ -107,6 +129,27 @@ def attend(
         found += [mixed[i] for i in sorted(mixed)]
     shared_row.layers += 1
     return torch.cat(found, dim=1), None
+
+
+def _has_slow_launches(query: Tensor) -> bool:
+    return query.is_cuda
+
+
+def at_once(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask,
+    shared_row: SharedRow,
+    **settings: Any,
+) -> Tensor:
+    """Return the attention of `attend` by one call with a mask of the whole row. It starts far fewer kernels, and
+    computes scores that the mask hides."""
+    shared_row.layers += 1
+    return sdpa_attention_forward(module, query, key, value, shared_row.mask(attention_mask, query.device), **settings)[
+        0
+    ]
 
 
 def _responses(prompt: Sequence[Tensor], owns: Sequence[Sequence[Tensor]], last: Attend, mask: LayerMask) -> Tensor:
