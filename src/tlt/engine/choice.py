@@ -28,7 +28,7 @@ from tlt.engine.tuner import RoundResult
 _WINDOW_ROUNDS = 32  # number of recent rounds that an expected time is from
 _ENOUGH_ROUNDS = 2  # rounds of plain decoding, for a number of rows, before other strategies
 _ROUNDS_BETWEEN_COMPARISONS = 4  # rounds between two comparisons of all strategies
-_MARGIN = 0.02  # fraction by which another strategy must be faster to replace the current one
+_MARGIN = 0.05  # fraction by which another strategy must be faster to replace the current one; smaller gains are noise
 _LOST = 0.01  # share of the time that tries may lose against plain decoding, at the beginning a plain round
 _PREPARATION = 0.04  # share of the time so far that the first draft of a drafter may take
 _FREE = 1.03  # factor by which look-ahead rows may lengthen a round
