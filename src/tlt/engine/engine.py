@@ -78,8 +78,7 @@ class Engine(Generates):
         self.drafters = Drafters(drafters, self.cache)
         window = FeatureWindow(layout, o.hidden_size, dtype, device) if layout else None
         self.runner = Runner(target, self.cache, window, config.prefill_tokens)
-        self.rollout = self._new_rollout()
-        self._in_round = False
+        self.rollout, self._in_round = self._new_rollout(), False
 
     def _new_rollout(self) -> RolloutState:
         target, config, strategies = self.target, self.config, self.tuner.strategies
@@ -121,8 +120,7 @@ class Engine(Generates):
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
             self.rollout.noise.ring = torch.empty(0)  # its memory is free when the cache's limit is set
-            self.rollout = self._new_rollout()
-            self._in_round = False
+            self.rollout, self._in_round = self._new_rollout(), False
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
