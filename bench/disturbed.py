@@ -127,7 +127,7 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "driver": {
         "decode": {"at": (f"{_ALLOCATION}handle_slice",), "call": 3},
-        "look-ahead": {"at": ("tlt.cluster.coming:LookingAhead.add_slice",)},
+        "look-ahead": {"at": ("tlt.cluster.coming:ComingRequests.add_slice",)},
         "update": {"at": ("tlt.cluster.group_update:GroupUpdate.read_progress",)},
         "sync": {"at": (f"{_COORDINATOR}sync",)},
         "save": {"at": ("tlt.store.checkpoint:flush",), "call": 2},

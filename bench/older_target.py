@@ -12,7 +12,7 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.environments.tools import with_tools
-from tlt.loop import NoWatcher, one_step
+from tlt.loop import Watcher, one_step
 from tlt.models.decoder import Decoder
 from tlt.models.loading import make_target
 from tlt.run.parts import make_parts
@@ -41,7 +41,7 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
         for step in range(_FIRST_STEPS + steps):
             if step == _FIRST_STEPS:
                 older = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
-            one_step(parts, config, NoWatcher(), step)
+            one_step(parts, config, Watcher(), step)
     finally:
         parts.rollout.close()
         parts.reward.close()

@@ -27,7 +27,7 @@ from other_engines import peers
 from rich.console import Console
 from rich.table import Table
 
-from tlt.build import load_detokenizer, open_workplace, settled
+from tlt.build import for_machine, load_detokenizer, open_workplace
 from tlt.config import Config, ConfigError, load_config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.calibration import Calibration
@@ -71,7 +71,7 @@ def bench_rollout(
     `look_ahead` is the number of policy updates between the target that decodes look-ahead drafts and the present
     target. 0 turns look-ahead off, and nothing is trained. `only` has prefixes of the names of the strategies to
     measure, in addition to plain decoding. If `with_peers`, also measure other engines that are installed."""
-    console, config = Console(highlight=False), settled(from_hub(config))
+    console, config = Console(highlight=False), for_machine(from_hub(config))
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
     if look_ahead:

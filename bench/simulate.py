@@ -39,7 +39,7 @@ from simulated_profiles import (
     run_all,
 )
 
-from tlt.build import settled
+from tlt.build import for_machine
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.drafter_training import DrafterTraining
 from tlt.cluster.remote import ClusterPolicy, ClusterRollout
@@ -165,7 +165,7 @@ def calibrate(config: Config, runs: Path) -> tuple[Profile, list[dict[str, Any]]
     profile, rows = measured_profile(runs), list[dict[str, Any]]()
     steps = recorded_lengths(runs / "workers_1")
     for workers in MEASURED:
-        own = settled(with_workers(config, workers))
+        own = for_machine(with_workers(config, workers))
         case = Case(drafts=True, early=True, ahead=own.speculation.look_ahead > 0, training=workers > 1)
         folder = runs / f"workers_{workers}"
         found = Simulation(own, profile, steps, case).run(len(steps))

@@ -30,7 +30,7 @@ from rollout import ratio
 from turns import Process, Run, of_the_step, race
 
 from tlt import progress
-from tlt.build import settled
+from tlt.build import for_machine
 from tlt.config import Config, ConfigError, load_config, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
 from tlt.run.resume import as_at_its_start
@@ -124,7 +124,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run all modes, compare them, and write the result. Raises ValueError with one sentence."""
     _refuse(config, names)
-    console, config = progress.console(), as_at_its_start(settled(config), None)
+    console, config = progress.console(), as_at_its_start(for_machine(config), None)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
     sizes = {name: shape if name == "plain" else workers for name in names}
     reference = next((name for name in names if sizes[name] == workers), None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.build import open_target, open_workplace, settled, starting_drafter, steps_ahead
+from tlt.build import for_machine, open_target, open_workplace, starting_drafter, steps_ahead
 from tlt.config import Config
 from tlt.data.prompts import DataError
 from tlt.data.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ def test_a_benchmark_decodes_the_prompts_of_training(tmp_path: Path) -> None:
 def by_vllm(home: Path, workers: int, train: Any = None, **speculation: Any) -> Config:
     named = {"speculation": {"drafter": "adaptive"} | speculation, "cluster": {"workers": workers}}
     engine = {"backend": "vllm"}
-    return settled(tiny_config(home, model={"dtype": "float32"}, engine=engine, train=train or {}, **named))
+    return for_machine(tiny_config(home, model={"dtype": "float32"}, engine=engine, train=train or {}, **named))
 
 
 def test_notes_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_workers_that_share_cores_do_not_look_ahead(
     workers: int, cores: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
+    config = for_machine(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
     assert steps_ahead(config.speculation) == steps
     assert ("because workers share cores" in about_model(config)) == (steps == 0)
 

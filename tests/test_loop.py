@@ -250,21 +250,21 @@ def test_dynamic_sampling_does_not_depend_on_the_order_of_arrival(seed: int) -> 
 
 
 def test_every_prompt_is_drawn_once_per_epoch_and_trained_on_at_most_once() -> None:
-    """A group is settled once, in the step that trains on it or drops it."""
+    """A group is completed once, in the step that trains on it or drops it."""
     rows = {row for row in range(40) if row % 3}
     fake = Fake(score=spread_in(rows))
     parts = make_parts(fake, shuffle=True, prompts=MANY)
-    settled: list[int] = []
+    completed: list[int] = []
     while parts.cursor.epoch == 0:
         result = one_step(parts, make_config(prompts_per_step=4, max_waves=9), fake, 0)
-        now = [group.prompt.prompt_id for group in result.settled]
+        now = [group.prompt.prompt_id for group in result.completed]
         assert set(trained(fake.batches[-1])) <= set(now)
-        settled += now
+        completed += now
     carried = [group.prompt.prompt_id for group in parts.carried]
     assert sorted(r.prompt.prompt_id for r in fake.requests if r.index == r.epoch == 0) == list(range(40))
     used = [row for batch in fake.batches for row in trained(batch)]
     assert used + carried == [row for row in drawn(fake) if row in rows]
-    assert sorted([*settled, *carried]) == sorted(drawn(fake))
+    assert sorted([*completed, *carried]) == sorted(drawn(fake))
 
 
 def test_without_dynamic_sampling_groups_without_spread_are_kept() -> None:

@@ -51,7 +51,7 @@ POINTS = {
     "tlt.cluster.coordinator": ("Coordinator.sync",),
     "tlt.cluster.allocation": ("Allocation.handle_slice",),
     "tlt.cluster.group_update": ("GroupUpdate.read_progress",),
-    "tlt.cluster.coming": ("LookingAhead.add_slice",),
+    "tlt.cluster.coming": ("ComingRequests.add_slice",),
     "tlt.spot.schedule": ("Schedule.trained", "Schedule.publishes"),
     "tlt.spot.saving": ("flush",),
     "tlt.store.checkpoint": ("flush",),

@@ -140,10 +140,12 @@ def open_workplace(config: Config) -> Workplace:
     return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 
-def settled(config: Config) -> Config:
+def for_machine(config: Config) -> Config:
     """Return the configuration with the speculation that this machine allows. `speculation.look_ahead` becomes 0 if
     workers share CPU cores."""
-    if share_cores(config):
-        speculation = config.speculation.model_copy(update={"look_ahead": 0})
-        config = config.model_copy(update={"speculation": speculation})
-    return config
+    return without_look_ahead(config) if share_cores(config) else config
+
+
+def without_look_ahead(config: Config) -> Config:
+    speculation = config.speculation.model_copy(update={"look_ahead": 0})
+    return config.model_copy(update={"speculation": speculation})

@@ -25,7 +25,7 @@ from tlt.config import Config
 from tlt.data.prompts import Cursor
 from tlt.energy import MeteredTracer
 from tlt.engine.exactness import Exactness
-from tlt.environments.episodes import SingleTurn, Turns
+from tlt.environments.episodes import Turns
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.checks import Unrewarded, warn_if_alike, warn_if_all_masked
@@ -110,18 +110,10 @@ class Trainable(Protocol):
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
 
-class Watcher(Protocol):
-    """Protocol of an observer of a run, such as the display. The run's result does not depend on it. `phase` is called
-    when a phase such as `rollout` begins, with its number of responses (`total`). `response` is called when a response
-    ends."""
-
-    def phase(self, step: int, name: str, total: int) -> None: ...
-
-    def response(self, response: Response) -> None: ...
-
-
-class NoWatcher:
-    """Watcher that shows nothing."""
+class Watcher:
+    """Base class of observers of a run, such as the display. It shows nothing. No result of a run depends on it.
+    `phase` is called when a phase such as `rollout` begins, with its number of responses (`total`). `response` is
+    called when a response ends."""
 
     def phase(self, step: int, name: str, total: int) -> None: ...
 
@@ -143,7 +135,7 @@ class Parts:
     tracer: MeteredTracer = field(default_factory=MeteredTracer)
     """tracer of the driver's own phases"""
     unrewarded: Unrewarded = field(default_factory=Unrewarded)
-    turns: Turns = field(default_factory=SingleTurn)
+    turns: Turns = field(default_factory=Turns)
     held_out: Sequence[Prompt] = ()
     """prompts of evaluations; empty if there are no evaluations"""
     exactness: Exactness = field(default_factory=Exactness)
@@ -154,7 +146,7 @@ class Parts:
 class StepResult:
     groups: list[Group]
     """groups decoded in this step, used for training or not"""
-    settled: list[Group]
+    completed: list[Group]
     """groups trained on or dropped in this step, including those decoded earlier"""
     metrics: StepMetrics
 
@@ -184,10 +176,10 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried)}
     metrics = measure(step, groups, stats, update, fate, seconds)
     kept = {id(group) for group in parts.carried}
-    settled = [group for group in (*before, *groups) if id(group) not in kept]
+    completed = [group for group in (*before, *groups) if id(group) not in kept]
     responses = [response for group in groups for response in group.responses]
     episodes = episodes_of(responses) if config.reward.environment else {}
-    return StepResult(groups, settled, replace(metrics, compared=compared, episodes=episodes))
+    return StepResult(groups, completed, replace(metrics, compared=compared, episodes=episodes))
 
 
 def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group]:

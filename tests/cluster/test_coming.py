@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pools import TestPool
 from tiny import tiny_config
 
-from tlt.cluster.coming import LookingAhead, in_order
+from tlt.cluster.coming import ComingRequests, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.pool import Handle
 from tlt.cluster.supervisor import Done, Supervisor
@@ -38,8 +38,8 @@ def known(seed: int, length: int = 1, ended: bool = True) -> Ahead:
     return Ahead(seed, (seed // 10,), np.ones(length, dtype=np.int32), 0, ended)
 
 
-def looking(*found: Ahead, slots: int = 3, most_steps: int = 2) -> LookingAhead:
-    ahead = LookingAhead(slots, most_steps)
+def looking(*found: Ahead, slots: int = 3, most_steps: int = 2) -> ComingRequests:
+    ahead = ComingRequests(slots, most_steps)
     ahead.store.put(found)
     return ahead
 
@@ -112,7 +112,7 @@ def responses(epoch: int, *seeds: int) -> list[Response]:
 
 
 def test_the_last_responses_to_a_prompt_are_sent_with_its_requests() -> None:
-    ahead = LookingAhead(3, 2, history_tokens=100)
+    ahead = ComingRequests(3, 2, history_tokens=100)
     ahead.begin(iter([requests(2)]))
     ahead.end(RolloutStats(), responses(0, 0, 1, 10), version=0)
     assert [(a.seed, a.tokens.tolist()) for a in ahead.drafts(requests(3))] == [(0, [0, 7]), (1, [1, 7])]
@@ -128,7 +128,7 @@ def test_the_last_responses_to_a_prompt_are_sent_with_its_requests() -> None:
 
 def test_responses_of_an_evaluation_are_drafts_of_the_next() -> None:
     """Its requests are repeated, and it is known which of them take long."""
-    ahead = LookingAhead(3, 2, history_tokens=100)
+    ahead = ComingRequests(3, 2, history_tokens=100)
     decoded = [Response(request(seed), [1] * length, [], [], "stop") for seed, length in ((0, 2), (10, 9))]
     ahead.end(RolloutStats(), decoded, version=0)
     assert {a.seed for a in ahead.drafts(requests(0, 10))} == {0, 10}
@@ -140,8 +140,8 @@ def test_drafts_include_those_of_siblings_each_once() -> None:
     assert [a.seed for a in ahead.drafts(requests(1, 1, 11))] == [1, 0, 10]
 
 
-def dealt(ahead: LookingAhead, given: Sequence[int], workers: int) -> list[int]:
-    return [row.request.seed for row in ahead.deal([Row(request) for request in requests(*given)], workers)]
+def dealt(ahead: ComingRequests, given: Sequence[int], workers: int) -> list[int]:
+    return [row.request.seed for row in ahead.in_even_parts([Row(request) for request in requests(*given)], workers)]
 
 
 def test_rows_are_dealt_by_their_expected_rounds() -> None:
@@ -275,7 +275,7 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
 def test_tokens_of_a_lost_worker_are_followed_by_the_rest_of_a_longer_draft() -> None:
     ahead, row = looking(Ahead(0, (0,), np.array([1, 2, 3, 4, 5], dtype=np.int32), 0, True)), Row(request(0), [1])
     for lost, tokens, kept in ((row, [1, 9, 3], [1, 9, 3, 4, 5]), (Row(request(1)), [7, 8], [7, 8])):
-        ahead.store.keep(replace(lost, tokens=tokens), version=7)
+        ahead.store.put_row(replace(lost, tokens=tokens), version=7)
         found = ahead.store.get(lost.request)
         assert found
         assert (found.tokens.tolist(), found.version, found.ended) == (kept, 7, False)
@@ -300,7 +300,7 @@ def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Pa
     assert asked == []
     idle.is_on = True
     idle.start(0)
-    assert asked == ["EarlyUpdate", "DrafterTraining", "LookingAhead"]
+    assert asked == ["EarlyUpdate", "DrafterTraining", "ComingRequests"]
 
 
 def test_results_of_interrupted_work_are_known_before_the_update(tmp_path: Path) -> None:

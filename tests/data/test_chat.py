@@ -22,7 +22,7 @@ from tlt.config import Config, ConfigError, DataConfig, parse_config
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
 from tlt.environments import make_turns
-from tlt.environments.episodes import SingleTurn
+from tlt.environments.episodes import Turns
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
@@ -313,4 +313,4 @@ def test_a_template_that_shows_no_tools_or_writes_no_reply_is_refused(tokenizer:
 def test_a_run_without_an_environment_needs_no_replies(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = NO_REPLY
     config = parse_config({"model": {"path": "-"}, "data": {"path": "-", "chat": True}, "reward": {"name": "exact"}})
-    assert isinstance(make_turns(config, tokenizer, tmp_path / "reward.log"), SingleTurn)
+    assert type(make_turns(config, tokenizer, tmp_path / "reward.log")) is Turns

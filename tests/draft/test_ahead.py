@@ -154,7 +154,7 @@ def test_the_rest_of_a_draft_is_kept_behind_the_tokens_of_a_newer_target(
 ) -> None:
     store = AheadStore(100)
     store.put([ahead(7, list(known))])
-    store.keep(Row(request(7), tokens), version=1)
+    store.put_row(Row(request(7), tokens), version=1)
     found = store.get(request(7))
     assert found
     assert (found.tokens.tolist(), found.version, found.ended) == (kept, 1, False)

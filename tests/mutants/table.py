@@ -444,8 +444,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("History.load", "swap", 3, "A restored response has its own seed."),
     ],
     ("cluster.coming", "cluster/test_coming.py"): [
-        ("LookingAhead.drafts", "element", 0, "The last responses to a prompt are sent with its requests."),
-        ("LookingAhead.end", "drop", 7, "The responses of a rollout are kept."),
+        ("ComingRequests.drafts", "element", 0, "The last responses to a prompt are sent with its requests."),
+        ("ComingRequests.end", "drop", 7, "The responses of a rollout are kept."),
     ],
     ("run.opening", "run/test_run.py"): [
         ("_restore", "drop", 13, "The last responses to each prompt survive a resume."),
@@ -455,7 +455,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("AheadStore.group", "unwrap", 2, "A row's own entry comes first in its group."),
         ("LookAhead.remove", "drop", 0, "A row that moves keeps its place in its old response."),
         ("Ahead.is_valid", "compare", 1, "Drafts hold tokens of the vocabulary only."),
-        ("AheadStore.keep", "argument", 0, "An old draft is kept until new tokens replace it."),
+        ("AheadStore.put_row", "argument", 0, "An old draft is kept until new tokens replace it."),
         ("AheadStore.row", "compare", 0, "Only drafts that are short to prefill are continued."),
         ("Pointer.advance", "drop", 8, "A draft ends at the first token that differs."),
     ],

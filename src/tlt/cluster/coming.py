@@ -22,7 +22,7 @@ from tlt.types import Request, Response, RolloutStats, Row
 _GOES_ON, _ALIKE = 1.5, 0.5
 
 
-class LookingAhead:
+class ComingRequests:
     """Requests of coming steps, their look-ahead drafts, and the workers that decode them.
 
     `slots`: maximum number of look-ahead requests that a worker decodes. `most_steps`: number of coming steps from
@@ -132,7 +132,7 @@ class LookingAhead:
         groups = (group for r in requests for group in (self.history.group(r), self.store.group(r)))
         return list({ahead.seed: ahead for group in groups for ahead in group}.values())
 
-    def deal(self, rows: Sequence[Row], workers: int) -> list[Row]:
+    def in_even_parts(self, rows: Sequence[Row], workers: int) -> list[Row]:
         """Return the rows in the order in which workers take equal parts of them from the front.
 
         If no row has a draft of its own, this is the order of `rows`. Otherwise all `workers` get rows that need about

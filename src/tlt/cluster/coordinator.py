@@ -34,7 +34,7 @@ from tlt.cluster.supervisor import Done, Supervisor
 from tlt.cluster.worker import DecodeWork
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
-from tlt.environments.episodes import SingleTurn, Turns
+from tlt.environments.episodes import Turns
 from tlt.rl.early import Wave
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, WorkerNow
@@ -52,7 +52,7 @@ class Coordinator:
         turns: Turns | None = None,
         training: DrafterTraining | None = None,
     ) -> None:
-        self.supervisor, self.turns = supervisor, turns or SingleTurn()
+        self.supervisor, self.turns = supervisor, turns or Turns()
         self.allocation = Allocation(supervisor, config.engine.max_rows)
         self.tracers = [Tracer() for _ in range(supervisor.size)]
         self.now: tuple[WorkerNow, ...] = ()
@@ -87,7 +87,7 @@ class Coordinator:
         idle.early.begin(wave.early)
         rows = self.turns.begin(wave.requests)
         idle.ahead.begin(wave.coming if idle.looks_ahead and not self.turns.opens else ())
-        self.allocation.queue.extend(idle.ahead.deal(rows, len(self.supervisor.present)))
+        self.allocation.queue.extend(idle.ahead.in_even_parts(rows, len(self.supervisor.present)))
         responses = self._decode(wave.on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
@@ -174,7 +174,7 @@ class Coordinator:
         lost = self.allocation.reclaim(index)
         for seed, row in lost.rows.items():
             if reported := lost.reported.get(seed):
-                self.idle.ahead.store.keep(replace(row, tokens=[*row.tokens, *reported]), self._version)
+                self.idle.ahead.store.put_row(replace(row, tokens=[*row.tokens, *reported]), self._version)
         self.tracers[index].enter(IDLE if index in self.supervisor.present else ABSENT)
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:

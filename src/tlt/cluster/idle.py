@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from tlt.build import history_tokens, steps_ahead
 from tlt.cluster.allocation import Allocation
 from tlt.cluster.calls import BREAKABLE
-from tlt.cluster.coming import LookingAhead
+from tlt.cluster.coming import ComingRequests
 from tlt.cluster.crowding import Crowding
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.early_update import METHOD as EARLY_UPDATE
@@ -41,7 +41,7 @@ class IdleWork:
         self.slice_seconds = min(config.cluster.slice_seconds, longest)
         self.early = EarlyUpdate(supervisor, config.train)
         self.looks_ahead = steps_ahead(speculation) > 0
-        self.ahead = LookingAhead(config.engine.max_rows, speculation.look_ahead, history_tokens(speculation))
+        self.ahead = ComingRequests(config.engine.max_rows, speculation.look_ahead, history_tokens(speculation))
         self.crowding, self._on_one_machine = Crowding(), config.cluster.address is None
         self.is_on = True
         """whether idle workers do anything"""

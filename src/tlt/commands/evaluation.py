@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tlt.commands.options import output_file
 from tlt.config import Config, ConfigError, config_of_run
@@ -57,36 +56,28 @@ def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def evaluated(config: Config, steps: int) -> tuple[int, dict[str, float]]:
     """Return the number of held-out prompts, and the metrics of the policy in model.path by name. `steps` is the number
     of steps that have trained it. Raises a ValueError of one sentence for errors that the user can fix."""
-    from tlt.build import open_target, settled
+    from tlt.build import for_machine, open_target
     from tlt.cluster.remote import local_rollout
     from tlt.cluster.worker import Worker, decoding_parts
     from tlt.data.sampling_params import eval_sampling
     from tlt.data.tokenizer import load_tokenizer
     from tlt.environments.tools import with_tools
+    from tlt.loop import Watcher
     from tlt.run.evaluate import evaluate
     from tlt.run.parts import read_inputs
     from tlt.store.hub import from_hub
 
-    config = from_hub(with_tools(settled(config)))
+    config = from_hub(with_tools(for_machine(config)))
     inputs = read_inputs(config, load_tokenizer(config.model.path))
     worker = Worker(config, *decoding_parts(config, open_target(config, config.model.path)))
     rollout = local_rollout(worker, config, inputs.turns)
     inputs.turns.step = steps
-    sampling = eval_sampling(config, inputs.sampling)
+    sampling, watcher = eval_sampling(config, inputs.sampling), Watcher()
     try:
         with working("evaluate", len(inputs.held_out) * config.eval.samples, "responses") as work:
-            values = evaluate(config, inputs.held_out, rollout, inputs.reward, sampling, _Watcher(work), steps)
+            watcher.response = lambda response: work.advance()
+            values = evaluate(config, inputs.held_out, rollout, inputs.reward, sampling, watcher, steps)
     finally:
         rollout.close()
         inputs.reward.close()
     return len(inputs.held_out), values
-
-
-class _Watcher:
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def phase(self, step: int, name: str, total: int) -> None: ...
-
-    def response(self, response: Any) -> None:
-        self.work.advance()

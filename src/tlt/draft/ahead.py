@@ -101,7 +101,7 @@ class AheadStore:
         continues = known and not known.ended and len(known.tokens) <= most and known.is_valid(vocab_size)
         return Row(request, known.tokens.tolist() if known and continues else [], ahead=True)
 
-    def keep(self, row: Row, version: int) -> None:
+    def put_row(self, row: Row, version: int) -> None:
         """Add the tokens of an unfinished row as a draft, followed by the rest of the stored draft of its request.
         `version`: target version that decoded the row."""
         known = self.get(row.request)

@@ -100,13 +100,13 @@ class FeatureWindow:
     @property
     def features(self) -> Tensor:
         """Ring buffer of hidden states of each row, [R, C, F]: entry p is at index p modulo C."""
-        self._settle()
+        self._flush()
         return self._features
 
     @property
     def tokens(self) -> Tensor:
         """Token that follows each entry, [R, C]."""
-        self._settle()
+        self._flush()
         return self._tokens
 
     def append(self, row: Row, kept: int) -> None:
@@ -123,14 +123,14 @@ class FeatureWindow:
         self.length[place] = kept
 
     def remove(self, place: int, last: int) -> None:
-        self._settle()
+        self._flush()
         if place != last:
             self.copy(last, place, self.length[last], self.first[last])
         self.live -= 1
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
         """Copy entries [first, length) of row `source` to row `target`, as far back as `source` still has them."""
-        self._settle()
+        self._flush()
         held = max(self.first[source], self.length[source] - self.capacity)
         used = min(length, self.capacity)  # later indices of the ring hold no entry below `length`
         self._features[target, :used] = self._features[source, :used]
@@ -161,9 +161,9 @@ class FeatureWindow:
             self.length[row] = position + 1
         self._blocks.append((places, features, next_tokens))
         if len(self._blocks) >= _LAZY:
-            self._settle()
+            self._flush()
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Put all collected writes into the ring buffer."""
         if not self._blocks:
             return
@@ -188,7 +188,7 @@ class FeatureWindow:
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Return copies of a row's entries [low, high): hidden states [high - low, F] and next tokens [high - low]."""
-        self._settle()
+        self._flush()
         begin, end = low % self.capacity, low % self.capacity + high - low
         around = max(0, end - self.capacity)
         rings = (self._features[row], self._tokens[row])

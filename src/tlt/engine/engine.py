@@ -145,7 +145,7 @@ class Engine(Generates):
         """Store the tokens so far of all look-ahead rows as drafts."""
         preempted = (r for r in self.rollout.scheduler.coming if len(r.tokens) > self.store.length(r.request.seed))
         for row in (*self.rows.coming, *preempted):
-            self.store.keep(row, self.rollout.version)
+            self.store.put_row(row, self.rollout.version)
 
     def swap(self, drafter: Drafter) -> None:
         """Replace the drafter of the same name by `drafter`. Call this between two rounds, or before a round's

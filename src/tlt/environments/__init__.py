@@ -10,7 +10,7 @@ from typing import Any
 from tlt.config import Config
 from tlt.data.prompts import reply_encoder
 from tlt.environments.call_reader import call_reader
-from tlt.environments.episodes import Episodes, SingleTurn, Turns
+from tlt.environments.episodes import Episodes, Turns
 from tlt.environments.instances import TurnText, open_environments
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.score_pool import ScorePool
@@ -19,10 +19,10 @@ from tlt.spelling import Detokenizer
 
 def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:
     """Return the object that continues responses after each turn: `Episodes` if the recipe has an environment, else
-    `SingleTurn`. Output that environments print goes to the file `log`. Raises RewardError, or DataError if the
+    `Turns` itself. Output that environments print goes to the file `log`. Raises RewardError, or DataError if the
     tokenizer's chat template cannot show a reply."""
     if not config.reward.environment:
-        return SingleTurn()
+        return Turns()
     encode = reply_encoder(tokenizer, config.data)
     opens = partial(open_environments, call_reader=call_reader(encode))
     pool = ScorePool(partial(IsolatedScore, config, log, (), opens), config.reward.workers)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from tlt.data.continuation import ReplyContent, reply_text
 from tlt.data.tables import DataError
@@ -36,59 +35,39 @@ _AT_ONCE = 0.01  # seconds; a recorded reply that took less time is returned wit
 _CHARACTERS = 200  # assumed maximum of characters per token, to refuse too long replies before they are encoded
 
 
-class Turns(Protocol):
-    """Interface of objects that continue responses after a turn of the model. The driver of the rollout calls them."""
+class Turns:
+    """Continuation of responses after a turn of the model. The driver of the rollout calls it. This class serves runs
+    without an environment: each response is finished after a single turn."""
 
-    step: int
+    step: int = 0
     """index of the current step, which is the number of updates of the policy so far"""
-    opens: bool
+    opens: bool = False
     """whether an environment wrote the first tokens of a response; look-ahead is then not possible"""
 
     @property
     def awaits(self) -> bool:
         """Whether any response waits for a reply of its environment."""
-        ...
+        return False
 
     def begin(self, requests: Sequence[Request]) -> list[Row]:
         """Return a row for each request of a new rollout. A row contains the environment's first text, if there is
         one."""
-        ...
+        return [Row(request) for request in requests]
 
     def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
         """Pass responses whose turn has ended to their environments. Return the finished responses, and the rows of
         responses that continue because a reply has arrived. If none has arrived, wait up to `seconds` for one."""
-        ...
+        return list(ended), []
 
     def record_replies(self, folder: Path, resume: bool) -> None:
         """Record the replies of environments in the folder of the run. If the run is resumed, load the replies since
         its last checkpoint. Otherwise delete recorded replies."""
-        ...
 
     def saved(self, done: int) -> None:
         """Drop recorded replies of the first `done` steps, because a checkpoint of these steps was saved."""
-        ...
 
     def close(self) -> None:
         """End the processes of the environments."""
-        ...
-
-
-class SingleTurn:
-    """Turns without an environment: each response is finished after a single turn of the model."""
-
-    step, opens, awaits = 0, False, False
-
-    def begin(self, requests: Sequence[Request]) -> list[Row]:
-        return [Row(request) for request in requests]
-
-    def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
-        return list(ended), []
-
-    def record_replies(self, folder: Path, resume: bool) -> None: ...
-
-    def saved(self, done: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -105,7 +84,7 @@ class _Episode:
     """time in seconds that the environment took for its last reply"""
 
 
-class Episodes:
+class Episodes(Turns):
     def __init__(
         self,
         pool: ScorePool,
@@ -120,7 +99,6 @@ class Episodes:
         episode; None means no limit."""
         self.pool, self.encode, self.decode, self.most_turns = pool, encode, decode, most_turns
         self.record = ReplyRecord()
-        self.step, self.opens = 0, False
         self._rollout = 0  # number of the rollout
         self._episodes: dict[int, _Episode] = {}  # unfinished episodes, by seed
         self._asked: dict[Future[Verdict], Response] = {}  # responses that wait for a reply of their environment

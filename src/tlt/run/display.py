@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.config import Config
-from tlt.loop import StepResult
+from tlt.loop import StepResult, Watcher
 from tlt.metrics import useful_share
 from tlt.progress import Work, working
 from tlt.run.closing import closing
@@ -41,7 +41,7 @@ _PHASES = {
 }
 
 
-class Display:
+class Display(Watcher):
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(markup=False, emoji=False)
         self.history: list[StepMetrics] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tlt.build import refuse_wrong_folders, settled
+from tlt.build import for_machine, refuse_wrong_folders
 from tlt.config import Config
 from tlt.data.prompts import Cursor, DataError, fingerprints
 from tlt.data.tokenizer import load_tokenizer
@@ -86,7 +86,7 @@ class Run:
 def opened(config: Config, resume: bool, display: Display, force: Collection[str] = ()) -> Iterator[Run]:
     """Lock the folder of a run, and build its parts. Close both when the `with` block ends."""
     makers_of(config)  # raises if a tracker cannot be used
-    config = with_tools(settled(config))
+    config = with_tools(for_machine(config))
     with RunFolder(config.run, resume) as folder, ExitStack() as ending:
         found = checkpoint.latest(folder.path / "checkpoints") if resume else None
         state = found.state if found else None

@@ -32,7 +32,7 @@ class Record:
         """Write the metrics and responses of a step. Raises MetricsError if a file cannot be written."""
         metrics = result.metrics
         if self.completions:
-            self.completions.write(metrics.step, result.settled)
+            self.completions.write(metrics.step, result.completed)
         self.metrics.write(metrics)
         self.trackers.log(metrics.step, asdict(metrics))
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tlt.build import open_target
+from tlt.build import open_target, without_look_ahead
 from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config
@@ -97,8 +97,7 @@ def _vllm_modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns, p
 
 def _rollout(engine: RolloutEngine, config: Config, turns: Turns, policy: Policy) -> ClusterRollout:
     """Return the rollout of a worker in this process that has this engine and does not look ahead."""
-    speculation = config.speculation.model_copy(update={"look_ahead": 0})
-    config = config.model_copy(update={"speculation": speculation})
+    config = without_look_ahead(config)
     return local_rollout(RunWorker(config, engine, None, policy), config, turns)
 
 

@@ -30,7 +30,7 @@ from tlt.data.prompts import Cursor
 from tlt.data.tokenizer import load_tokenizer
 from tlt.engine.exactness import Exactness
 from tlt.environments.tools import with_tools
-from tlt.loop import NoWatcher, Parts, Rollout, StepResult, one_step
+from tlt.loop import Parts, Rollout, StepResult, Watcher, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
@@ -143,7 +143,7 @@ def _verify_step(
         began = time.perf_counter()
         mode = replace(parts, rollout=rollout, cursor=Cursor(**start), carried=carried)
         rollout.sync(policy, step)
-        results[name] = one_step(mode, config, NoWatcher(), step)
+        results[name] = one_step(mode, config, Watcher(), step)
         run, metrics = found.runs[name], results[name].metrics
         run.seconds += time.perf_counter() - began
         run.rewards.append(metrics.reward)

@@ -123,7 +123,7 @@ class VllmEngine(Generates):
         """Save the tokens of look-ahead rows in the store."""
         for row in self.rows:
             if row.ahead and row.tokens:
-                self.store.keep(row, self.version)
+                self.store.put_row(row, self.version)
 
     def _preempt_ahead(self) -> None:
         self.keep_ahead()
