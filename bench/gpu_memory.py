@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 from tlt.config import Config, load_config
 from tlt.models.families import decoder_options
 from tlt.models.hugging_face import checkpoint_layers

@@ -37,7 +37,7 @@ from shapes import SHAPES, RandomPolicy, random_target, shape_config, weights_re
 from update_cost import make_batch
 
 from tlt.attention import slots as attention_slots
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 from tlt.config import EngineConfig, TrainConfig
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.learned import EagleDrafter

@@ -27,7 +27,7 @@ from measuring import Results, counts, parser_of, place, seconds_of
 from shapes import SHAPES, random_target, shape_config
 from torch import Tensor
 
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import attention_for
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Offer, Prefix, PrefixDrafter

@@ -21,8 +21,8 @@ from tiny import qwen3
 from torch import Tensor, nn
 
 from tlt import sampling
-from tlt.attention.backend import HeadShape
 from tlt.attention.key_counts import BLOCK
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.draft.chains import Draft

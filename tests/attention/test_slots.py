@@ -15,7 +15,7 @@ from small import ANY_SIZE
 from torch import Tensor
 
 import tlt.attention.slots
-from tlt.attention.backend import Entries, HeadShape
+from tlt.attention.slot_memory import Entries, HeadShape
 from tlt.attention.slots import SlotAttention, exact_attention, in_full
 
 CPU = torch.device("cpu")

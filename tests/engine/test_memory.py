@@ -12,7 +12,7 @@ import torch
 from random_drafter import RandomDrafter
 from twin import make_model
 
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy

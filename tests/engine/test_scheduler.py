@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from small import ANY_SIZE
 
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.engine.kv_cache import KVCache

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import HeadShape
 from tlt.attention.key_counts import QUERIES, key_counts, rounded_up
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import exact_attention, in_full
 
 

@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.attention.backend import Entries, HeadShape
 from tlt.attention.key_counts import QUERIES, full_queries, rounded_up
-from tlt.attention.slot_memory import SlotMemory
+from tlt.attention.slot_memory import Entries, HeadShape, SlotMemory
 from tlt.sampling import has_kernel
 from tlt.types import MAX_DRAFT_TOKENS
 
@@ -93,7 +92,7 @@ class _Ahead(NamedTuple):
 
 
 class SlotAttention(SlotMemory):
-    """Attention backend whose keys and values are in slots."""
+    """Attention over slots. Another attention kernel for the rollout is a subclass, such as `KernelAttention`."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -109,6 +108,10 @@ class SlotAttention(SlotMemory):
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def plan(self, first: int, lengths: Sequence[int], new: int) -> SlotPlan:
+        """Return the plan of a target pass over slots [first, first + B). `attend` needs it.
+
+        Row b has `lengths[b]` committed positions and gets `new` tokens, which follow them. Each attends to itself and
+        to everything before it."""
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache must resize before a pass"
         assert rounded_up(self.tokens, self.key_counts) == self.tokens, "slots have room for masked keys"
@@ -121,6 +124,11 @@ class SlotAttention(SlotMemory):
         return SlotPlan(first, 0, new, self._both(places), spans, biases, {}, None, positions)
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
+        """Return the plan of the first pass of a draft, over slots [0, B). `attend` needs it.
+
+        Each row has one query: its last committed entry, `lengths[b] - 1`. It attends to entries [starts[b],
+        lengths[b]). `written` lists the entries whose keys and values the pass writes (None: only the last entry of
+        each row)."""
         rows, size, longest = len(lengths), self.tokens, max(lengths)
         heads = self._heads(0, rows)
         wraps = any((length - 1) % size + MAX_DRAFT_TOKENS >= size for length in lengths)
@@ -136,6 +144,8 @@ class SlotAttention(SlotMemory):
         return SlotPlan(0, 0, 1, self._both(places), [span], [bias], {}, ahead)
 
     def deeper(self, plan: SlotPlan) -> SlotPlan:
+        """Return the plan of a draft's next pass, with one more token per row. It attends to itself and to everything
+        that the token before it attends to. The plan of the previous pass, `plan`, may not be used any more."""
         ahead, old = plan.ahead, plan.old + 1
         assert ahead is not None, "`plan` must be the plan of a draft"
         (span,) = plan.spans
@@ -224,6 +234,12 @@ class SlotAttention(SlotMemory):
     def attend(
         self, plan: SlotPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
     ) -> Tensor:
+        """Write the keys and values, [B * N, K, E] each, of a pass in this layer. Return the attention output
+        [B * N, H * E] of `query` [B * N, H, E].
+
+        If the plan has `written` entries, key and value are [M, K, E], one for each entry. Scores are scaled by E **
+        -0.5. Softmax is computed in float32 or wider. A token attends to the last `window` tokens, itself included
+        (None: to all)."""
         both, heads, size = self.layers[layer], self.shape.num_kv_heads, self.shape.head_dim
         self.memory[layer].view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
         # queries that share a key-value head become rows of one matmul, so that keys are never repeated
@@ -289,7 +305,7 @@ def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
 
 
 def attention_for(shape: HeadShape) -> SlotAttention:
-    """Return empty slots for the target or the learned drafter. Add a new attention backend here."""
+    """Return empty slots for the target or the learned drafter. Add another attention kernel here."""
     if shape.device.type == "cuda":
         # cuDNN makes a plan for each new shape, which takes 43 ms on an H100, and most passes have a new shape
         torch.backends.cuda.enable_cudnn_sdp(False)

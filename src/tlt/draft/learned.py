@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import Entries, HeadShape
+from tlt.attention.slot_memory import Entries, HeadShape
 from tlt.attention.slots import attention_for
 from tlt.cuda_graph import Addresses, rounded_up
 from tlt.draft.drafter import Candidates, Level, Sources

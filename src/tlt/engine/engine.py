@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import attention_for
 from tlt.config import EngineConfig
 from tlt.cuda_graph import Replayed

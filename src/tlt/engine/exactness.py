@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import HeadShape
 from tlt.attention.key_counts import BLOCK, rounded_up
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import attention_for
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Attend, Decoder

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.attention.backend import AttentionBackend
 from tlt.attention.key_counts import rounded_down, rounded_up
+from tlt.attention.slots import SlotAttention
 from tlt.models.decoder import Attend
 from tlt.types import Row
 
@@ -79,9 +79,9 @@ class Saved(NamedTuple):
 
 
 class KVCache:
-    """Per-row store of keys and values. Only this class changes the slots of the attention backend."""
+    """Per-row store of keys and values. Only this class changes the slots of `store`."""
 
-    def __init__(self, store: AttentionBackend, bound_tokens: int) -> None:
+    def __init__(self, store: SlotAttention, bound_tokens: int) -> None:
         self.store, self.bound_tokens = store, bound_tokens
         self.ledger = Ledger() if os.environ.get(AUDIT) == "1" else None
         self._rows: list[Row] = []

@@ -9,7 +9,7 @@ from typing import Literal
 import psutil
 import torch
 
-from tlt.attention.backend import HeadShape
+from tlt.attention.slot_memory import HeadShape
 
 _SHARES = {"cuda": 0.8, "cpu": 0.25}  # shares of free memory; on a CPU, other workers and the update need memory too
 _GROUPS = {  # version of Linux control groups -> three files (limit, use, statistics), name of the reclaimable use

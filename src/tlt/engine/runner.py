@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureWindow
 from tlt.draft.strategy import Strategy
@@ -96,8 +95,8 @@ class Runner:
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
         self.graphs = None
-        if target.cuda_graphs and target.can_be_captured and isinstance(slots := cache.store, SlotAttention):
-            self.graphs = GraphedPasses(slots, target)
+        if target.cuda_graphs and target.can_be_captured:
+            self.graphs = GraphedPasses(cache.store, target)
         self.has_kernels = target.dtype != torch.float64 and has_kernel(target.device)
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:

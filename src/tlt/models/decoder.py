@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.attention.backend import HeadShape
 from tlt.attention.key_counts import rounded_up
+from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import attention_for
 from tlt.models.elementwise import by_rows
 from tlt.models.families import DecoderOptions

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt.attention.backend import HeadShape
 from tlt.attention.sequences import Segment, SequenceAttention
+from tlt.attention.slot_memory import HeadShape
 from tlt.models.decoder import Decoder, RMSNorm, from_pairs, rotate, to_pairs
 from tlt.models.elementwise import by_rows
 from tlt.models.families import decoder_options, is_fused

@@ -19,10 +19,10 @@ from torch import Tensor
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
+from tlt.models.decoder import Decoder
 from tlt.spot.buffer import HarvestBuffer, pieces
 from tlt.spot.saving import MEAN, TrainerState, weights_of
 from tlt.spot.schedule import RULE, Evaluation, SpotReport, sum_evaluations
-from tlt.spot.teacher import Teacher
 from tlt.spot.trainer import DrafterTrainer, Interrupted
 from tlt.spot.unroll import bundles, pack
 
@@ -46,7 +46,7 @@ class SpotTrainer:
     Therefore their running mean is published.
     """
 
-    def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
+    def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.target, self.config = target, config
         self.trainer = DrafterTrainer(copy.deepcopy(layer), target, config, seed)
         self.in_use, self.candidate = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)

@@ -21,9 +21,9 @@ from torch import Tensor
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
+from tlt.models.decoder import Decoder
 from tlt.spot.drafter_losses import LOGITS, draft_loss, draft_overlap, logits
 from tlt.spot.rounds import expected_rounds
-from tlt.spot.teacher import Teacher
 from tlt.spot.unroll import Pack, packs, product_dtype, unroll
 from tlt.spot.whitening import Moments
 
@@ -56,7 +56,7 @@ class DrafterTrainer:
     embedding and the head of the target's current version. The distribution to learn is that of the version which
     computed the hidden states. `target_moved` keeps the head of that version."""
 
-    def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
+    def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.layer, self.target, self.config = layer, target, config
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         layer.to(target.device, self.dtype)
