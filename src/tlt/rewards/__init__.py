@@ -22,24 +22,24 @@ from tlt.types import Prompt, Response
 __all__ = ["Reward", "RewardError", "make_reward", "refuse_special_tokens", "refuse_unanswered", "sources_sha256"]
 
 
-class Reward(Protocol):
+class Reward:
+    """Reward of a run. This class is that of episodes. It does nothing, because the environment of an episode gives the
+    reward after each turn."""
+
     def submit(self, response: Response) -> None:
         """Start scoring a response before the other responses of its step are finished."""
-        ...
 
     def set_if_ready(self, responses: Sequence[Response]) -> bool:
         """Set the rewards of these submitted responses, unless some of them are still being computed. Return without
         waiting whether the rewards are set."""
-        ...
+        return True
 
     def __call__(self, responses: Sequence[Response]) -> None:
         """Set `reward` and `scores` of each response. Wait until all are computed. If a response cannot be scored,
         leave its `reward` None and set its `outcome` to the reason."""
-        ...
 
     def close(self) -> None:
         """End the processes that compute rewards."""
-        ...
 
 
 def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Reward:
@@ -48,7 +48,7 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     RewardError."""
     reward = config.reward
     if reward.environment:
-        return Earned()
+        return Reward()
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
     if all(name in REWARDS and REWARDS[name].quick for name in names):  # safe to run in this process
@@ -100,19 +100,6 @@ def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
                 )
 
 
-class Earned:
-    """Reward of episodes. It does nothing, because the environment of an episode gives the reward after each turn."""
-
-    def submit(self, response: Response) -> None: ...
-
-    def set_if_ready(self, responses: Sequence[Response]) -> bool:
-        return True
-
-    def __call__(self, responses: Sequence[Response]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Scorer(Protocol):
     """Interface of objects that compute the `Verdict` of an answer: its reward, or the reason why it has none."""
 
@@ -142,7 +129,7 @@ class AtOnce:
     def close(self) -> None: ...
 
 
-class Scored:
+class Scored(Reward):
     """Reward that extracts the answer of each response and scores it. `scorer` computes the scores in this process or
     in a pool of processes. `marker` and `end` are reward.answer_marker and reward.answer_end."""
 
