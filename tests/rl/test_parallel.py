@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import Table, Thread
@@ -27,10 +30,12 @@ from tlt.rl.parallel import (
     Processes,
     ProcessGroup,
     Rendezvous,
+    _host_memory,
     all_shards,
     numbers_of,
     sum_gradients,
     take_gradients,
+    watch_members,
 )
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -220,6 +225,95 @@ def test_a_member_that_waits_in_vain_for_others_raises(monkeypatch: pytest.Monke
     rendezvous = Rendezvous("127.0.0.1")
     with pytest.raises(GroupBroken, match="2 workers could not form a process group at 127"):
         Processes(rendezvous.address, 0, 2, 2, CPU)
+
+
+def _watched(rank: int, address: str, lost: Any, way: str) -> None:
+    group = Processes(address, rank, 3, 3, CPU)
+    group._tell_others = watch_members(rank, 3, lambda: lost[rank].set())
+    if rank == 2 and way == "dies":
+        os._exit(1)
+    if rank == 2 and way == "leaves":
+        group.leave()
+    lost[3].wait(30)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", ["dies", "leaves", "stays"])
+def test_the_end_of_a_member_is_noticed_while_nothing_is_sent(way: str) -> None:
+    rendezvous, forks = Rendezvous("127.0.0.1"), multiprocessing.get_context("forkserver")
+    lost = [forks.Event() for _ in range(4)]
+    members = [forks.Process(target=_watched, args=(rank, rendezvous.address, lost, way)) for rank in range(3)]
+    for member in members:
+        member.start()
+    try:
+        if way == "stays":
+            assert not any(one.wait(2) for one in lost[:3])
+        else:
+            assert all(one.wait(20) for one in lost[:2])
+    finally:
+        lost[3].set()
+        for member in members:
+            member.join(10)
+            member.kill()
+
+
+def test_a_collective_that_waits_for_a_lost_member_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for NCCL: a collective returns only when its communicator is aborted, with an error."""
+    aborted, watched, settings = threading.Event(), list[Any](), dict[str, Any]()
+
+    def all_reduce(tensor: Tensor) -> None:
+        assert aborted.wait(10)
+        raise dist.DistBackendError("NCCL communicator was aborted on rank 0")
+
+    backend = SimpleNamespace(abort=aborted.set)
+    monkeypatch.setattr(dist, "init_process_group", lambda *names, **found: settings.update(found, backend=names[0]))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout: settings.update(later=timeout))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_get_default_group", lambda: SimpleNamespace(_get_backend=lambda device: backend)
+    )
+    monkeypatch.setattr(
+        "tlt.rl.parallel.watch_members", lambda *found: watched.extend(found) or (lambda: watched.append("left"))
+    )
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
+    rendezvous = Rendezvous("127.0.0.1")
+    group = Processes(rendezvous.address, 0, 2, 2, torch.device("cuda"))
+    assert (settings["backend"], settings["device_id"]) == ("nccl", torch.device("cuda:0"))
+    assert (settings["timeout"], settings["later"]) == (timedelta(seconds=120), timedelta(hours=1))
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert watched[:2] == [0, 2]
+    threading.Timer(0.1, watched[2]).start()
+    with pytest.raises(GroupBroken, match="aborted on rank 0"):
+        group.sum_(torch.ones(1))
+    assert watched[3:] == ["left"], "the others need not wait for this member"
+
+
+def test_gradients_of_a_gpu_go_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = list[Any](), torch.empty_like
+
+    def empty_like(like: Any, **settings: Any) -> Tensor:
+        asked.append(settings.pop("pin_memory"))
+        return real(torch.ones(2), **settings)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    for on_gpu in (True, False):
+        _host_memory(SimpleNamespace(is_cuda=on_gpu))  # type: ignore[arg-type]
+    assert asked == [True, False]
+
+
+def test_gradients_that_are_taken_are_copies() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    (2 * first).sum().backward()
+    gradient = first.grad
+    taken = take_gradients([first, second])
+    assert gradient is not None
+    gradient.zero_()
+    assert [one.tolist() for one in taken] == [[2.0, 2.0], [0.0, 0.0]]
+    assert first.grad is None
+    assert not taken[0].requires_grad
 
 
 def test_a_worker_leaves_its_group_before_it_joins_another() -> None:

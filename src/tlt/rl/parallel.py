@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -33,6 +34,7 @@ from tlt.files import first_line
 _BUCKET = 1 << 20  # most tensor elements in one collective, so that its buffers fit the cache of a CPU
 _PATIENCE = timedelta(minutes=60)  # timeout for a slow member; connections of a lost member close earlier
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
+_NCCL_STARTS = timedelta(seconds=120)  # timeout for NCCL's first collective, which connects the GPUs
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
 Owners = Sequence[Sequence[int]]
 """Indices of the shards that each member computes, one list per member. Each shard of an update has one owner."""
@@ -132,10 +134,20 @@ def _assign(
 
 def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
     """Return a finished shard's gradients in host memory, and clear the parameters' gradients for the next shard."""
-    taken = [torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu() for p in parameters]
+    taken = [_host_memory(parameter) for parameter in parameters]
+    for parameter, host in zip(parameters, taken, strict=True):
+        host.zero_() if parameter.grad is None else host.copy_(parameter.grad, non_blocking=True)
+    if parameters and parameters[0].is_cuda:
+        torch.cuda.current_stream(parameters[0].device).synchronize()
     for parameter in parameters:
         parameter.grad = None
     return taken
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Return an empty tensor in host memory. It is pinned if it takes copies from a GPU, so that no copy of a copy is
+    made."""
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, requires_grad=False)
 
 
 def sum_gradients(
@@ -220,16 +232,27 @@ class Processes:
     """Process group of several processes. Collectives use gloo on CPUs and NCCL on GPUs."""
 
     def __init__(self, address: str, rank: int, size: int, shards: int, device: torch.device) -> None:
-        """Connect to the other members at a `Rendezvous` within 10 s. Raises GroupBroken if one is missing."""
+        """Connect to the other members at a `Rendezvous` within 10 s, or 120 s on GPUs. Raises GroupBroken if one is
+        missing."""
         self.rank, self.size, self.shards = rank, size, shards
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._tell_others: Callable[[], None] = lambda: None
+        on_gpu = device.type == "cuda"
+        if on_gpu:  # else a failed collective returns before it fails, and the process is ended later
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        limit = _NCCL_STARTS if on_gpu else _RENDEZVOUS
+        place = torch.device("cuda", device.index or 0) if on_gpu else None  # else NCCL guesses it by the rank
         if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM made this group, and does not use it
             dist.destroy_process_group()
         try:
             store = _store_at(address, size)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_RENDEZVOUS)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=place)
             dist.barrier()
             dist.distributed_c10d._set_pg_timeout(_PATIENCE)
+            if place:
+                nccl = dist.distributed_c10d._get_default_group()._get_backend(place)
+                self._tell_others = watch_members(rank, size, nccl.abort)
             _end_silent_connections()
         except RuntimeError as error:  # torch raises subclasses of it
             self.leave()
@@ -274,8 +297,37 @@ class Processes:
 
     def leave(self) -> None:
         """Close the connections, so that members that wait for this one get an error."""
+        self._tell_others()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def watch_members(rank: int, size: int, lost: Callable[[], None]) -> Callable[[], None]:
+    """Call `lost` in another thread when a member of the default group ends or leaves. All members make this call. A
+    member that leaves calls the returned function first.
+
+    NCCL does not notice the end of a member on the same machine, and would wait for it. gloo does, because the member's
+    connections close. So each member waits over gloo for a message, which a member sends only if it leaves."""
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    others = set(range(size)) - {rank}
+    has_left = threading.Event()
+
+    def wait_for(member: int) -> None:
+        with suppress(RuntimeError):
+            dist.recv(torch.zeros(1), src=member, group=group)
+        if not has_left.is_set():
+            lost()
+
+    def tell_others() -> None:
+        if not has_left.is_set():
+            has_left.set()
+            for member in others:
+                with suppress(RuntimeError):  # it has ended
+                    dist.send(torch.zeros(1), dst=member, group=group)
+
+    for member in others:
+        threading.Thread(target=wait_for, args=(member,), daemon=True).start()
+    return tell_others
 
 
 def _end_silent_connections() -> None:
