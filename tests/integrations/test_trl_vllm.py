@@ -118,7 +118,8 @@ def test_the_next_vllm_of_trl_has_our_proposer(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, trl_vllm._MODULE, module)
     monkeypatch.setattr("tlt.integrations.trl_vllm.vllm_version", lambda: "0.32.0")
     monkeypatch.setattr("os.environ", {})
-    trl_vllm.prepare_vllm(SpeculationConfig())
+    for drafter in ("off", "suffix"):
+        trl_vllm.prepare_vllm(SpeculationConfig(drafter=drafter))  # the last `Rollout` counts
     for _ in range(2):
         vars(module)["LLM"](model="folder")
     ours, theirs = given

@@ -21,6 +21,7 @@ def prepare_vllm(speculation: SpeculationConfig) -> None:
     module = importlib.import_module(_MODULE) if vllm_version() else None
     if (original := getattr(module, "LLM", None)) is None:
         return
+    original = vars(original).get("original", original)  # of a `Rollout` before this one
 
     def with_tlt(**arguments: Any) -> Any:
         vars(module)["LLM"] = original
@@ -32,6 +33,7 @@ def prepare_vllm(speculation: SpeculationConfig) -> None:
             _defer_loading(llm.llm_engine.model_executor.driver_worker.model_runner.model)
         return llm
 
+    vars(with_tlt)["original"] = original
     vars(module)["LLM"] = with_tlt
 
 
