@@ -143,6 +143,10 @@ class RunnerV1(Runner):
         self.device, self.max_num_reqs = CPU, slots
         self.requests: dict[str, Any] = {}
         self.verifies = False  # whether vLLM's last call sampled by its verification of drafts
+        self.block, self.cached = (
+            0,
+            set[tuple[int, ...]](),
+        )  # size in tokens, and prefixes, of the prefix cache's blocks
         self.input_batch = SimpleNamespace(req_ids=[])
         self.drafter: Any = None
 
@@ -155,10 +159,19 @@ class RunnerV1(Runner):
 
     def joined(self, name: str) -> None:
         row = self.live[name]
-        row.computed = 0
+        row.computed = self._cached(row.prompt)
         self.requests[name] = SimpleNamespace(prompt_token_ids=row.prompt, sampling_params=row.params)
 
+    def _cached(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens in the prefix cache. As in vLLM, blocks are in it before a pass computes them."""
+        ends = range(self.block, len(tokens), self.block) if self.block else ()  # the last token is always computed
+        known = next((end for end in reversed(ends) if tuple(tokens[:end]) in self.cached), 0)
+        self.cached |= {tuple(tokens[:end]) for end in ends}
+        return known
+
     def remove(self, name: str) -> list[int]:
+        row = self.live[name]
+        self._cached([*row.prompt, *row.tokens])
         del self.requests[name]
         return super().remove(name)
 
@@ -287,10 +300,10 @@ class LLM:
             for tokens, start, count in zip(fed, starts, counts.tolist(), strict=True)
         ]  # those of rejected draft tokens are of others
         sampled = [row.tokens[before[name] :] for name, row in zip(runner.input_batch.req_ids, rows, strict=True)]
-        drafts = runner.propose_draft_token_ids(
-            None, sampled, None, torch.cat(hidden), None, None, runner.metadata, None, None
-        )
-        self.drafts_of = dict(zip(runner.input_batch.req_ids, drafts, strict=True))
+        features = torch.cat(hidden)
+        drafts = runner.propose_draft_token_ids(None, sampled, None, features, None, None, runner.metadata, None, None)
+        features.fill_(torch.nan)  # a CUDA graph writes the next pass into the same tensor
+        self.drafts_of |= dict(zip(runner.input_batch.req_ids, drafts, strict=True))
         assert max(map(len, drafts)) <= self.arguments["speculative_config"]["num_speculative_tokens"]
 
 

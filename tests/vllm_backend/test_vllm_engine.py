@@ -33,7 +33,7 @@ from tlt.sampling import gumbel_noise
 from tlt.spot.schedule import RULE
 from tlt.types import Request, Response
 from tlt.verify.modes import InTurn
-from tlt.verify.oracle import OracleDrafter
+from tlt.verify.oracle import OracleDrafter, causal_hidden
 from tlt.vllm.settings import WIDEST
 from tlt.vllm.versions import VllmError
 from tlt.vllm.vllm_engine import VllmEngine
@@ -290,6 +290,49 @@ def test_a_perfect_drafter_is_always_right(started: Any, tmp_path: Path) -> None
     engine.drafting.drafters, engine.drafting.tuner = Drafters([oracle], None), Fixed(Strategy("oracle", 3))
     decode(engine, asked)
     assert engine.stats.accepted == engine.stats.drafted > 2 * engine.stats.draft_passes
+
+
+def test_hidden_states_of_cached_prompts_are_those_of_the_group(started: Any, tmp_path: Path) -> None:
+    """vLLM's prefix cache has prompts that the same pass or an earlier one computed, but not their hidden states."""
+    engine, place, asked, _ = drafted(tmp_path)
+    assert engine.drafting
+    started[-1].runner.block = 4
+    asked = [replace(request, prompt=place.prompts[0], index=i) for i, request in enumerate(asked[:6])]
+    engine.start(asked[:3])
+    for _ in range(9):
+        engine.round()
+    rest = engine.release_requests([asked[1].seed])
+    engine.submit(asked[3:], rest)
+    while engine.busy:
+        engine.round()
+        rollout = engine.drafting.rollout
+        assert rollout.window
+        for row_place, row in enumerate(rollout.rows):
+            low, high = rollout.window.start(row_place), rollout.window.length[row_place]
+            assert high == row.kv_length
+            assert low == max(0, high - 16) or row.request.seed == asked[1].seed, "its own first tokens are unknown"
+            hidden = causal_hidden(place.target, torch.tensor([row.context[:high]]))[0, low:]
+            features, tokens = rollout.window.read(row_place, low, high)
+            torch.testing.assert_close(features, hidden)
+            assert tokens.tolist() == list(row.context[low + 1 : high + 1])
+
+
+def test_a_row_without_room_in_a_pass_keeps_its_draft(started: Any, tmp_path: Path) -> None:
+    """vLLM leaves rows out of a pass that has no room for all drafts, and verifies their drafts later."""
+    engine, place, asked, _ = drafted(tmp_path)
+    assert engine.drafting
+    oracle = OracleDrafter(place.target)
+    engine.drafting.drafters, engine.drafting.tuner = Drafters([oracle], None), Fixed(Strategy("oracle", 3))
+    expected, runner = facts(decode(engine, asked)), started[-1].runner
+    engine.start(asked)
+    responses = list[Response]()
+    while engine.busy:
+        left = list(runner.live)[1:2] if engine.stats.rounds % 2 else []
+        waiting = {name: runner.live.pop(name) for name in left}
+        responses += engine.round()
+        runner.live |= waiting
+    assert facts({response.request.seed: response for response in responses}) == expected
+    assert 0 < engine.stats.accepted <= engine.stats.drafted
 
 
 def test_plain_passes_are_not_verified(started: Any, tmp_path: Path) -> None:

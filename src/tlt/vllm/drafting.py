@@ -115,21 +115,27 @@ class RowTables:
         """Add a row. `first`: number of its tokens that vLLM's prefix cache had, so that they have no hidden states."""
         self.rows.append(row)
         if self.window:
-            place, prompt = len(self.rows) - 1, row.request.prompt.token_ids
-            self.window.first[place] = self.window.length[place] = first
-            for other in range(place):
-                if self.window.first[other] < first and self.rows[other].request.prompt.token_ids == prompt:
-                    self.window.copy(other, place, min(first, len(prompt) - 1), self.window.first[other])
+            place, window, prompt = len(self.rows) - 1, self.window, row.request.prompt.token_ids
+            window.first[place] = window.length[place] = first
+            for other in range(place if first < len(prompt) else 0):
+                same = self.rows[other].request.prompt.token_ids == prompt
+                if same and window.first[other] < first <= window.length[other]:
+                    window.copy(other, place, first, window.first[other])
                     break
 
-    def entries(self, part: Passed, place: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the entries of a row's hidden states in a pass, as `Harvester.write` takes them."""
+    def entries(self, part: Passed, place: int, parts: Sequence[Passed]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the entries of a row's hidden states in a pass, as `Harvester.write` takes them. If vLLM's prefix cache
+        had tokens that this pass computed for another row of the prompt, take the hidden states of that row."""
         if self.window:
-            low = max(part.first, part.row.kv_length - self.window.window)
-            if low > part.first:  # a prompt that is longer than the window
+            source, prompt = part, part.row.request.prompt.token_ids
+            if self.window.first[place] == part.first < len(prompt):
+                source = min((p for p in parts if p.row.request.prompt.token_ids == prompt), key=lambda p: p.first)
+            low = max(source.first, part.row.kv_length - self.window.window)
+            if low != part.first:  # hidden states of another row, or a prompt that is longer than the window
                 self.window.first[place] = low
             for position, token in enumerate(part.row.context[low + 1 :], start=low):
-                yield place, part.at + position - part.first, position, token
+                whose = part if position >= part.first else source
+                yield place, whose.at + position - whose.first, position, token
 
     def remove(self, places: Iterable[int]) -> None:
         for place in sorted(places, reverse=True):
@@ -225,9 +231,9 @@ class Drafting:
             counts.append(draft_counts(part.row, draft, taken))
             if reason:
                 ended[place] = reason
-            entries += self.rollout.entries(part, place)
+            entries += self.rollout.entries(part, place, parts)
         if self._harvester and entries:
-            everywhere = features[None].expand(len(places), *features.shape)
+            everywhere = features.clone()[None].expand(len(places), *features.shape)  # the next pass overwrites them
             self._harvester.write(everywhere, entries, max(taken for taken, _ in counts))
             self._harvester.collect(self.rollout.rows, ended)
         self.rollout.remove(ended)
@@ -235,7 +241,8 @@ class Drafting:
 
     def _take(self, part: Passed, place: int, draft: Draft) -> tuple[int, str | None]:
         """Append a row's sampled tokens, up to a stop. Return their number, and the finish reason."""
-        row, had, accepted, reason = part.row, len(part.row.tokens), len(part.sampled) - 1, None
+        row, had, reason = part.row, len(part.row.tokens), None
+        accepted = min(len(part.sampled) - 1, len(draft.tokens))  # vLLM may verify a draft of an earlier round
         drafter = (self._pending.strategy if self._pending else PLAIN).drafter
         if draft.tokens and not draft.ahead:
             self.drafters.learn(drafter, draft, accepted)
