@@ -289,6 +289,7 @@ class LLM:
                 self.scheduler_knows_ends = False
         return outputs
 
+    @torch.inference_mode()
     def _propose(self, before: dict[str, int]) -> None:
         runner = self.runner
         rows = [runner.live[name] for name in runner.input_batch.req_ids]

@@ -74,6 +74,8 @@ def test_a_file_restores_the_store(lists: list[tuple[int, list[int]]]) -> None:
         other.load(Path(folder))
     assert (len(other), other.tokens) == (len(history), history.tokens)
     assert [kept(other, prompt) for prompt in range(5)] == [kept(history, prompt) for prompt in range(5)]
+    requests = [response(prompt, 0, index, []).request for index, (prompt, _) in enumerate(lists)]
+    assert all((a.version, a.ended) == (5, True) for request in requests for a in other.group(request))
     for one in (history, other):
         one.most_tokens //= 2_000
         one.add([response(9, 0, 0, [1])], version=6)

@@ -86,6 +86,21 @@ def test_trls_sleep_mode_gets_the_memory_between_rollouts(folder: Path) -> None:
     assert (synced, llm.asleep, generation._llm_weights_sleeping) == ([True], True, True)
     mine(PROMPTS, trainer)  # in the same global step, in which TRL syncs once
     assert (synced, llm.asleep) == ([True, True], True)
+    assert mine._process
+    mine._process._next_turn(mine._process._requests(PROMPTS))  # after the results of tools
+    assert (synced, llm.asleep) == ([True, True, True], True)
+
+
+def test_on_a_gpu_trl_loads_the_weights_and_tlt_the_ends_for_its_drafter(folder: Path) -> None:
+    trainer = trainer_of(folder)
+    target = trl_vllm.TrlTarget(trainer, trainer.model.config)
+    target.load(trainer.model.state_dict(), 0)
+    before, runner = target.ends.embedding.clone(), trainer.vllm_generation.llm.llm_engine.runner
+    known = runner.target.version
+    target.device = torch.device("cuda")
+    target.load({name: 2 * tensor for name, tensor in trainer.model.state_dict().items()}, 1)
+    assert (target.version, target.ends.version, runner.target.version) == (1, 1, known)
+    assert torch.equal(target.ends.embedding, 2 * before)
 
 
 @pytest.mark.parametrize(

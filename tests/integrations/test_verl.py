@@ -179,8 +179,9 @@ def test_vllm_is_started_with_the_proposer_on_model_runner_v1(
     assert made.engine.calls == [("tlt_begin",), ("tlt_draft",)]
     with pytest.raises(UnsupportedError, match=r"engine_kwargs\.vllm\.speculative_config"):
         made._preprocess_engine_kwargs({"speculative_config": {}})
-    asyncio.run(made.engine.pause_generation(wait_for_inflight_requests=False, clear_cache=False))
-    assert made.engine.calls[-1] == ("abort", False)
+    for waits, mode in ((False, "abort"), (True, "wait")):
+        asyncio.run(made.engine.pause_generation(wait_for_inflight_requests=waits, clear_cache=False))
+        assert made.engine.calls[-1] == (mode, False)
 
 
 def test_a_request_has_its_own_seed_and_vllm_decodes_greedily(registry: dict[Any, Any]) -> None:

@@ -34,7 +34,6 @@ from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.vllm.versions import VllmError, is_tested, vllm_version
 from tlt.vllm.vllm_engine import VllmEngine
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 
 from test_episodes import AtOnce
 

@@ -31,9 +31,11 @@ from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.sampling import gumbel_noise
 from tlt.spot.schedule import RULE
-from tlt.types import Request, Response
+from tlt.types import Request, Response, SamplingParams
 from tlt.verify.modes import InTurn
 from tlt.verify.oracle import OracleDrafter, causal_hidden
+from tlt.vllm.drafting import DraftedRow
+from tlt.vllm.noise import Draw
 from tlt.vllm.settings import WIDEST
 from tlt.vllm.versions import VllmError
 from tlt.vllm.vllm_engine import VllmEngine
@@ -170,6 +172,21 @@ def test_requests_of_this_step_come_first(started: Any, tmp_path: Path) -> None:
     while engine.busy or engine.looks_ahead:
         engine.round()
     assert all(engine.store.has_ended(request) for request in asked[:6])
+
+
+def test_a_new_rollout_drops_requests_and_keeps_the_tokens_of_look_ahead(started: Any, tmp_path: Path) -> None:
+    engine, _, asked = engines(tmp_path, 11, "adaptive")
+    engine.start(asked[:2])
+    engine.look_ahead(asked[2:6])
+    engine.tuner.free_rows = lambda rows: 4  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.round()
+    engine.submit(asked[6:8])
+    engine.start(asked[8:])
+    assert [request for request in asked if engine.store.get(request)] == asked[2:4]
+    responses = [response for _ in range(200) if engine.busy for response in engine.round()]
+    assert {response.request.seed for response in responses} == {request.seed for request in asked[8:]}
+    assert not engine.looks_ahead
 
 
 def test_a_pass_has_room_for_all_rows_and_their_drafts(started: Any, tmp_path: Path) -> None:
@@ -312,27 +329,69 @@ def test_hidden_states_of_cached_prompts_are_those_of_the_group(started: Any, tm
             assert high == row.kv_length
             assert low == max(0, high - 16) or row.request.seed == asked[1].seed, "its own first tokens are unknown"
             hidden = causal_hidden(place.target, torch.tensor([row.context[:high]]))[0, low:]
-            features, tokens = rollout.window.read(row_place, low, high)
+            with torch.inference_mode():
+                features, tokens = rollout.window.read(row_place, low, high)
             torch.testing.assert_close(features, hidden)
             assert tokens.tolist() == list(row.context[low + 1 : high + 1])
 
 
-def test_a_row_without_room_in_a_pass_keeps_its_draft(started: Any, tmp_path: Path) -> None:
-    """vLLM leaves rows out of a pass that has no room for all drafts, and verifies their drafts later."""
+def test_rows_and_drafts_without_room_in_a_pass(started: Any, tmp_path: Path) -> None:
+    """vLLM leaves out rows, which keep their drafts, and cuts drafts. What it verifies is counted."""
     engine, place, asked, _ = drafted(tmp_path)
     assert engine.drafting
     oracle = OracleDrafter(place.target)
     engine.drafting.drafters, engine.drafting.tuner = Drafters([oracle], None), Fixed(Strategy("oracle", 3))
-    expected, runner = facts(decode(engine, asked)), started[-1].runner
+    expected, llm = facts(decode(engine, asked)), started[-1]
     engine.start(asked)
     responses = list[Response]()
     while engine.busy:
-        left = list(runner.live)[1:2] if engine.stats.rounds % 2 else []
-        waiting = {name: runner.live.pop(name) for name in left}
+        left = list(llm.runner.live)[1:2] if engine.stats.rounds % 2 else []
+        waiting = {name: llm.runner.live.pop(name) for name in left}
+        llm.drafts_of = {name: draft[: 1 + engine.stats.rounds % 3] for name, draft in llm.drafts_of.items()}
         responses += engine.round()
-        runner.live |= waiting
+        llm.runner.live |= waiting
+        assert not waiting.keys() & {row.name for row in engine.drafting.rollout.rows if isinstance(row, DraftedRow)}
     assert facts({response.request.seed: response for response in responses}) == expected
-    assert 0 < engine.stats.accepted <= engine.stats.drafted
+    assert 0 < engine.stats.accepted == engine.stats.drafted
+    assert not engine.drafting.known
+
+
+def test_finished_requests_without_a_key_are_forgotten(started: Any, tmp_path: Path) -> None:
+    """verl asks for no log-probs, and then takes nothing of a request."""
+    engine, _, asked = engines(tmp_path, 6, "suffix")
+    assert engine.drafting
+    engine.start(())
+    for name, request in enumerate(asked):
+        prompt = list(request.prompt.token_ids)
+        extra = Draw(None, request.seed, len(prompt), 1.0, 0, 1.0).as_extra()
+        params = fake_vllm.Params(temperature=0, max_tokens=3, stop_token_ids=[], ignore_eos=True, extra_args=extra)
+        started[-1].add_request(str(name), {"prompt_token_ids": prompt}, params)
+        while started[-1].runner.live:
+            started[-1].step()
+        assert len(engine.drafting.known) <= 2
+
+
+def test_requests_of_others_have_no_drafts_and_are_not_timed(started: Any, tmp_path: Path) -> None:
+    engine, place, asked, config = drafted(tmp_path)
+    assert engine.drafting
+    seen, llm = list[RoundResult](), started[-1]
+    engine.drafting.tuner = tuner = Fixed(Strategy("suffix", 4))
+    tuner.record = seen.append  # type: ignore[method-assign]
+    engine.start(asked[2:4])
+    for _ in range(3):
+        engine.round()
+    assert seen.pop().scored
+    greedy = replace(asked[0], sampling=SamplingParams(temperature=0.0, max_new_tokens=9))
+    theirs = fake_vllm.Params(temperature=0, max_tokens=9, stop_token_ids=[], ignore_eos=True, extra_args=None)
+    seen.clear()
+    llm.add_request("theirs", {"prompt_token_ids": list(greedy.prompt.token_ids)}, theirs)
+    row = llm.runner.live["theirs-own"]
+    while "theirs-own" in llm.runner.live:
+        engine.round()
+        assert not llm.drafts_of["theirs-own"]
+    assert len(seen) == 9
+    assert not any(result.scored for result in seen)
+    assert row.tokens == decode(Engine(place.target, config.engine), [greedy])[greedy.seed].token_ids
 
 
 def test_plain_passes_are_not_verified(started: Any, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from tlt.spelling import Detokenizer
 from tlt.types import Response
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 
 from pools import rollout_of
 from test_episodes import AtOnce

@@ -87,7 +87,7 @@ class TrlTarget(VllmTarget):
         self.version = version
 
     def wake(self) -> None:
-        if self._asleep and self.generation._llm_weights_sleeping:  # TRL loads weights only once in a global step
+        if self.generation._llm_weights_sleeping:  # TRL loads weights only once in a global step
             self.generation.sync_weights()
         super().wake()
 

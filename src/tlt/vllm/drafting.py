@@ -178,6 +178,7 @@ class Drafting:
         self._harvester = Harvester(window, self.target.version, give) if window else None
         self._pending: _Pending | None = None
 
+    @torch.inference_mode()
     def draft_with(self, layer: EagleLayer) -> None:
         """Replace the learned drafter by one with these weights."""
         if not hasattr(self, "rollout"):  # a resumed run replaces it before the first rollout
@@ -278,6 +279,7 @@ class Drafting:
             seconds["draft"] = seconds.get("draft", 0.0) + self._pending.drafting
         return {row.name: row.draft.tokens for row in live}
 
+    @torch.inference_mode()  # as in vLLM's passes, which made the tensors
     def take(self, keys: Collection[int]) -> Decoded:
         """Forget the requests with these keys. Return the counters and training data of their passes."""
         gone = [row for row in self.known.values() if row.key in keys]
