@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from pools import rollout_of
+from test_episodes import AtOnce
 from tiny_environments import Echo
 
 from tlt.build import open_engine, open_target, open_workplace
@@ -33,9 +34,6 @@ from tlt.types import Request, Response, SamplingParams
 from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.vllm.versions import VllmError, is_tested, vllm_version
 from tlt.vllm.vllm_engine import VllmEngine
-
-
-from test_episodes import AtOnce
 
 pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")
 ROOT = Path(__file__).parent.parent.parent
