@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from fake_graph import fake_graphs
 from tiny import random_batch, tiny_config
 
-from tlt.cluster.run_worker import RunWorker
+from tlt.cluster.run_worker import RunWorker, place_of_copy
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.engine.graphs import GraphedPasses
@@ -231,3 +232,31 @@ def test_a_cache_whose_addresses_graphs_have_is_kept_if_an_update_has_room_witho
             worker.policy.update(batch, step)
             worker.sync(step + 1)
     assert found == [False, True, False]
+
+
+def test_the_state_before_an_update_is_kept_on_a_device_that_has_room(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first update Adam has no moments yet. They need more memory than is known."""
+    worker, cuda, free = updating(home), torch.device("cuda"), [10**9]
+    monkeypatch.setattr("tlt.cluster.run_worker.free_bytes", lambda device: free[0])
+    fake = SimpleNamespace(model=worker.policy.model, optimizer=worker.policy.optimizer, device=cuda)
+    places = [place_of_copy(cast(Any, fake), 1000)]
+    worker.policy.update(random_batch(257, responses=2), 0)
+    copy = 3 * sum(parameter.nbytes for parameter in worker.policy.model.parameters())
+    for free[0] in (1.2 * (copy + 1000) + 1, 1.2 * (copy + 1000) - 1):
+        places.append(place_of_copy(cast(Any, fake), 1000))
+    assert [place.type for place in places] == ["cpu", "cuda", "cpu"]
+
+
+def test_a_new_worker_gets_the_state_before_an_update(home: Path) -> None:
+    worker = updating(home)
+    before = worker.state()
+    worker._before = worker.state()
+    worker.policy.update(random_batch(257, responses=2), 0)
+    given = worker.state()
+    assert all(torch.equal(given.policy[name], one) for name, one in before.policy.items())
+    assert not given.optimizer
+    given.policy["model.norm.weight"].zero_()
+    worker.rollback()
+    assert all(torch.equal(one, before.policy[name]) for name, one in worker.state().policy.items())

@@ -19,15 +19,17 @@ from tlt.engine.exactness import Exactness, check_exactness
 from tlt.engine.memory import free_bytes
 from tlt.engine.protocol import RolloutEngine
 from tlt.models.device import torch_device
-from tlt.rl.dry_run import dry_run
+from tlt.rl.dry_run import dry_run, own_bytes
 from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
 from tlt.rl.parity import check_wide_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, make_policy
 from tlt.rl.shards import Held
+from tlt.rl.trained_model import trained_parameters
 from tlt.spot.spot_worker import SpotWorker
 from tlt.types import TrainBatch
 
+CPU = torch.device("cpu")
 _MARGIN = 1.2  # on the measured memory of an update, because free memory is in pieces
 
 
@@ -140,7 +142,8 @@ class RunWorker(Worker):
         """Compute this member's part of the update, as member `rank` of `size`. `held`: for each member, the early
         shards that it has begun and the fraction done. Return the metrics of the update. If another member is lost,
         return Broken, and `rollback` must follow. A sharded policy has no state to restore, and raises GroupBroken."""
-        self._before = self.state() if size > 1 and not self.config.train.shard else None
+        keeps = size > 1 and not self.config.train.shard
+        self._before = self.state(place_of_copy(self.policy, self._needed)) if keeps else None
         try:
             with self.tracer.span("update"):
                 return self.policy.update(batch, step, self.membership.enter(rendezvous, rank, size), held)
@@ -173,14 +176,13 @@ class RunWorker(Worker):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def state(self) -> State:
-        """Return the state of this worker for a new one. During an update, return the state before it."""
-        return self._before or State(
-            _copies(self.policy.trained_state()),
-            _copies(self.policy.optimizer_state()),
-            self.target.version,
-            self.engine.tuner.state(),
-        )
+    def state(self, device: torch.device = CPU) -> State:
+        """Return a copy of this worker's state, for a new worker by default. During an update, return the state before
+        it."""
+        if now := self._before:
+            return now._replace(policy=_copies(now.policy, device), optimizer=_copies(now.optimizer, device))
+        policy, optimizer = (_copies(x, device) for x in (self.policy.trained_state(), self.policy.optimizer_state()))
+        return State(policy, optimizer, self.target.version, self.engine.tuner.state())
 
     def take_state(self, state: State) -> None:
         """Load this state of another worker, so that this new worker can replace a lost one."""
@@ -199,7 +201,7 @@ class RunWorker(Worker):
         return self.policy.logprobs(batch)
 
     def policy_state(self) -> dict[str, Tensor]:
-        return _copies(self.policy.state_dict())
+        return _copies(self.policy.state_dict(), CPU)
 
     def sha256(self) -> str:
         return self.policy.sha256()
@@ -211,6 +213,14 @@ class RunWorker(Worker):
         self.policy.load_optimizer(Path(folder))
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors in host memory. They do not change when the originals change."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+def place_of_copy(policy: Policy, needed: float) -> torch.device:
+    """Return the policy's device if it has room for a copy of weights and moments during an update that needs `needed`
+    bytes more, else the host, because a copy in host memory takes seconds."""
+    copy = 3 * own_bytes(trained_parameters(policy.model))
+    fits = bool(policy.optimizer.state) and free_bytes(policy.device) > _MARGIN * (needed + copy)
+    return policy.device if fits else CPU
+
+
+def _copies(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return copies of the tensors. They do not change when the originals change."""
+    return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
