@@ -110,6 +110,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("vllm.drafting", "vllm_backend/test_vllm_engine.py"): [
         ("Drafting.noise", "operator", 3, "In vLLM each draft token has the noise of its own position."),
         ("Drafting.round", "compare", 3, "In vLLM the tuner learns the seconds of passes without a prefill."),
+        ("RowTables.append", "swap", 3, "In vLLM a row takes the hidden states of a cached prompt from its group."),
+        ("RowTables.entries", "swap", 4, "In vLLM a row's own hidden states begin where the prefix cache ended."),
     ],
     ("engine.harvest", "draft/test_features.py"): [
         ("Harvester._give", "operand", 4, "Training data that a drafter overwrote is dropped."),
