@@ -94,6 +94,8 @@ def test_a_broken_update_is_repeated_without_early_gradients(home: Path, expecte
 
 WAVES = {"rollout": {"max_waves": 2, "prompts_per_step": 4}, "reward": {"name": "tiny_rewards:every_third"}}
 
+FEW_PROMPTS = {"rollout": {"prompts_per_step": 3, "group_size": 4}}
+
 
 @pytest.mark.parametrize(
     ("sections", "choose"),
@@ -101,8 +103,13 @@ WAVES = {"rollout": {"max_waves": 2, "prompts_per_step": 4}, "reward": {"name": 
         ({"train": {"lora": {"rank": 2}, "loss": "dapo", "advantage": "rloo"}}, in_turn()),
         (WAVES | {"train": {"updates_per_step": 2, "kl_weight": 0.1}}, lambda ready: 0),
         ({"train": {"kl_weight": 0.1, "kl_in": "reward", "epochs": 2, "advantage": "reinforce_pp"}}, in_turn()),
+        (FEW_PROMPTS, in_turn()),
+        (FEW_PROMPTS | {"train": {"updates_per_step": 2, "kl_weight": 0.1}}, in_turn()),
     ],
-    ids=["adapters", "several steps, dynamic sampling and a KL term", "a KL term in the reward"],
+    ids=[
+        *("adapters", "several steps, dynamic sampling and a KL term", "a KL term in the reward"),
+        *("more workers than prompts", "more workers than prompts, several steps and a KL term"),
+    ],
 )
 def test_other_recipes(home: Path, sections: dict[str, Any], choose: Choose) -> None:
     config = config_of(home, **sections)

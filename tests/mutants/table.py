@@ -262,6 +262,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
         ("owners_of", "operand", 3, "Each shard has one owner."),
         ("owners_of", "operand", 8, "The largest shards are assigned first."),
+        ("in_pieces", "always", 0, "With more workers than prompts, several workers compute a group."),
+        ("in_pieces", "always", 1, "An early shard has a response that is computed."),
         ("cut", "operand", 1, "A group of an early shard counts once."),
         ("cut", "never", 1, "A group that is in no early shard counts."),
         ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),

@@ -60,7 +60,7 @@ groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), re
 @given(
     st.lists(groups, min_size=1, max_size=12),
     st.integers(0, 8),
-    st.integers(2, 3),
+    st.sampled_from([2, 3, 5, 9]),
     st.sampled_from([(0, True), (2, True), (2, False)]),
     st.sampled_from([{}, {"kl_weight": 0.1}, {"epochs": 2}, {"epochs": 2, "advantage": "reinforce_pp"}]),
     st.sampled_from([1, 3, 999]),
@@ -138,6 +138,16 @@ def test_shards_by_hand() -> None:
     assert found.late == of(1) + of(6)
     assert in_shards([0, 1], 2, prompts=2, workers=2) == [], "the other one may be the only one, and the longest"
     assert in_shards([0, 1], 2, prompts=3, workers=2) == [[0]]
+
+
+def test_a_group_is_cut_if_there_are_more_workers_than_prompts() -> None:
+    """The last of three groups is late. The others are cut into single responses, because there is room."""
+    every = [group_of(k, [length] * 4, (0, 1, 1, 1)) for k, length in enumerate((2, 1, 3))]
+    batch = make_batch(every, config_of(3, 2))
+    first, second = [4, 5, 6, 7], [0, 1, 2, 3]
+    assert cut(batch, lambda i: True, 3, 3).early == [first, second]
+    assert cut(batch, lambda i: True, 3, 4).early == [[i] for i in first + second]
+    assert cut(batch, lambda i: i not in (5, 8), 3, 4).early == [[i] for i in first + second if i != 5]
 
 
 @given(st.lists(groups, min_size=1, max_size=20), st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2]))

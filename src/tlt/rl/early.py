@@ -2,18 +2,19 @@
 
 The groups of a step are ordered by the length of their longest response, then by prompt order. The last eighth in this
 order, the longest groups, is never computed early. The other groups, in this order, are cut into early shards with
-equally many groups. Groups that do not fill a last shard are left for the update. A worker that has nothing to decode
-computes the gradients of an early shard. It computes the old and reference log-probs instead if there are several
-optimizer steps, if an advantage depends on other groups, or if the KL term is in the reward. The shards, the order of
-sums, and the packing depend only on the responses. So results have the same bits whether a shard was computed early or
-in the update.
+equally many groups, or with parts of one group if the recipe has more workers than prompts. Groups that do not fill a
+last shard are left for the update. A worker that has nothing to decode computes the gradients of an early shard. It
+computes the old and reference log-probs instead if there are several optimizer steps, if an advantage depends on other
+groups, or if the KL term is in the reward. The shards, the order of sums, and the packing depend only on the responses.
+So results have the same bits whether a shard was computed early or in the update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from functools import partial
+from itertools import pairwise, takewhile
 from typing import NamedTuple, TypeVar
 
 from tlt.config import Config, TrainConfig
@@ -48,7 +49,9 @@ def most_early_gradients(config: Config) -> int:
     prompts, workers = config.rollout.prompts_per_step, config.cluster.workers
     if not (has_early_shards(config.train, workers) and has_early_gradients(config.train)):
         return 0
-    return -(-len(in_shards(range(prompts), prompts, prompts, workers)) // workers)
+    shards = len(in_shards(range(prompts), prompts, prompts, workers))
+    pieces = len(in_pieces(range(config.rollout.group_size), lambda i: True, prompts, workers))
+    return -(-shards * pieces // workers)
 
 
 def most_responses(config: Config) -> int:
@@ -106,7 +109,7 @@ def counts_early(train: TrainConfig) -> Counts:
 
 class Cut(NamedTuple):
     early: list[list[int]]
-    """indices of all responses in the groups of each early shard, in prompt order"""
+    """indices of all responses of each early shard, in prompt order"""
     late: list[int]
     """indices of the other responses that are computed"""
 
@@ -117,7 +120,8 @@ def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers:
     `workers` the number of workers in the recipe."""
     groups = [group for group in batch.groups() if any(map(counts, group))]
     order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
-    early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
+    whole = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
+    early = [piece for shard in whole for piece in in_pieces(shard, counts, prompts, workers)]
     taken = {i for shard in early for i in shard}
     return Cut(early, [i for group in groups for i in group if counts(i) and i not in taken])
 
@@ -132,6 +136,18 @@ def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> lis
     each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
     whole = min(len(order), _num_early(count)) // each
     return [order[k * each : (k + 1) * each] for k in range(whole)]
+
+
+def in_pieces(responses: Sequence[int], counts: Callable[[int], bool], prompts: int, workers: int) -> list[list[int]]:
+    """Return the early shards of some groups, whose `responses` are given in prompt order. If a recipe has more workers
+    than prompts, one worker would compute a whole group while the others wait. So the group is cut, as far as workers
+    may keep early shards. Pieces without a response that `counts` are left out."""
+    if workers <= prompts:
+        return [list(responses)]
+    number = min(len(responses), PER_WORKER * workers // _num_early(prompts))
+    ends = [len(responses) * k // number for k in range(number + 1)]
+    pieces = [list(responses[first:last]) for first, last in pairwise(ends)]
+    return [piece for piece in pieces if any(map(counts, piece))]
 
 
 def _num_early(groups: int) -> int:
@@ -200,6 +216,7 @@ class EarlyGroups:
         self._ended: dict[int, Response] = {}
         self._finished = {number: self._as_finished(group) for number, group in enumerate(before)}
         self._shards: list[TrainBatch] = []
+        self._num_cut = 0  # number of slices of `in_shards` that are in `_shards`
         groups: dict[tuple[int, int], list[Request]] = {}
         for request in requests:
             groups.setdefault((request.prompt.prompt_id, request.epoch), []).append(request)
@@ -217,10 +234,13 @@ class EarlyGroups:
             known = sum(place.group is not None for place in places)
             certain = list(takewhile(lambda place: place.group, sorted(places, key=lambda p: (p.longest, p.number))))
             prompts, workers = self.config.rollout.prompts_per_step, self.config.cluster.workers
-            for shard in in_shards(certain, known, prompts, workers)[len(self._shards) :]:
+            for shard in in_shards(certain, known, prompts, workers)[self._num_cut :]:
                 in_order = sorted(shard, key=lambda place: place.number)
                 batch = make_batch([place.group for place in in_order if place.group], self.config)
-                self._shards.append(batch.part(range(len(batch.response_ids))))
+                counts = partial(self._counts, batch)
+                pieces = in_pieces(range(len(batch.response_ids)), counts, prompts, workers)
+                self._shards += [batch.part(piece) for piece in pieces]
+                self._num_cut += 1
         return self._shards
 
     def _places(self, so_far: Mapping[int, int]) -> list[_EarlyPlace] | None:
@@ -259,10 +279,13 @@ class EarlyGroups:
         if not usable([group], self.config):
             return _Finished(False)
         alike = Group(group.prompt, [replace(response) for response in group.responses])  # `make_batch` sets advantages
-        batch, train = make_batch([alike], self.config), self.config.train
-        if not any(counts_early(train)(batch, i, train) for i in range(len(batch.response_ids))):
+        batch = make_batch([alike], self.config)
+        if not any(self._counts(batch, i) for i in range(len(batch.response_ids))):
             return _Finished(True)
         return _Finished(True, alike, max(map(len, batch.response_ids)))
+
+    def _counts(self, batch: TrainBatch, i: int) -> bool:
+        return counts_early(self.config.train)(batch, i, self.config.train)
 
 
 class Wave(NamedTuple):
