@@ -439,8 +439,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("draft.suffix", "draft/test_suffix.py"): [
         ("SuffixDrafter._match", "element", 1, "The newest 16 occurrences count."),
         ("SuffixDrafter.open", "element", 0, "A match may begin in the prompt."),
-        ("_followers", "operand", 1, "A match goes on with each drafted token."),
-        ("SuffixDrafter.propose", "operand", 7, "Unseen tokens keep a share of the probability."),
+        ("_followers", "operand", 3, "A match goes on with each drafted token."),
+        ("SuffixDrafter.propose", "element", 6, "Unseen tokens keep a share of the probability."),
         ("_Prompt.extend", "drop", 0, "Every committed token can be matched later."),
     ],
     ("draft.history", "draft/test_history.py"): [

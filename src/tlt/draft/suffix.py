@@ -9,6 +9,7 @@ of TLT, arXiv 2511.16665.)
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class _Prompt:
 
     def __init__(self) -> None:
         self.live: dict[tuple[int, int], list[int]] = {}  # sequences of this rollout by (epoch, index)
-        self._index: dict[tuple[int, ...], list[_Occurrence]] = {}
+        self._index = defaultdict[tuple[int, ...], list[_Occurrence]](list)
         self._waiting: dict[int, tuple[list[int], int]] = {}  # sequences with new tokens, and their indexed length
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
@@ -56,10 +57,10 @@ class _Prompt:
         """Occurrences of each n-gram, the newest last."""
         for sequence, known in self._waiting.values():
             for end in range(known + 1, len(sequence) + 1):
+                place = _Occurrence(sequence, end)
                 for order in _ORDERS:
                     if end >= order:
-                        place = _Occurrence(sequence, end)
-                        self._index.setdefault(tuple(sequence[end - order : end]), []).append(place)
+                        self._index[tuple(sequence[end - order : end])].append(place)
         self._waiting.clear()
         return self._index
 
@@ -101,41 +102,38 @@ class SuffixDrafter(PrefixDrafter):
 
     def propose(self, prefixes: Sequence[Prefix]) -> Offer:
         found = [prefix.state if prefix.drafted else self._match(prefix) for prefix in prefixes]
-        listed = [_followers(match) for match in found]
-        width = 1 + max((len(followers) for followers in listed), default=0)
-        ids = torch.full((len(prefixes), width), -1)
-        log_q = torch.full((len(prefixes), width), -math.inf)
-        states: list[list[_Match | None]] = []
-        for m, (match, followers) in enumerate(zip(found, listed, strict=True)):
-            states.append([])
-            if match is None or not followers:
-                continue
-            escape = _ESCAPE[match.order]
-            total = escape + sum(len(places) for places in followers.values())
-            # id -1 stands for all unseen tokens: it is not proposed, but it competes with the others
-            weights = [len(places) for places in followers.values()] + [escape]
-            ids[m, : len(weights)] = torch.tensor([*followers, -1])
-            log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])
-            states[m] = [_Match(places, match.order) for places in followers.values()] + [None]
+        listed = [_followers(match, len(prefix.drafted)) for match, prefix in zip(found, prefixes, strict=True)]
+        width = 1 + max(map(len, listed), default=0)
+        ids, log_q, states = list[list[int]](), list[list[float]](), list[list[_Match | None]]()
+        for match, followers in zip(found, listed, strict=True):
+            weights, further = list[float](), list[_Match | None]()
+            if match and followers:
+                # id -1 stands for all unseen tokens: it is not proposed, but it competes with the others
+                weights = [*map(len, followers.values()), _ESCAPE[match.order]]
+                further = [*(_Match(places, match.order) for places in followers.values()), None]
+            total = sum(weights)
+            ids.append([*followers, *[-1] * (width - len(followers))])
+            log_q.append([math.log(w / total) for w in weights] + [-math.inf] * (width - len(weights)))
+            states.append(further)
         classes = [_CLASSES[match.order] if match else 0 for match in found]
-        return Offer(ids, log_q, states, classes)
+        return Offer(torch.tensor(ids), torch.tensor(log_q), states, classes)
 
     def _match(self, prefix: Prefix) -> _Match | None:
         prompt, sequence = self._of(prefix.request)
+        index = prompt.index
         for order in _ORDERS:
-            hits = prompt.index.get(tuple(sequence[-order:]), ()) if len(sequence) >= order else ()
+            hits = index.get(tuple(sequence[-order:]), ()) if len(sequence) >= order else ()
             if places := [place for place in hits[-_MATCHES:] if place.at < len(place.tokens)]:
                 return _Match(places, order)
         return None
 
 
-def _followers(match: _Match | None) -> dict[int, list[_Occurrence]]:
-    """Return the tokens that followed the match, each with its occurrences. In these occurrences, `at` is the index
-    after the token."""
-    followers: dict[int, list[_Occurrence]] = {}
-    for tokens, at in match.places if match else ():
-        if at < len(tokens):
-            followers.setdefault(tokens[at], []).append(_Occurrence(tokens, at + 1))
+def _followers(match: _Match | None, depth: int) -> dict[int, list[_Occurrence]]:
+    """Return the tokens that followed the match and `depth` draft tokens after it, each with its occurrences."""
+    followers = defaultdict[int, list[_Occurrence]](list)
+    for place in match.places if match else ():
+        if place.at + depth < len(place.tokens):
+            followers[place.tokens[place.at + depth]].append(place)
     return followers
 
 
