@@ -159,8 +159,10 @@ def in_trl(
     generated: bool = False,
 ) -> dict[str, Any]:
     from tlt.integrations.trl import Rollout
+    from tlt.models.device import torch_dtype
 
-    rollout = Recorder(Rollout(speculation, {"max_rows": config.engine.max_rows})) if speculation else None
+    engine = {"max_rows": config.engine.max_rows, "vllm": {"dtype": str(torch_dtype(config.model)).split(".")[1]}}
+    rollout = Recorder(Rollout(speculation, engine)) if speculation else None
     measured = trl_steps(config, folder, decoder, rollout)
     if generated:
         assert rollout

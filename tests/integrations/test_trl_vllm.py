@@ -116,6 +116,11 @@ def test_a_vllm_whose_requests_cannot_be_our_own_is_refused(folder: Path, change
         Rollout()(PROMPTS, trainer_of(folder, **changes))
 
 
+def test_arguments_of_vllm_that_tlt_sets_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"remove engine\.vllm\.worker_extension_cls: tlt sets it"):
+        Rollout(engine={"vllm": {"worker_extension_cls": "mine"}})
+
+
 def test_the_next_vllm_of_trl_has_our_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
     module, given, loaded = ModuleType("vllm_generation"), list[dict[str, Any]](), list[Any]()
     model = SimpleNamespace(load_weights=loaded.append)
@@ -134,12 +139,13 @@ def test_the_next_vllm_of_trl_has_our_proposer(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tlt.integrations.trl_vllm.vllm_version", lambda: "0.32.0")
     monkeypatch.setattr("os.environ", {})
     for drafter in ("off", "suffix"):
-        trl_vllm.prepare_vllm(SpeculationConfig(drafter=drafter))  # the last `Rollout` counts
+        trl_vllm.prepare_vllm(SpeculationConfig(drafter=drafter), {"dtype": "float32"})  # the last `Rollout` counts
     for _ in range(2):
-        vars(module)["LLM"](model="folder")
+        vars(module)["LLM"](model="folder", dtype="auto")
     ours, theirs = given
     assert (ours["worker_extension_cls"], ours["speculative_config"]["model"]) == (EXTENSION, PROPOSER)
-    assert theirs == {"model": "folder"}, "a trainer without tlt has its own"
+    assert (ours["model"], ours["dtype"]) == ("folder", "float32")
+    assert theirs == {"model": "folder", "dtype": "auto"}, "a trainer without tlt has its own"
     model.load_weights([("name", torch.zeros(1))])
     model.load_weights(whole := iter(()))
     assert loaded == [whole], "vLLM's CPU build cannot load weights one by one"

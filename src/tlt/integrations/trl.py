@@ -50,7 +50,7 @@ class Rollout:
         refuse_version("trl", "TRL", TESTED)
         self.speculation = section_of(SpeculationConfig, speculation, "speculation")
         self.engine = section_of(EngineConfig, engine, "engine")
-        prepare_vllm(self.speculation)
+        prepare_vllm(self.speculation, self.engine.vllm)
         self._process: _Process | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:

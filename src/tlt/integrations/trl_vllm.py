@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from tlt.config import SpeculationConfig
@@ -15,9 +16,12 @@ from tlt.vllm.versions import vllm_version
 _MODULE = "trl.generation.vllm_generation"
 
 
-def prepare_vllm(speculation: SpeculationConfig) -> None:
-    """Give the next vLLM that TRL starts tlt's proposer and worker extension. TRL passes no arguments on to vLLM, so
-    its name `LLM` is replaced until then. Do nothing if vLLM is not installed."""
+def prepare_vllm(speculation: SpeculationConfig, asked: Mapping[str, Any]) -> None:
+    """Give the next vLLM that TRL starts tlt's proposer and worker extension, and the arguments `asked`. TRL passes no
+    arguments on to vLLM, so its name `LLM` is replaced until then. Do nothing if vLLM is not installed. Raises
+    UnsupportedError for an argument that tlt sets."""
+    if taken := asked.keys() & {"speculative_config", "worker_extension_cls"}:
+        raise UnsupportedError(f"remove engine.vllm.{min(taken)}: tlt sets it")
     module = importlib.import_module(_MODULE) if vllm_version() else None
     if (original := getattr(module, "LLM", None)) is None:
         return
@@ -28,7 +32,8 @@ def prepare_vllm(speculation: SpeculationConfig) -> None:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # V2 has no proposers
         set_environment()
         speculative = speculative_arguments(speculation)
-        llm = original(**arguments, speculative_config=speculative, worker_extension_cls=EXTENSION)
+        ours = {"speculative_config": speculative, "worker_extension_cls": EXTENSION}
+        llm = original(**arguments | asked | ours)
         if llm.llm_engine.vllm_config.device_config.device_type == "cpu":
             _defer_loading(llm.llm_engine.model_executor.driver_worker.model_runner.model)
         return llm
