@@ -112,12 +112,12 @@ class SlotAttention(SlotMemory):
 
         Row b has `lengths[b]` committed positions and gets `new` tokens, which follow them. Each attends to itself and
         to everything before it."""
-        longest = max(lengths)
-        assert longest + new <= self.tokens, "the cache must resize before a pass"
+        ends = np.array(lengths)
+        assert ends.max() + new <= self.tokens, "the cache must resize before a pass"
         assert rounded_up(self.tokens, self.key_counts) == self.tokens, "slots have room for masked keys"
-        places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
-        committed = torch.tensor(lengths, device=self.shape.device)[:, None]
-        spans = [s._replace(tokens=rounded_up(s.tokens, self.key_counts)) for s in _spans(lengths, new)]
+        places = self._heads(first, len(ends)) + self._indices(ends, 0, new)[..., None]
+        committed = self._tensor(ends)[:, None]
+        spans = [s._replace(tokens=rounded_up(s.tokens, self.key_counts)) for s in _spans(ends, new)]
         beyond = torch.arange(max(s.tokens for s in spans), device=committed.device) - committed
         biases = [self.bias(beyond[s.low : s.high, : s.tokens], new) for s in spans]
         positions = committed + torch.arange(new, device=committed.device)
@@ -284,22 +284,19 @@ def in_full(x: Tensor, shape: HeadShape) -> Tensor:
     return F.pad(x, (0, 0, 0, more)) if more else x
 
 
-def _spans(lengths: Sequence[int], new: int) -> list[RowSpan]:
+def _spans(lengths: np.ndarray, new: int) -> list[RowSpan]:
     """Cut the rows of a pass into spans, in order. A cut is made where it saves more padding than an extra span costs.
     `new` is the number of new tokens per row."""
 
     def cut(low: int, high: int) -> list[RowSpan]:
-        whole = max(lengths[low:high])
-        longest_from = list(lengths[low:high])
-        for i in range(high - low - 2, -1, -1):
-            longest_from[i] = max(longest_from[i], longest_from[i + 1])
-        best, at, longest_so_far = 0, 0, 0
-        for i in range(1, high - low):
-            longest_so_far = max(longest_so_far, lengths[low + i - 1])
-            saved = i * (whole - longest_so_far) + (high - low - i) * (whole - longest_from[i])
-            if saved > best:
-                best, at = saved, low + i
-        return cut(low, at) + cut(at, high) if best > _SPAN_COST else [RowSpan(low, high, whole + new)]
+        part, count = lengths[low:high], np.arange(1, high - low)
+        longest_until, longest_from = np.maximum.accumulate(part), np.maximum.accumulate(part[::-1])[::-1]
+        whole = longest_from[0]
+        saved = count * (whole - longest_until[:-1]) + count[::-1] * (whole - longest_from[1:])
+        if saved.max(initial=0) <= _SPAN_COST:
+            return [RowSpan(low, high, int(whole) + new)]
+        at = low + 1 + int(saved.argmax())
+        return cut(low, at) + cut(at, high)
 
     return cut(0, len(lengths))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,12 +57,13 @@ class NewTokens(NamedTuple):
     def of(cls, rows: Sequence[Sequence[int]], device: torch.device, least: int = 1) -> NewTokens:
         """Return the tokens of all rows, padded to the longest row and to at least `least` tokens. On a CPU, padding is
         not computed."""
-        counts = [len(row) for row in rows]
-        width = max(least, *counts)
-        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-        if device.type != "cpu" or min(counts) == width:
-            return cls(padded)
-        return cls(padded, (torch.arange(width) < torch.tensor(counts)[:, None]).flatten().nonzero()[:, 0])
+        counts = np.array([len(row) for row in rows])
+        real = np.arange(max(least, counts.max())) < counts[:, None]
+        padded = np.zeros(real.shape, dtype=np.int64)
+        padded[real] = [*chain.from_iterable(rows)]
+        if device.type != "cpu" or real.all():
+            return cls(torch.from_numpy(padded))
+        return cls(torch.from_numpy(padded), torch.from_numpy(np.flatnonzero(real)))
 
     def pick(self, x: Tensor) -> Tensor:
         """Return the M entries of `x` [B * N, ...] that are computed."""
@@ -187,7 +189,7 @@ class Runner:
             found = torch.where(some, new.pad(self._sampled(hidden, new, noise, times, sampling)), found)
         (host,) = to_host(found)
         tokens, logprobs, full = host[..., 0].astype(np.int64), host[..., 1], host[..., 2]
-        finite = [bool(row.all()) for row in np.isfinite(full)]
+        finite = np.isfinite(full).all(1).tolist()
         computed = new.tokens.numel() if new.real is None else len(new.real)
         lists = tokens.tolist(), logprobs.tolist(), full.tolist()
         return Sampled(*lists, finite, new.pad(features[0].flatten(0, 1)) if features else None, computed)
