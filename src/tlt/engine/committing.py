@@ -59,8 +59,8 @@ def commit_tokens(
     them with their finish reasons."""
     drafters.next_round()
     entries: list[tuple[int, int, int, int]] = []  # place, index in the pass, position, the token that follows
+    news: dict[int, list[int]] = {}
     finished: dict[int, str] = {}
-    grown = 0
     for place, (row, draft, start) in enumerate(zip(now.rows, drafts, now.lengths, strict=True)):
         accepted = num_accepted(draft, sampled.tokens[place]) if draft.tokens else 0
         if draft.tokens and not draft.ahead:
@@ -68,17 +68,16 @@ def commit_tokens(
             count_depth(rollout.stats, now.strategy.drafter, draft, accepted)
         reason = stops.append(row, accepted + 1, sampled, place)
         taken = row.kv_length - start
-        grown = max(grown, taken)
-        news = row.tokens[-taken:]
+        news[place] = row.tokens[-taken:]
         if rollout.harvester:
-            entries += [(place, n, start + n, token) for n, token in enumerate(news)]
+            entries += [(place, n, start + n, token) for n, token in enumerate(news[place])]
         count_row(rollout.stats, row, draft, taken, min(taken, accepted), now.strategy.drafter)
-        drafters.commit(place, news)
-        rollout.ahead.commit(place, news)
+        rollout.ahead.commit(place, news[place])
         if reason:
             finished[place] = reason
+    drafters.commit(news)
     if rollout.harvester and sampled.features is not None:
-        rollout.harvester.write(sampled.features, entries, grown)
+        rollout.harvester.write(sampled.features, entries, max(map(len, news.values())))
         rollout.harvester.collect(now.rows, finished)
     # the last places first, so that the row which takes a free place has not finished
     return [(rollout.rows.remove(place), reason) for place, reason in reversed(finished.items())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -83,8 +83,14 @@ class Drafters:
         request, tokens = _copied(row)
         self._call_all(lambda drafter: drafter.open(request, tokens), "open")
 
-    def commit(self, place: int, tokens: Sequence[int]) -> None:
-        self._call_all(lambda drafter: drafter.commit(place, tuple(tokens)), "commit")
+    def commit(self, news: Mapping[int, Sequence[int]]) -> None:
+        """Give each drafter the new tokens of a round, by the place of their row."""
+
+        def enter(drafter: Drafter) -> None:
+            for place, tokens in news.items():
+                drafter.commit(place, tuple(tokens))
+
+        self._call_all(enter, "commit")
 
     def remove(self, place: int, last: int) -> None:
         self._call_all(lambda drafter: drafter.close(place, last), "close")

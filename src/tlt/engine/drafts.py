@@ -45,7 +45,7 @@ def look_ahead_offers(rollout: Drafted) -> list[int]:
     rows, vocab_size = rollout.rows, rollout.target.options.vocab_size
     longest = min(rollout.noise.width, most_new(len(rows), vocab_size)) - 1
     offers = zip(rows, rollout.ahead.offers(), strict=True)
-    return [min(offer, longest, row.room - 1) if row.finite else 0 for row, offer in offers]
+    return [min(offer, longest, row.room - 1) if offer and row.finite else 0 for row, offer in offers]
 
 
 def _by_drafter(now: Round, rollout: Drafted, drafters: Drafters, chains: Sequence[Sequence[int]]) -> list[Draft]:

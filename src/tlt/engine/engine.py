@@ -201,9 +201,9 @@ class Engine(Generates):
         """Run one round: admit, draft, verify and commit. Return the finished responses."""
         assert 0 <= self.target.version == self.rollout.version, "the target has new weights or none: call start"
         assert not self._in_round, "the last round failed, so the key-value cache is incomplete: call start"
-        assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
-        self._in_round = True
         own, clock = self.busy, Clock()
+        assert own or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
+        self._in_round = True
         with clock.phase("prefill"):
             prefilled = self._admit()
         if prefilled:
@@ -226,8 +226,7 @@ class Engine(Generates):
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
         took, drafting = time.perf_counter() - start, clock.seconds["draft"]
-        counts = [draft_counts(row, draft, taken) for row, draft, taken in zip(now.rows, drafts, tokens, strict=True)]
-        committed, proposed = [n for n, _ in counts], [ahead for _, ahead in counts]
+        committed, proposed = zip(*map(draft_counts, now.rows, drafts, tokens), strict=True)
         self.tuner.record(RoundResult(strategy, took, drafting, sampled.computed, committed, scored, proposed))
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock, own)

@@ -105,9 +105,9 @@ class Scheduler:
         youngest rows and put them first in their queue. Then all active rows must be in one lane. Return the number of
         preempted rows."""
         before, line = len(self.rows), self.waiting if self.rows.own else self.coming
-        while not self.has_room(new):
+        while not self.cache.fits(len(self.rows), tokens := self._longest() + new):
             line.appendleft(self.rows.remove(len(self.rows) - 1))
-        self.cache.reserve(len(self.rows), self._longest() + new)
+        self.cache.reserve(len(self.rows), tokens)
         return before - len(self.rows)
 
     def has_room(self, new: int) -> bool:

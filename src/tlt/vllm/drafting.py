@@ -225,14 +225,16 @@ class Drafting:
         self.drafters.next_round()
         places = {id(row): place for place, row in enumerate(self.rollout.rows)}
         entries, counts, ended = list[tuple[int, int, int, int]](), list[tuple[int, int]](), dict[int, str]()
+        news = dict[int, list[int]]()
         for part in parts:
             place, draft = places[id(part.row)], part.row.draft
             draft = draft._replace(tokens=draft.tokens[: part.drafted], cells=draft.cells[: part.drafted])
-            taken, reason = self._take(part, place, draft)
-            counts.append(draft_counts(part.row, draft, taken))
+            news[place], reason = self._take(part, place, draft)
+            counts.append(draft_counts(part.row, draft, len(news[place])))
             if reason:
                 ended[place] = reason
             entries += self.rollout.entries(part, place, parts)
+        self.drafters.commit(news)
         if self._harvester and entries:
             everywhere = features.clone()[None].expand(len(places), *features.shape)  # the next pass overwrites them
             self._harvester.write(everywhere, entries, max(taken for taken, _ in counts))
@@ -240,8 +242,8 @@ class Drafting:
         self.rollout.remove(ended)
         return counts
 
-    def _take(self, part: Passed, place: int, draft: Draft) -> tuple[int, str | None]:
-        """Append a row's sampled tokens, up to a stop. Return their number, and the finish reason."""
+    def _take(self, part: Passed, place: int, draft: Draft) -> tuple[list[int], str | None]:
+        """Append a row's sampled tokens, up to a stop. Return the appended tokens, and the finish reason."""
         row, had, reason = part.row, len(part.row.tokens), None
         accepted = min(len(part.sampled) - 1, len(draft.tokens))  # vLLM may verify a draft of an earlier round
         drafter = (self._pending.strategy if self._pending else PLAIN).drafter
@@ -254,9 +256,8 @@ class Drafting:
                 break
         news = row.tokens[had:]
         count_row(self._stats, row, draft, len(news), min(len(news), accepted), drafter)
-        self.drafters.commit(place, news)
         self.rollout.ahead.commit(place, news)
-        return len(news), reason
+        return news, reason
 
     def _draft(self, began: float) -> dict[str, Sequence[int]]:
         """Choose a strategy for the next pass, and return the drafts of all rows."""
