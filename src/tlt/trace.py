@@ -23,7 +23,7 @@ class StateFacts(NamedTuple):
     """Name, colour and words of a state of a worker, for display, metrics and report."""
 
     colour: str
-    """colour in the live display"""
+    """colour in the live display; those of the report are in report/page.html and page.js"""
     word: str
     """word in the report"""
     useful: bool | tuple[str, str] = False
