@@ -117,8 +117,9 @@ class SuffixDrafter(PrefixDrafter):
             log_q.append([math.log(w / total) for w in weights] + [-math.inf] * (width - len(weights)))
             states.append(further)
         classes = [_CLASSES[match.order] if match else 0 for match in found]
-        arrays = np.array(ids), np.array(log_q, dtype=np.float32)  # a tensor of nested lists takes four times as long
-        return Offer(*map(torch.from_numpy, arrays), states, classes)
+        # by way of arrays, because torch needs four times as long for nested lists
+        tokens, shares = torch.from_numpy(np.array(ids)), torch.from_numpy(np.array(log_q, dtype=np.float32))
+        return Offer(tokens, shares, states, classes)
 
     def _match(self, prefix: Prefix) -> _Match | None:
         prompt, sequence = self._of(prefix.request)

@@ -189,7 +189,7 @@ class Runner:
             found = torch.where(some, new.pad(self._sampled(hidden, new, noise, times, sampling)), found)
         (host,) = to_host(found)
         tokens, logprobs, full = host[..., 0].astype(np.int64), host[..., 1], host[..., 2]
-        finite = np.isfinite(full).all(1).tolist()
+        finite = np.logical_and.reduce(np.isfinite(full), axis=1).tolist()
         computed = new.tokens.numel() if new.real is None else len(new.real)
         lists = tokens.tolist(), logprobs.tolist(), full.tolist()
         return Sampled(*lists, finite, new.pad(features[0].flatten(0, 1)) if features else None, computed)
