@@ -33,7 +33,7 @@ def prepare_vllm(speculation: SpeculationConfig, asked: Mapping[str, Any]) -> No
         set_environment()
         speculative = speculative_arguments(speculation)
         ours = {"speculative_config": speculative, "worker_extension_cls": EXTENSION}
-        llm = original(**arguments | asked | ours)
+        llm = original(**arguments | dict(asked) | ours)
         if llm.llm_engine.vllm_config.device_config.device_type == "cpu":
             _defer_loading(llm.llm_engine.model_executor.driver_worker.model_runner.model)
         return llm
