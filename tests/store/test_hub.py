@@ -370,7 +370,7 @@ def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pyte
     configs: list[Config] = []
     monkeypatch.setattr("tlt.run.train.train", lambda config, *rest, **more: configs.append(from_hub(config)) or {})
     monkeypatch.setattr("tlt.run.display.closing", lambda summary, folder: [])
-    names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]
+    names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact", "--rollout.max_new_tokens", "64"]
     for words in (names, [*names, "--train.steps", "3"], ["--train.steps", "3", *names]):
         assert exit_code(["train", *words]) == 0
     assert [config.train.steps for config in configs] == [100, 3, 3]
