@@ -111,8 +111,7 @@ const used = (path) => runs.some((run) => run.columns[path]?.some(([, value]) =>
 // -- where the time went
 
 const KINDS = {  // name of a kind of work -> name of its colour in page.html, if they differ
-  rollout: "verify", speculative: "verify", plain: "decode", commit: "decode", "other decoding": "decode", eval: "draft",
-  "look-ahead": "ahead", "early update": "update", judge: "spot", "drafter training": "spot",
+  commit: "decode", "other decoding": "decode", "look-ahead": "ahead", "drafter training": "spot",
 };
 const kind = (name) => "--" + (KINDS[name] || name.replace(/\W/g, "-"));
 const colour = (name) => `var(${kind(name)}, var(--other))`;
