@@ -147,9 +147,8 @@ def at_once(
     """Return the attention of `attend` by one call with a mask of the whole row. It starts far fewer kernels, and
     computes scores that the mask hides."""
     shared_row.layers += 1
-    return sdpa_attention_forward(module, query, key, value, shared_row.mask(attention_mask, query.device), **settings)[
-        0
-    ]
+    mask = shared_row.mask(attention_mask, query.device)
+    return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]
 
 
 def _responses(prompt: Sequence[Tensor], owns: Sequence[Sequence[Tensor]], last: Attend, mask: LayerMask) -> Tensor:
