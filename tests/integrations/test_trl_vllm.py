@@ -117,7 +117,7 @@ def test_a_vllm_whose_requests_cannot_be_our_own_is_refused(folder: Path, change
 
 
 def test_arguments_of_vllm_that_tlt_sets_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"remove engine\.vllm\.worker_extension_cls: tlt sets it"):
+    with pytest.raises(UnsupportedError, match=r"remove engine\.vllm\.worker_extension_cls: tlt sets it itself"):
         Rollout(engine={"vllm": {"worker_extension_cls": "mine"}})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tlt.config import SpeculationConfig
 from tlt.integrations import UnsupportedError
-from tlt.vllm.settings import EXTENSION, set_environment, speculative_arguments
+from tlt.vllm.settings import EXTENSION, OURS, set_environment, speculative_arguments
 from tlt.vllm.target import VllmTarget
 from tlt.vllm.versions import vllm_version
 
@@ -20,8 +20,8 @@ def prepare_vllm(speculation: SpeculationConfig, asked: Mapping[str, Any]) -> No
     """Give the next vLLM that TRL starts tlt's proposer and worker extension, and the arguments `asked`. TRL passes no
     arguments on to vLLM, so its name `LLM` is replaced until then. Do nothing if vLLM is not installed. Raises
     UnsupportedError for an argument that tlt sets."""
-    if taken := asked.keys() & {"speculative_config", "worker_extension_cls"}:
-        raise UnsupportedError(f"remove engine.vllm.{min(taken)}: tlt sets it")
+    if taken := [name for name in OURS if name in asked]:
+        raise UnsupportedError(f"remove engine.vllm.{taken[0]}: tlt sets it itself")
     module = importlib.import_module(_MODULE) if vllm_version() else None
     if (original := getattr(module, "LLM", None)) is None:
         return

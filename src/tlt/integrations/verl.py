@@ -22,12 +22,11 @@ from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import prompt_number
 from tlt.sampling import request_seed
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import speculative_arguments
+from tlt.vllm.settings import OURS, speculative_arguments
 from tlt.vllm.versions import TESTED, is_tested, vllm_version
 
 _LENGTHS = {"max_tokens", "max_new_tokens"}
 _PARAMETERS = _LENGTHS | {"temperature", "top_p", "top_k", "repetition_penalty", "logprobs"}
-_OURS = ("speculative_config", "worker_extension_cls", "logits_processors")
 
 
 class NoisyServer(vLLMHttpServer):
@@ -38,7 +37,7 @@ class NoisyServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        if taken := [name for name in _OURS if name in engine_kwargs]:
+        if taken := [name for name in OURS if name in engine_kwargs]:
             raise UnsupportedError(f"remove rollout.engine_kwargs.vllm.{taken[0]}: tlt sets it itself")
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 has no proposers
         engine_kwargs["speculative_config"] = speculative_arguments(SpeculationConfig())

@@ -14,6 +14,8 @@ from tlt.vllm.versions import VllmError
 PROCESSOR = "tlt.vllm.processor:SharedNoise"
 EXTENSION = "tlt.vllm.worker_extension.WorkerExtension"
 PROPOSER = "tlt.vllm.proposer.Proposer"
+OURS = ("speculative_config", "worker_extension_cls", "logits_processors")
+"""arguments of vLLM that tlt sets in another framework's vLLM"""
 WIDEST = 32
 """Maximum number of draft tokens of a request that one pass verifies. A pass has room for as many for each request."""
 _CACHE_MB = 1024  # size of the KV cache in MiB if engine.kv_memory_mb = "auto": vLLM reserves it from the start
