@@ -159,6 +159,18 @@ def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_
         list(engine.generate(asked))
 
 
+def test_a_new_rollout_drops_the_log_probs_of_the_last_one(started: Any, tmp_path: Path) -> None:
+    engine, _, asked = engines(tmp_path, 3)
+    engine.start(asked)
+    engine.round()
+    table = started[-1].worker._tlt_table
+    for slot in list(table.draws):
+        table.leave(slot)
+    assert table._left
+    engine.start(())
+    assert not table._left
+
+
 def test_requests_of_this_step_come_first(started: Any, tmp_path: Path) -> None:
     engine, own, asked = engines(tmp_path, 10, "adaptive")
     engine.start(())
