@@ -138,7 +138,7 @@ def _by_step(mode: Mode) -> dict[str, Any]:
         "rollout_seconds": mode.rollout_seconds,
         "step_seconds": mode.step_seconds,
         "accept_length": [line["accept_length"] for line in mode.lines],
-        "drafter_version": mode.summary["by_step"]["drafter_version"],
+        "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in mode.lines],
         "drafter_tokens": [line["rollout"]["drafter_tokens"] for line in mode.lines],
         "spot_seconds": [sum(worker["SPOT"] for worker in line["workers"]) for line in mode.lines],
     }

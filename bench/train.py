@@ -106,7 +106,7 @@ class Mode:
             "spot_seconds_by_step": [sum(worker[SPOT] for worker in line["workers"]) for line in self.lines],
             "rollout_seconds_by_step": self.rollout_seconds,
             "tokens_per_second": [line["tokens_per_second"] for line in self.lines],
-            "drafter_version": self.summary["by_step"]["drafter_version"],
+            "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in self.lines],
             "reward": [line["reward"] for line in self.lines],
             "held_out": [self.summary.get(f"eval_{when}") for when in ("first", "last")],
             "policy_sha256": self.summary["policy_sha256"],

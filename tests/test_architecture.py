@@ -64,7 +64,6 @@ LARGER = {
     "engine/kv_cache.py:KVCache": (127, 18, 5),
     "engine/protocol.py:RolloutEngine": (73, 16, 0),
     "rewards/score_pool.py:ScorePool": (175, 18, 10),
-    "run/display.py:Display": (203, 21, 14),
     "spot/spot.py:SpotTrainer": (186, 18, 14),
     "spot/trainer.py:DrafterTrainer": (236, 18, 14),
     "vllm/vllm_engine.py:VllmEngine": (227, 21, 15),

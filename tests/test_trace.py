@@ -132,14 +132,3 @@ def test_the_engine_works_only_in_the_state_rollout(folder: Path) -> None:
     stays = [(e["ts"], e["ts"] + e["dur"]) for e in found if e["name"] == ROLLOUT]
     for event in (e for e in found if e["tid"] == 2 and e["name"] != "sync"):
         assert any(a <= event["ts"] and event["ts"] + event["dur"] <= b for a, b in stays)
-
-
-def test_the_summary_has_the_series_for_plots_over_steps(folder: Path) -> None:
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = read_metrics(folder)
-    assert summary["by_step"] == {
-        "target_version": [0, 1, 2],
-        "drafter_version": [0, 0, 0],
-        "accept_length": [line["accept_length"] for line in lines],
-        "tokens_per_second": [line["tokens_per_second"] for line in lines],
-    }

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_eval(commands.add_parser("eval", help="measure a run's policy on held-out prompts", epilog=OVERRIDES))
     _add_generate(commands.add_parser("generate", help="sample responses to prompts", epilog=GENERATES))
-    add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
+    add_report(commands.add_parser("report", help="write one HTML page on a run"))
     _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))
 
     add_estimate(commands.add_parser("estimate", help="estimate a run's time from a few steps", epilog=OVERRIDES))

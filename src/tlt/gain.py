@@ -5,7 +5,6 @@ the last lines of a run and report.html use the same verdict."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import median
@@ -18,9 +17,13 @@ FEWEST = 3  # number of pairs from which a gain may be claimed
 _BUSY = 0.15  # waiting share from which other work disturbs the times
 _CONFIDENCE = 0.95
 _LEAST = 1.005  # smaller gains are shown as 1.00
-_NOTABLE = 1.0  # seconds of waiting in a step from which the run warns
-_log = logging.getLogger(__name__)
-_REMEDY = "end other programs, set OMP_NUM_THREADS=1, or use fewer workers"
+_LITTLE = 1.05  # gain over plain decoding below which `NO_GAIN` is shown
+NO_GAIN = (
+    "speculation gained little or nothing, because few draft tokens were accepted for the time they took. A drafter "
+    "for this model and these prompts helps most: `tlt draft train RECIPE --out FOLDER` trains one in some minutes, "
+    "and --speculation.path FOLDER loads it. More --tokens make a drafter better. Short responses and a high "
+    "temperature gain least"
+)
 
 
 class Gain(NamedTuple):
@@ -59,7 +62,10 @@ def gain_of(lines: Sequence[Mapping[str, Any]]) -> Gain | None:
     is_trusted = waiting < _BUSY
     fault = ""
     if not is_trusted:
-        fault = f"{_cores_were_busy(waiting)}: {_REMEDY}, and measure again"
+        fault = (
+            f"the run's threads waited {waiting:.0%} of their time for a free core, because other work used the cores: "
+            "end other programs, set OMP_NUM_THREADS=1, or use fewer workers, and measure again"
+        )
     elif not passes:
         fault = NO_DRAFT
     elif len(found) < FEWEST or found[0]["step"] == 1:
@@ -100,24 +106,6 @@ def _waiting_share(used: Sequence[Mapping[str, Any]]) -> float:
     return waited / (waited + computed) if waited else 0.0
 
 
-def _cores_were_busy(waiting: float) -> str:
-    return f"the run's threads waited {waiting:.0%} of their time for a free core, because other work used the cores"
-
-
-class BusyWarning:
-    """Warning, given once in a run, that the threads of a step waited for free cores."""
-
-    def __init__(self) -> None:
-        self._is_given = False
-
-    def warn(self, step: int, energy: Mapping[str, Any]) -> None:
-        """Log the warning if a step spent much time waiting. `energy` is that of the step's metrics."""
-        waiting = _waiting_share([energy])
-        if waiting >= _BUSY and energy["cpu_wait_seconds"] >= _NOTABLE and not self._is_given:
-            self._is_given = True
-            _log.warning("in step %d %s: %s", step, _cores_were_busy(waiting), _REMEDY)
-
-
 def verdict(gain: Gain) -> str:
     """Return the verdict as a sentence without a full stop."""
     spread = f"{gain.low:.2f} to {gain.high:.2f} times in {counted(gain.pairs, 'step')}"
@@ -129,3 +117,23 @@ def verdict(gain: Gain) -> str:
             f"length of the drafts (the seconds say {gain.median:.2f}, {spread})"
         )
     return f"rollouts were {gain.times:.2f} times as fast as plain decoding (median; {spread})"
+
+
+def gained_little(gain: Gain) -> bool:
+    """Return whether drafts were used and gained little or nothing."""
+    was_used = gain.is_trusted and gain.fault != NO_DRAFT
+    return was_used and gain.pairs >= FEWEST and (gain.times or 1.0) < _LITTLE
+
+
+def same_tokens(compared: dict[str, Any]) -> str:
+    """Return text that says whether the responses equal those of plain decoding, or how many differ."""
+    if not compared["differ"]:
+        return "same tokens"
+    return f"{compared['differ']:,} of {counted(compared['responses'], 'response')} differ"
+
+
+def why_they_differ(summary: Mapping[str, Any]) -> str:
+    """Return text on the cause of responses that differ from those of plain decoding."""
+    if summary["exact"]:
+        return "the engine was exact at the start, so this is a bug in tlt: `tlt verify` shows which responses differ"
+    return f"{summary['exactness']}. The two times are of different responses"

@@ -22,7 +22,7 @@ from tlt import __version__
 from tlt.energy import total_energy
 from tlt.files import parse_json, writing
 from tlt.gain import gain_of
-from tlt.trace import FACTS, ROLLOUT, SPOT, STATES, Tracer
+from tlt.trace import FACTS, ROLLOUT, STATES, Tracer
 from tlt.types import StepMetrics
 
 
@@ -149,7 +149,7 @@ def summarize(
         "workers": _workers([line.get("workers", []) for line in lines]),
         "useful_share": useful_share((line.get("workers", []), line["rollout"]) for line in lines),
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
-        "by_step": _by_step(lines),
+        "drafter_version": lines[-1]["rollout"]["spot"].get("version", 0),
         "compared": _compared(lines),
         "gain": gain._asdict() if gain else None,
         "energy": total_energy(lines),
@@ -170,16 +170,11 @@ def first_and_last(values: Sequence[float]) -> tuple[float, float, int]:
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return one entry per worker, summed over all steps: the seconds and the share of its time in each state, and the
-    seconds and the share of its idle time that were used to train the drafter."""
-    found = []
-    for mine in zip_longest(*steps, fillvalue={}):
-        seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
-        total, idle = sum(seconds.values()), sum(seconds[state] for state in STATES if FACTS[state].is_idle)
-        shares = {state: spent / total if total else 0.0 for state, spent in seconds.items()}
-        trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
-        found.append({"seconds": seconds, "share": shares, **trained})
-    return found
+    """Return one entry per worker: its seconds in each state, summed over all steps."""
+    return [
+        {"seconds": {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}}
+        for mine in zip_longest(*steps, fillvalue={})
+    ]
 
 
 def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[str, Any]]]) -> float:
@@ -220,17 +215,6 @@ def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **counts,
         "rollout_seconds": seconds["rollout"],
         "plain_seconds": seconds["compare"],
-    }
-
-
-def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return series to plot over steps, one value for each step. `target_version` is the version of the weights that
-    decoded the step's responses."""
-    return {
-        "target_version": [line["step"] - 1 for line in lines],
-        "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in lines],
-        "accept_length": [line["accept_length"] for line in lines],
-        "tokens_per_second": [line["tokens_per_second"] for line in lines],
     }
 
 

@@ -15,27 +15,25 @@ from tiny import tiny_config, train
 from tlt import cli
 from tlt.report import ReportError, write_report, write_report_or_warn
 from tlt.report import page as page_module
-from tlt.report.page import MOST_POINTS, thinned
 from tlt.report.read import FILES, read_run
-from tlt.report.story import advice, differences, useful_share, worker_seconds
+from tlt.report.story import advice, useful_share, worker_seconds
 from tlt.store.completions import runs_of
 
 
-def shown(path: Path) -> list[dict[str, Any]]:
-    """Return the content of the page for each run."""
+def shown(path: Path) -> dict[str, Any]:
+    """Return the content of the page."""
     found = re.search('<script type="application/json" id="content">(.*?)</script>', path.read_text(encoding="utf-8"))
     assert found
-    return json.loads(found[1], parse_constant=pytest.fail)["runs"]
+    return json.loads(found[1], parse_constant=pytest.fail)
 
 
 def test_the_page_has_the_verdict_on_speed(tmp_path: Path) -> None:
     """Steps 2, 4, 5 and 6 are compared: plain decoding takes 6 s, 6 s, 3 s and 6 s instead of 4 s."""
-    page = shown(write_report([make_run(tmp_path / "run", steps=8)]))[0]
+    page = shown(write_report(make_run(tmp_path / "run", steps=8)))
     gain = page["gain"]
     assert (gain["times"], gain["median"], gain["low"], gain["high"], gain["pairs"]) == (None, 1.5, 0.75, 1.5, 4)
     assert gain["verdict"] in page["sentences"][1]
     assert "no gain over plain decoding was measured (0.75 to 1.50 times in 4 steps)" in gain["verdict"]
-    assert page["results"]["times plain decoding"] is None
 
 
 def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:
@@ -88,7 +86,7 @@ def test_repeated_prompts_and_missing_steps_are_counted(tmp_path: Path) -> None:
 
 def test_the_proof_shows_compared_tokens_only_if_there_are_some(tmp_path: Path) -> None:
     def proof(compared: dict[str, int]) -> dict[str, object]:
-        return shown(write_report([with_lines(tmp_path / "run", line(0, compared=compared))]))[0]["proof"]
+        return shown(write_report(with_lines(tmp_path / "run", line(0, compared=compared))))["proof"]
 
     some = proof({"tokens": 160, "responses": 8, "differ": 3})
     assert some["tokens compared with plain decoding"] == "160 in 8 responses"
@@ -99,7 +97,7 @@ def test_the_proof_shows_compared_tokens_only_if_there_are_some(tmp_path: Path) 
 
 def test_the_proof_has_the_result_of_the_check_at_start(tmp_path: Path) -> None:
     def proof() -> object:
-        return shown(write_report([folder]))[0]["proof"]["bits with and without speculation"]
+        return shown(write_report(folder))["proof"]["bits with and without speculation"]
 
     folder = with_lines(tmp_path / "run", line(0))
     assert proof() == "known when the run ends"
@@ -109,17 +107,12 @@ def test_the_proof_has_the_result_of_the_check_at_start(tmp_path: Path) -> None:
 
 def test_a_number_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     folder = with_lines(tmp_path / "run", line(0), line(1, update={"entropy": float("nan")}))
-    assert shown(write_report([folder]))[0]["columns"]["update/entropy"] == [[1, 0.5]]
+    assert shown(write_report(folder))["columns"]["update/entropy"] == [[1, 0.5]]
 
 
-def test_token_letters_become_run_lengths_and_thinned_lines_keep_extremes() -> None:
+def test_token_letters_become_run_lengths() -> None:
     assert runs_of("sss..a") == "3s2.1a"
     assert runs_of("") == ""
-    values = [1.0] * 10_000
-    values[4321], values[77] = 9.0, -3.0
-    thin = thinned(dict(enumerate(values)))
-    assert (len(thin) <= MOST_POINTS, thin == sorted(thin)) == (True, True)
-    assert {(4321, 9.0), (77, -3.0)} <= set(thin)
 
 
 def test_text_of_a_model_cannot_end_the_script_element(tmp_path: Path) -> None:
@@ -127,9 +120,9 @@ def test_text_of_a_model_cannot_end_the_script_element(tmp_path: Path) -> None:
     bad = "</pre></script><script>alert(1)</script>{{content}}\ud800\x00"
     rows = [completion(0, index, bad) | {"scores": {bad: float("nan")}} for index in range(8)]
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    path = write_report([folder])
+    path = write_report(folder)
     assert path.read_text(encoding="utf-8").count("<script") == 2  # the content, and the page's own
-    response = shown(path)[0]["groups"]["best"][0]["responses"][0]
+    response = shown(path)["groups"]["best"][0]["responses"][0]
     assert (response["response"], response["scores"]) == (bad, {bad: None})
 
 
@@ -140,12 +133,12 @@ def test_a_missing_or_truncated_file_is_named_or_left_out(tmp_path: Path, name: 
     whole = path.read_bytes()
     for cut in [*range(0, len(whole), max(1, len(whole) // 7)), len(whole) - 1]:
         path.write_bytes(whole[:cut])
-        write_report([folder])
+        write_report(folder)
     path.write_bytes(whole[:-5])
     assert any(f"{name} " in fault and "damaged" in fault for fault in read_run(folder).faults)
     assert [step["step"] for step in read_run(folder).steps] == ([1] if name == "metrics.jsonl" else [1, 2])
     path.unlink()
-    assert any(f"{name} is missing" in fault for fault in shown(write_report([folder]))[0]["faults"])
+    assert any(f"{name} is missing" in fault for fault in shown(write_report(folder))["faults"])
 
 
 @pytest.mark.parametrize("name", ["config.json", "completions.jsonl"])
@@ -158,44 +151,20 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         return open_file(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refused)
-    assert shown(write_report([folder]))[0]["faults"] == [f"{name} cannot be read (Permission denied)."]
+    assert shown(write_report(folder))["faults"] == [f"{name} cannot be read (Permission denied)."]
 
 
 def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
     (tmp_path / "metrics.jsonl").touch()
-    started, _, advised = shown(write_report([tmp_path]))[0]["sentences"]
+    started, _, advised = shown(write_report(tmp_path))["sentences"]
     assert started == "The run of m has not ended a step yet."
     assert advised == "Advice needs the numbers of a finished step."
 
 
-def test_two_thousand_steps_of_64_workers_make_a_small_page(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=3, workers=64)
-    text = json.dumps(line(123456, num_workers=64))
-    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(text.replace("123456", str(step)) + "\n" for step in range(2000))
-    path = write_report([folder])
-    assert path.stat().st_size < 2**19, "1.1 MB with all points of the charts"
-    assert shown(path)[0]["num_steps"] == 2000
-
-
-def test_runs_are_compared_by_step_and_without_the_seconds_of_plain_decoding(tmp_path: Path) -> None:
-    results = shown(write_report([make_run(tmp_path / "run", steps=8)]))[0]["results"]
-    assert results["seconds per step, without run.compare_every"] == pytest.approx((3 * 7 + 4 * 7 + 10) / 8)
-    assert results["CPU seconds per step, without run.compare_every"] == pytest.approx(10 - 5)
-
-
-def test_several_runs_show_the_fields_that_differ(tmp_path: Path) -> None:
-    folders = [
-        make_run(tmp_path / "a", config={"train": {"steps": 8, "learning_rate": 1e-6}}),
-        make_run(tmp_path / "b", steps=4, config={"train": {"steps": 8, "learning_rate": 4e-6}}),
-    ]
-    assert differences([read_run(folder) for folder in folders]) == [("train.learning_rate", [1e-6, 4e-6])]
-
-
 def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> None:
     train(tiny_config(tmp_path, run={"compare_every": 1}))
-    page = shown(tmp_path / "run" / "report.html")[0]
+    page = shown(tmp_path / "run" / "report.html")
     parts = ("sentences", "gain", "proof", "worker_seconds", "has_trace", "columns", "groups", "energy")
     assert all(page[part] for part in parts)
     rows = read_run(tmp_path / "run").completions
@@ -212,7 +181,7 @@ def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> No
 def test_a_page_that_fails_only_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(runs: object) -> str:
+    def broken(run: object) -> str:
         raise RuntimeError("out of ink")
 
     monkeypatch.setattr(page_module, "page_of", broken)
@@ -225,16 +194,16 @@ def test_the_command_writes_one_page_or_names_a_folder_that_is_not_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    for arguments, out in ((["a"], "a/report.html"), (["a", "b"], "comparison.html"), (["a", "--out", "x"], "x")):
+    make_run(tmp_path / "a")
+    for arguments, out in ((["a"], "a/report.html"), (["a", "--out", "x"], "x")):
         with pytest.raises(SystemExit) as end:
             cli.main(["report", *arguments])
         assert end.value.code == 0
         assert capsys.readouterr().out.startswith(f"{out}: ")
-        assert len(shown(tmp_path / out)) == len([name for name in arguments if name in ("a", "b")])
+        assert shown(tmp_path / out)["name"] == "a"
     with pytest.raises(SystemExit) as end:
         cli.main(["report", "nothing"])
     assert end.value.code == 2
     assert "nothing is not the folder of a run: give the run.folder of its recipe" in capsys.readouterr().err
     with pytest.raises(ReportError, match="give another --out"):
-        write_report([tmp_path / "a"], tmp_path / "no" / "page.html")
+        write_report(tmp_path / "a", tmp_path / "no" / "page.html")

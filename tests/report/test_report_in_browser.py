@@ -69,7 +69,7 @@ def seen_in(path: Path, width: int = 1200, use: str = "<script>function use() {}
 
 @pytest.mark.parametrize("width", [1200, 500])
 def test_every_control_works(tmp_path: Path, width: int) -> None:
-    seen = seen_in(write_report([make_run(tmp_path / "run", steps=4)]), width, USE)
+    seen = seen_in(write_report(make_run(tmp_path / "run", steps=4)), width, USE)
     assert seen["errors"] == []
     assert seen["wide"], "the page is wider than the window"
     assert seen["first"].startswith("step 0: tlt 4, plain decoding 6")
@@ -81,7 +81,7 @@ def test_every_control_works(tmp_path: Path, width: int) -> None:
 
 
 def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
-    seen = seen_in(write_report([make_run(tmp_path / "run", steps=8)]))
+    seen = seen_in(write_report(make_run(tmp_path / "run", steps=8)))
     assert seen["fetched"] == 0
     assert seen["links"] == [f"#{name}" for name in seen["sections"]]
     words = {
@@ -102,19 +102,10 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
     assert missing == [], seen["sections"]
 
 
-def test_several_runs_begin_with_their_differences_and_share_charts(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name, config={"train": {"learning_rate": rate}}) for name, rate in (("a", 1), ("b", 4))]
-    seen = seen_in(write_report(runs, tmp_path / "both.html"))
-    assert seen["errors"] == []
-    assert seen["links"][:2] == ["#differences", "#words"]
-    assert "train.learning_rate\t1\t4" in seen["sections"]["differences"]
-    assert all(f"{name}: median" in seen["sections"]["learning"] for name in "ab")
-
-
 def test_a_run_that_was_killed_in_its_first_step_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rew', encoding="utf-8")
-    seen = seen_in(write_report([tmp_path]))
+    seen = seen_in(write_report(tmp_path))
     assert seen["errors"] == []
     for said in ("The run of m has not ended a step yet.", "metrics.jsonl has 1 damaged", "summary.json is missing"):
         assert said in seen["sections"]["words"]
@@ -125,7 +116,7 @@ def test_text_of_a_model_is_shown_as_text(tmp_path: Path) -> None:
     bad = "</pre></script><img src=x onerror='seen.errors.push(1)'><b>&amp;{{content}}"
     rows = [completion(0, index, bad) | {"task": bad, "scores": {bad: float("nan")}} for index in range(8)]
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    seen = seen_in(write_report([folder]))
+    seen = seen_in(write_report(folder))
     assert (seen["errors"], seen["fetched"]) == ([], 0)
     assert seen["responses"].count(bad) == 8
     assert bad in seen["sections"]["groups"]

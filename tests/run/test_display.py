@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +14,15 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 from rich.live import Live
-from tiny import tiny_config
+from tiny import tiny_config, train
 
 from tlt.commands import draft
+from tlt.gain import gain_of
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.run import display as display_module
-from tlt.run import panels
 from tlt.run import train as run
-from tlt.run.display import Display
-from tlt.run.panels import WorkersView
+from tlt.run.display import Display, JsonLines, closing
 from tlt.trace import AHEAD, IDLE, ROLLOUT
 from tlt.types import StepMetrics, WorkerNow
 
@@ -41,20 +42,13 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def clock() -> Any:
-    clock = Clock()
-    with patch.object(panels, "time", clock):
-        yield clock
-
-
-def test_each_worker_has_a_line_with_its_state_rows_and_longest(clock: Clock) -> None:
-    view = WorkersView()
-    view.record(NOW)
-    _, first, second, third = shown(view.table(NOW, step=9, width=40)).splitlines()
-    assert first.split() == ["0", ROLLOUT, "2", "459", "█"]
-    assert second.split() == ["1", AHEAD, "3", "30", "█", "11,", "13"]
-    assert third.split() == ["2", IDLE, "▁"]
+def test_each_worker_has_a_line_with_its_state_rows_and_longest() -> None:
+    display = Display(Console(file=io.StringIO()))
+    display.workers_now = lambda: NOW
+    _, first, second, third = shown(display._workers(step=9)).splitlines()
+    assert first.split() == ["0", ROLLOUT, "2", "459"]
+    assert second.split() == ["1", AHEAD, "3", "30", "11,", "13"]
+    assert third.split() == ["2", IDLE]
 
 
 class Watched(Display):
@@ -81,7 +75,7 @@ def test_a_run_can_be_drawn_from_another_thread(tmp_path: Path) -> None:
         finally:
             display.over.set()
     assert any(ROLLOUT in picture for picture in pictures.result())
-    assert all(word in shown(display, 80) for word in ("mismatch", "workers"))
+    assert all(word in shown(display, 80) for word in ("mismatch", "longest"))
     assert len(read_metrics(tmp_path / "run")) == 2
     with patch.object(display, "_live", Live()):
         display.stopping("SIGTERM: wait")
@@ -109,10 +103,8 @@ def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
 def step_metrics(step: int, **changes: Any) -> StepMetrics:
     """Return metrics of a step with made-up numbers, as wide as they can be."""
     rollout = {
-        "strategies": {"quantized d16 p0.05 + ahead 63": 900, "plain": 100},
         "spot": {"version": 12.0, "accept_length": 3.1, "rests": 0.0},
-        "acceptance_rate": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
-        **{"alarms": {}, "seen_ahead": 123_456},
+        **{"alarms": {"eagle": 0.2}, "seen_ahead": 123_456},
     }
     lengths = {"mean": 9000.0, "median": 12_345, "p99": 32_768, "max": 32_768, "truncated": 0.125}
     known: dict[str, Any] = {
@@ -151,7 +143,7 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
     lines = picture.splitlines()
     assert all(len(line) == width for line in lines)
     assert len(lines) <= 45
-    numbers = ("1234.5", "1.2e-07", "123,457", "32768", "12%", "12.34", "version 12", "eagle 81%")
+    numbers = ("1234.5", "1.2e-07", "123,457", "32768", "12%", "12.34", "fell to 20%")
     assert [number for number in numbers if number not in picture] == []
 
 
@@ -172,3 +164,122 @@ def test_the_line_of_the_drafter_fits_80_columns_with_its_legend(monkeypatch: py
     row = next(line for line in text.splitlines() if line.startswith("eagle"))
     assert " ".join(row.split()) == "eagle d6 p0 3.21 ±0.04 1.87 0.90 0.80 0.70 0.60 0.50 -"
     assert "times plain: tokens per second divided by those of plain decoding" in " ".join(text.split())
+
+
+# -- the last lines ----------------------------------------------------------------------------------------------------
+
+
+SUMMARY: dict[str, Any] = {
+    "steps": 4,
+    "reward_steps": 1,
+    "reward_first": 0.1,
+    "reward_last": 0.9,
+    "seconds": {"total": 10.0, "rollout": 9.0},
+    "tokens_per_second": 100.0,
+    "accept_length": 2.0,
+    "useful_share": 0.85,
+    "gain": None,
+    "compared": {},
+    "responses": 3840,
+    "without_reward": {},
+    "workers": [{"seconds": {"SPOT": 0.0}}] * 2,
+    "peak_memory": {},
+    "exact": False,
+    "exactness": "not exact: attention",
+}
+
+
+def gain(*times: float, passes: int = 10, accepted: int = 20) -> dict[str, Any]:
+    """Return the gain of a run in which plain decoding took these times as long."""
+    rollout = {"draft_passes": passes, "accepted": accepted}
+    lines = [{"step": 2, "seconds": {"compare": each, "rollout": 1.0}, "rollout": rollout} for each in times]
+    found = gain_of(lines)
+    assert found
+    return found._asdict()
+
+
+def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
+    lines = closing(SUMMARY, "runs/x")
+    assert lines[0].plain.endswith(", 85% of the workers' time useful")
+    assert len(lines) == 2
+    assert "runs/x" in lines[-1].plain
+    assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_steps": 3}, "")[0].plain
+    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer
+    compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
+    faster = gain(1.9, 2.0, 2.2)
+    both = closing(SUMMARY | {"compared": compared, "gain": faster}, "runs/x")
+    measured = "rollouts were 2.00 times as fast as plain decoding (median; 1.90 to 2.20 times in 3 steps); "
+    assert both[1].plain == measured + "same tokens"
+    differ = closing(SUMMARY | {"compared": compared | {"differ": 3}, "gain": faster}, "runs/x")
+    assert differ[1].plain == measured + "3 of 8 responses differ"
+    assert differ[2].plain == "not exact: attention. The two times are of different responses"
+    bug = closing(SUMMARY | {"exact": True, "compared": compared | {"differ": 3}, "gain": faster}, "runs/x")
+    assert "so this is a bug in tlt" in bug[2].plain
+    one = closing(SUMMARY | {"steps": 1, "responses": 1, "without_reward": {"error": 1}}, "runs/x")
+    assert one[0].plain.startswith("1 step: mean reward")
+    assert one[1].plain.startswith("100.0% of 1 response had no reward")
+    alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
+    three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
+    peaks = [closing(SUMMARY | {"peak_memory": peak}, "")[1].plain for peak in (alone, three)]
+    assert peaks[0] == "peak memory: 2,048 MiB and 100 MiB on CUDA"
+    assert peaks[1] == "peak memory: main process 9 MiB, largest worker process 8 MiB"
+    failures = {"without_reward": {"timeout": 10, "error": 2}}
+    failed = closing(SUMMARY | failures, "runs/x")
+    assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see the errors above"
+    assert "red" in str(failed[1].style)
+
+
+@pytest.mark.parametrize(
+    ("times", "passes", "accepted", "advised"),
+    [
+        ((0.9, 0.95, 0.99), 10, 20, True),
+        ((1.01, 1.04, 1.05), 10, 20, True),
+        ((1.06, 1.07, 1.08), 10, 20, False),
+        ((0.9, 1.0, 1.1), 10, 20, True),
+        ((0.9, 0.95, 0.99), 10, 0, True),  # all draft tokens were rejected
+        ((0.9, 1.0, 1.1), 0, 0, False),
+        ((0.9,), 10, 20, False),
+    ],
+)
+def test_a_run_whose_drafts_gained_little_gets_advice(
+    times: tuple[float, ...], passes: int, accepted: int, advised: bool
+) -> None:
+    """Without drafts or with a single pair the advice would have no ground."""
+    found = gain(*times, passes=passes, accepted=accepted)
+    lines = closing(SUMMARY | {"gain": found, "compared": {"differ": 0}}, "runs/x")
+    assert any("tlt draft train" in line.plain for line in lines) == advised
+
+
+def test_the_last_lines_show_the_result_of_drafter_training() -> None:
+    workers = [{"seconds": {"SPOT": 1.25}}, {"seconds": {"SPOT": 2.5}}]
+    for version, said in ((3, "version 3 is in use"), (0, "the first drafter is still in use")):
+        lines = closing(SUMMARY | {"workers": workers, "drafter_version": version}, "runs/x")
+        assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
+    hardly = [{"seconds": {"SPOT": 0.02}}] * 2
+    assert "the drafter was trained" not in str(closing(SUMMARY | {"workers": hardly}, "runs/x"))
+
+
+# -- the view for scripts ----------------------------------------------------------------------------------------------
+
+
+def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view, config = JsonLines(sys.stdout), tiny_config(tmp_path)
+    view.end(train(config, display=view), config.run.folder)
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    steps = [event for event in found if event["event"] == "step"]
+    assert steps == [{"event": "step"} | line for line in read_metrics(tmp_path / "run")]
+    assert [event["event"] for event in found][-3:] == ["step", "step", "end"]
+    assert {event["event"] for event in found[:-3]} == {"note"}
+    assert f"writes to {tmp_path / 'run'}" in found[0]["text"]
+    assert found[-1]["folder"] == str(tmp_path / "run")
+    assert len(found[-1]["policy_sha256"]) == 64
+
+
+def test_an_evaluation_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+    view = JsonLines(sys.stdout)
+    view.evaluation(3, {"mean@2": 0.5, "length_mean": 9.0})
+    view.end(SUMMARY, "runs/x")
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"event": "evaluation", "step": 3, "mean@2": 0.5, "length_mean": 9.0}
+    assert (last["event"], last["folder"], last["steps"]) == ("end", "runs/x", 4)

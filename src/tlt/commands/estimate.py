@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
 from tlt.files import errors_as
-from tlt.gain import Gain, verdict
+from tlt.gain import NO_GAIN, Gain, gained_little, same_tokens, verdict, why_they_differ
 from tlt.metrics import read_metrics
 from tlt.progress import loading
 from tlt.run.mistakes import refuse_mistakes
@@ -101,8 +101,6 @@ def expected(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], ste
     """Return lines of text about the expected time of `steps` steps. `summary` and `lines` (of metrics.jsonl) are those
     of a run that compared every step with plain decoding. The first step includes the start-up, which is counted once.
     A step's time is the median of the other steps."""
-    from tlt.run.closing import NO_GAIN, gained_little, same_tokens, why_they_differ
-
     first, *others = lines
     gain, found = Gain(**summary["gain"]), summary["compared"]
     ours = _median(others, "rollout")

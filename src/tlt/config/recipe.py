@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import date, time
 from pathlib import Path
@@ -24,25 +24,6 @@ from tlt.config.sections import Config, GenerationConfig
 from tlt.files import decoded, errors_as, is_text
 
 S = TypeVar("S", bound=BaseModel)
-_OF_TRL = {
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_new_tokens",
-    "num_iterations": "train.epochs",
-    "max_steps": "train.steps",
-    "beta": "train.kl_weight",
-    "loss_type": "train.loss",
-    "scale_rewards": "train.advantage",
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.path",
-    "train_dataset": "data.path",
-    "reward_funcs": "reward.name",
-    "epsilon": "train.clip_low",
-    "epsilon_high": "train.clip_high",
-    "output_dir": "run.folder",
-    "save_steps": "run.save_every",
-}
-"""name in TRL -> field that replaces it; the value may differ (docs/from_trl.md)"""
-
 _FORMS = {"list_type": '["a", "b"]', "dict_type": '{ name = "a" }'}
 """error of pydantic for a field that needs a list or a table -> example of its form in TOML"""
 
@@ -62,10 +43,11 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
             f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
         )
     with errors_as(ConfigError, f"{path} is not valid TOML"):
-        own = tomllib.loads(decoded(path.read_bytes()))
-    tree = _overridden(deepcopy(own), overrides)
+        tree = tomllib.loads(decoded(path.read_bytes()))
+    _overridden(tree, overrides)
     _refuse_state(tree)
-    return _resolve_paths(parse_config(tree, str(path), own), path.parent)
+    source = f"{path} or the command line" if overrides else str(path)
+    return _resolve_paths(parse_config(tree, source), path.parent)
 
 
 def config_of_run(tree: Mapping[str, Any], overrides: Sequence[str], **sections: Mapping[str, Any]) -> Config:
@@ -119,46 +101,21 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
     return config.model_copy(update=found)
 
 
-def parse_config(tree: dict[str, Any], source: str = "configuration", own: Mapping[str, Any] | None = None) -> Config:
-    """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error.
-
-    The error names `source`, such as the recipe's path. `own` is the recipe without command line overrides. If a wrong
-    value differs from the one in `own`, the error names the command line instead of `source`."""
-    return parse_section(Config, tree, source, own)
+def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
+    """Validate a nested dict from TOML or JSON. Raises ConfigError on the first error. The error names `source`, such
+    as the recipe's path."""
+    return parse_section(Config, tree, source)
 
 
-def parse_section(section: type[S], tree: dict[str, Any], source: str, own: Mapping[str, Any] | None = None) -> S:
-    """Validate one section, given as a nested dict. `source` and `own` are as in `parse_config`. Raises ConfigError on
-    the first error."""
+def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
+    """Validate one section, given as a nested dict. `source` is as in `parse_config`. Raises ConfigError on the first
+    error."""
     for key, fault in _no_values(tree):
-        raise ConfigError(f"{_blamed(source, tree, own, key.split('.'))}: {key}: {fault}")
+        raise ConfigError(f"{source}: {key}: {fault}")
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        where = error.errors(include_url=False)[0]["loc"]
-        raise ConfigError(f"{_blamed(source, tree, own, where)}: {_sentence(error, section)}") from None
-
-
-def _blamed(source: str, tree: Any, own: Mapping[str, Any] | None, location: Sequence[str | int]) -> str:
-    """Return the text that names the source of the value at this location of `tree`, for an error. It is `the command
-    line` if the value differs from the one in `own`, the recipe without overrides. Otherwise it is `source`. It is
-    also `source` if the value in `own` is a table."""
-    if own is None:
-        return source
-    before, now = _value_at(own, location), _value_at(tree, location)
-    is_same = before is now or before == now  # `is` because NaN != NaN
-    return source if is_same or isinstance(before, dict) else "the command line"
-
-
-def _value_at(tree: Any, location: Sequence[str | int]) -> Any:
-    """Return the value at a location of nested tables and lists, or None if it is missing. The location of a pydantic
-    error may end with the name of an expected type, which is ignored."""
-    for part in map(str, location):
-        items = _items(tree)
-        if items is None:
-            break
-        tree = {str(name): value for name, value in items}.get(part)
-    return tree
+        raise ConfigError(f"{source}: {_sentence(error, section)}") from None
 
 
 def section_of(section: type[S], values: S | Mapping[str, Any] | None, name: str) -> S:
@@ -177,13 +134,9 @@ def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, f"must be in quotes, as text (got {tree})"
     if isinstance(tree, str) and not (is_text(tree) and "\0" not in tree):
         yield key, f"must be text (got {tree!a})"
-    for name, value in _items(tree) or ():
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in items:
         yield from _no_values(value, f"{key}.{name}".lstrip("."))
-
-
-def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return (name, value) pairs of a table or (index, value) pairs of a list. Return None for other values."""
-    return tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
@@ -261,8 +214,6 @@ def _tables_of(annotation: Any) -> bool:
 def _hint(name: str, table: Sequence[str], known: Sequence[str]) -> str:
     """Return the end of the error for the unknown key `name`: the field that it may mean, or the `known` keys of its
     table. `table`: keys that lead to the table."""
-    if name in _OF_TRL:
-        return f": the field is {_OF_TRL[name]} (docs/from_trl.md)"
     if elsewhere := [key for last, key in _fields_by_name(Config) if last == name]:
         return f": the field is {' or '.join(elsewhere)}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -270,10 +221,8 @@ def _hint(name: str, table: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _fields_like(name: str) -> list[str]:
-    """Return the dotted names of the fields that the user may mean by `name`, which has no section. `name` may be
-    misspelled, or an option of TRL."""
-    if name in _OF_TRL:
-        return [_OF_TRL[name]]
+    """Return the dotted names of the fields that the user may mean by `name`, which has no section and may be
+    misspelled."""
     names = list(_fields_by_name(Config))
     near = difflib.get_close_matches(name, [last for last, _ in names], n=1)
     return sorted((key for last, key in names if last in near), key=lambda key: key.count("."))

@@ -16,18 +16,16 @@ class ReportError(ValueError):
     """Error if the page of a run cannot be written. The message names the folder or file and the remedy."""
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page about one run, or the page that compares several runs, and return its path. `folders` are the
-    folders of the runs. By default the path is report.html in the run's folder, or comparison.html in the working
-    directory. Raises ReportError."""
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the page about the run in `folder`, and return its path. By default the path is report.html in that folder.
+    Raises ReportError."""
     from tlt.report.page import page_of
     from tlt.report.read import FILES, read_run
 
-    for folder in folders:
-        if not any((folder / name).exists() for name in FILES):
-            raise ReportError(f"{folder} is not the folder of a run: give the run.folder of its recipe")
-    path = out or (folders[0] / NAME if len(folders) == 1 else Path("comparison.html"))
-    draft, text = path.with_name(path.name + ".partial"), page_of([read_run(folder) for folder in folders])
+    if not any((folder / name).exists() for name in FILES):
+        raise ReportError(f"{folder} is not the folder of a run: give the run.folder of its recipe")
+    path = out or folder / NAME
+    draft, text = path.with_name(path.name + ".partial"), page_of(read_run(folder))
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
@@ -39,14 +37,14 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 def write_report_or_warn(folder: Path) -> None:
     """Write report.html of a run. If that fails, log a warning."""
     try:
-        write_report([folder])
+        write_report(folder)
     except Exception as error:
         _log.warning("report.html was not written (%s: %s); the run is not affected", type(error).__name__, error)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; several are compared")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN, or comparison.html here")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN")
     parser.set_defaults(command=_report)
 
 
@@ -54,6 +52,6 @@ def _report(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the command `tlt report`: write the page and print its path. Raises ValueError for an unknown option."""
     if overrides:
         raise ValueError(f"unknown option {overrides[0]}: see tlt report --help")
-    out = write_report(arguments.runs, arguments.out)
+    out = write_report(arguments.run, arguments.out)
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB, open it in a browser")
     return 0

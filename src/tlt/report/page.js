@@ -1,5 +1,5 @@
 "use strict";
-const { runs, differences } = JSON.parse(document.getElementById("content").textContent);
+const run = JSON.parse(document.getElementById("content").textContent);
 const SVG = ["svg", "path", "rect", "text", "title"];
 
 // Make an element. Texts of models are only ever inserted as text, never as HTML.
@@ -26,14 +26,6 @@ function table(head, rows) {
     el("tr", {}, el("th", { scope: "row" }, first), rest.map((value) => el("td", {}, cell(value)))));
   const parts = [head.length > 0 && el("thead", {}, el("tr", {}, top)), el("tbody", {}, body)];
   return el("div", { class: "scroll", tabindex: 0 }, el("table", {}, parts));
-}
-
-// Return the blocks of each run, side by side if there are several.
-function columns(blocks) {
-  const found = runs.map((run) => blocks(run).filter(Boolean));
-  if (runs.length === 1 || !found.some((one) => one.length)) return found[0];
-  const side = (one, i) => el("div", {}, el("h3", {}, runs[i].name), one.length ? one : "not recorded");
-  return [el("div", { class: "cols" }, found.map(side))];
 }
 
 // -- charts: lines differ by colour and by dash. The pointer or the arrow keys choose a step.
@@ -92,21 +84,20 @@ function chart(title, unit, lines, words) {
     el("ul", { class: "legend" }, legend), words && note(words));
 }
 
-// Return a chart of some columns of metrics.jsonl, [[name, path], ...], with the lines of all runs.
+// Return a chart of some columns of metrics.jsonl, [[name, path], ...].
 function curve(title, unit, paths, words) {
-  const lines = runs.flatMap((run) => paths.map(([name, path]) => {
+  const lines = paths.map(([name, path]) => {
     const points = run.columns[path] || [];
-    return { name: runs.length > 1 ? `${run.name}: ${name}` : name, points, dots: points.length < Math.min(run.num_steps, 500) };
-  }));
+    return { name, points, dots: points.length < run.num_steps };
+  });
   return chart(title, unit, lines, words);
 }
 
 // Return [[name, path], ...] of the columns that match, with the first group of the pattern as name.
 function matching(pattern) {
-  const paths = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))];
-  return paths.map((path) => [path.match(pattern)?.[1], path]).filter(([name]) => name);
+  return Object.keys(run.columns).map((path) => [path.match(pattern)?.[1], path]).filter(([name]) => name);
 }
-const used = (path) => runs.some((run) => run.columns[path]?.some(([, value]) => value));
+const used = (path) => run.columns[path]?.some(([, value]) => value);
 
 // -- where the time went
 
@@ -205,23 +196,18 @@ function energy({ sums, per_step, per_million_tokens, compared }) {
     !("cpu_joules" in sums) && " No CPU energy counter was readable.")];
 }
 
-const names = runs.map((run) => run.name);
 const SECTIONS = {
-  differences: ["Differences", names.length < 2 ? [] : [
-    table(["result", ...names], Object.keys(runs[0].results).map((name) => [name, ...runs.map((run) => run.results[name])])),
-    differences.length ? table(["field of the recipe", ...names], differences.map(([field, values]) =>
-      [el("code", {}, field), ...values.map((value) => JSON.stringify(value))])) : el("p", {}, "The recipes are the same.")]],
-  words: ["In words", columns(({ sentences, advice, faults }) => [
-    el("div", { class: "lead" }, sentences.map((sentence) => el("p", {}, sentence))),
-    advice.length && el("details", {}, el("summary", {}, "More advice"), el("ul", {}, advice.map((line) => el("li", {}, line)))),
-    faults.length && el("ul", { class: "faults" }, faults.map((fault) => el("li", {}, fault)))])],
-  plain: ["Against plain decoding, on the same tokens", [...columns(againstPlain), note(
+  words: ["In words", [
+    el("div", { class: "lead" }, run.sentences.map((sentence) => el("p", {}, sentence))),
+    run.advice.length && el("details", {}, el("summary", {}, "More advice"), el("ul", {}, run.advice.map((line) => el("li", {}, line)))),
+    run.faults.length && el("ul", { class: "faults" }, run.faults.map((fault) => el("li", {}, fault)))]],
+  plain: ["Against plain decoding, on the same tokens", [...againstPlain(run), note(
     "Whole steps were decoded a second time by plain decoding (run.compare_every). Slower steps count too.")]],
-  proof: ["Proof", columns(({ policy_sha256, proof }) => [
-    table([], [["policy sha256", el("code", {}, policy_sha256 || "known when the run ends")], ...Object.entries(proof)])])],
-  time: ["Where the time went", columns((run) => [
+  proof: ["Proof", [
+    table([], [["policy sha256", el("code", {}, run.policy_sha256 || "known when the run ends")], ...Object.entries(run.proof)])]],
+  time: ["Where the time went", [
     run.useful_share != null && el("p", {}, "Useful share of worker time: ", el("strong", {}, percent(run.useful_share)), "."),
-    ...bar(run.worker_seconds), run.has_trace && note("trace.json has the timeline: open it in ui.perfetto.dev.")])],
+    ...bar(run.worker_seconds), run.has_trace && note("trace.json has the timeline: open it in ui.perfetto.dev.")]],
   learning: ["Learning", [
     curve("Mean reward", "", [["all", "reward"], ...matching(/^tasks\/(.*)\/mean$/).slice(0, 7)]),
     curve("Held-out reward", "", matching(/^eval\/((?:mean|pass)@.*)/)),
@@ -231,7 +217,7 @@ const SECTIONS = {
     curve("Entropy", "nats", [["entropy", "update/entropy"]]),
     curve("Divergence from the first model", "nats", [["KL", "update/kl"]]),
     curve("Mismatch between trainer and rollout", "nats", [["mean", "update/mismatch_mean"], ["99.9 % of tokens", "update/mismatch_p999"]])]],
-  groups: ["Best and worst groups", runs.some((run) => run.groups.num_groups) ? [search(), ...columns((run) => groups(run.groups))] : []],
+  groups: ["Best and worst groups", run.groups.num_groups ? [search(), ...groups(run.groups)] : []],
   drafter: ["The drafter", [
     ...[...new Set(matching(/^rollout\/by_depth\/(.*)\/\d+$/).map(([drafter]) => drafter))].map((drafter) =>
       curve("Acceptance rate by depth: " + drafter, "",
@@ -243,11 +229,11 @@ const SECTIONS = {
     used("rollout/spot/version") && curve("Version of the drafter", "", [["version", "rollout/spot/version"]]),
     used("rollout/drafter_tokens") && curve("Training of the drafter", "tokens", [["drafter tokens", "rollout/drafter_tokens"]]),
     used("rollout/spot_seconds") && curve("Rollout blocked by drafter training", "s", [["spot seconds", "rollout/spot_seconds"]])]],
-  energy: ["Energy", columns((run) => energy(run.energy))],
+  energy: ["Energy", energy(run.energy)],
 };
 
-document.querySelector("h1").textContent = names.join(" and ");
-document.title = names.join(" and ") + " · tlt report";
+document.querySelector("h1").textContent = run.name;
+document.title = run.name + " · tlt report";
 for (const [id, [name, blocks]] of Object.entries(SECTIONS)) {
   if (!blocks.some(Boolean)) continue;
   document.querySelector("nav").append(el("a", { href: "#" + id }, name));

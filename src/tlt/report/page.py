@@ -17,7 +17,6 @@ _MOST_GROUPS, _MOST_RESPONSES, _MOST_CHARACTERS = 30, 8, 2500
 _FACTS = ("step", "task", "reward", "scores", "outcome", "length", "finish_reason")
 
 Row = Mapping[str, Any]
-MOST_POINTS = 500  # largest number of points of a line in a chart
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, Any]:
@@ -67,9 +66,9 @@ def _cut(value: Any) -> str | None:
     return f"{text[: _MOST_CHARACTERS * 2 // 3]} […] {text[-_MOST_CHARACTERS // 3 :]}"
 
 
-def page_of(runs: Sequence[RunData]) -> str:
-    """Return the page about one or several runs as self-contained HTML."""
-    content = {"runs": [content_of(run) for run in runs], "differences": story.differences(runs)}
+def page_of(run: RunData) -> str:
+    """Return the page about a run as self-contained HTML."""
+    content = content_of(run)
     # JSON.parse in browsers refuses NaN, and a "<" could end the HTML script element
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     text = json.dumps(finite, separators=(",", ":")).replace("<", "\\u003c")
@@ -86,35 +85,15 @@ def content_of(run: RunData) -> dict[str, Any]:
         "sentences": story.sentences(run),
         "advice": story.advice(run)[1:],
         "faults": run.faults,
-        "results": _results(run),
         "gain": gain._asdict() | {"verdict": verdict(gain)} if gain else None,
         "policy_sha256": run.summary.get("policy_sha256"),
         "proof": _proof(run),
         "useful_share": story.useful_share(run),
         "worker_seconds": story.worker_seconds(run),
         "has_trace": (run.folder / "trace.json").exists(),
-        "columns": {path: thinned(column) for path, column in run.columns.items()},
+        "columns": {path: list(column.items()) for path, column in run.columns.items()},
         "groups": groups_of(run.completions),
         "energy": total_energy(run.steps),
-    }
-
-
-def _results(run: RunData) -> dict[str, float | None]:
-    """Return the results of a run for the table that compares several runs: label -> number."""
-    rewards = story.rewards(run)
-    gain = gain_of(run.steps)
-    seconds = run.total("seconds/total") - run.total("seconds/compare")
-    cpu_seconds = run.total("energy/cpu_seconds") - run.total("energy/phases/compare/cpu_seconds")
-    per_step = "per step, without run.compare_every"
-    return {
-        "steps": len(run.steps),
-        f"seconds {per_step}": seconds / (len(run.steps) or 1),
-        "mean reward, last steps": rewards[1] if rewards else None,
-        "times plain decoding": gain.times if gain else None,
-        "tokens per second of rollout": run.total("tokens") / (run.total("seconds/rollout") or 1),
-        "accept length": run.total("tokens") / (run.total("rollout/row_passes") or 1),
-        "useful share of worker time": story.useful_share(run),
-        f"CPU seconds {per_step}": cpu_seconds / len(run.steps) if cpu_seconds else None,
     }
 
 
@@ -129,15 +108,3 @@ def _proof(run: RunData) -> dict[str, str | float]:
         "steps skipped": run.missing_steps,
         "seconds that a worker was absent": run.states["ABSENT"],
     }
-
-
-def thinned(column: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Return the points (step, value) of a chart line, at most about `MOST_POINTS`. If there are more, keep only the
-    lowest and the highest value in each range of steps."""
-    points = list(column.items())
-    if len(points) > MOST_POINTS:
-        size = -(-len(points) * 2 // MOST_POINTS)
-        ranges = [points[at : at + size] for at in range(0, len(points), size)]
-        ends = [{choose(part, key=lambda point: point[1]) for choose in (min, max)} for part in ranges]
-        points = [point for pair in ends for point in sorted(pair)]
-    return [(step, float(f"{value:.4g}")) for step, value in points]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from tlt.gain import gain_of, verdict
-from tlt.metrics import first_and_last, leaves
+from tlt.metrics import first_and_last
 from tlt.report.read import RunData
 from tlt.trace import FACTS, IDLE, ROLLOUT, UPDATE
 from tlt.wording import counted
@@ -114,10 +112,3 @@ def advice(run: RunData) -> list[str]:
     advised = [text.format(numbers[name]) for name, (limit, text) in _RULES.items() if numbers[name] > limit]
     none = "No number of this run asks for a change." if run.steps else "Advice needs the numbers of a finished step."
     return advised or [none]
-
-
-def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
-    """Return the configuration fields that differ between runs, except run.folder, with the value in each run."""
-    flat = [dict(leaves(run.config, ".")) for run in runs]
-    found = {key: [tree.get(key) for tree in flat] for key in sorted(set().union(*flat) - {"run.folder"})}
-    return [(key, values) for key, values in found.items() if any(value != values[0] for value in values)]

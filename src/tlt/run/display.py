@@ -19,26 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.config import Config
+from tlt.gain import NO_GAIN, Gain, gained_little, same_tokens, verdict, why_they_differ
 from tlt.loop import StepResult, Watcher
-from tlt.metrics import useful_share
 from tlt.progress import Work, working
-from tlt.run.closing import closing
-from tlt.run.panels import BARS, WorkersView, stacked
-from tlt.trace import FACTS, STATES
+from tlt.trace import FACTS, ROLLOUT, SPOT
 from tlt.types import Response, StepMetrics, WorkerNow
+from tlt.wording import counted
 
 _SHOWN_STEPS = 10
-_OTHER_LINES = 19  # lines of the terminal that the panel needs for everything but the table of steps
-_PHASES = {
-    "rollout": "green",
-    "compare": "red",
-    "reward": "yellow",
-    "update": "blue",
-    "sync": "magenta",
-    "save": "cyan",
-    "eval": "bright_black",
-    "other": "white",
-}
+_OTHER_LINES = 14  # lines of the terminal that the panel needs for everything but the table of steps
+_PHASES = ("rollout", "compare", "reward", "update", "sync", "save", "eval", "other")
 
 
 class Display(Watcher):
@@ -46,7 +36,6 @@ class Display(Watcher):
         self.console = console or Console(markup=False, emoji=False)
         self.history: list[StepMetrics] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
-        self.workers = WorkersView()
         self.asked_to_stop = ""
         self._live: Live | None = None
         self._work = Work("train", None, "steps")
@@ -90,7 +79,6 @@ class Display(Watcher):
     def phase(self, step: int, name: str, total: int) -> None:
         self.now = (name, step, 0, total)
         self._work.note = f"{name} 0/{total}" if total and name != "update" else name
-        self.workers.phase()
 
     def response(self, response: Response) -> None:
         name, step, done, total = self.now
@@ -129,21 +117,26 @@ class Display(Watcher):
         if self.asked_to_stop:
             parts.insert(0, Text(self.asked_to_stop, "bold yellow"))
         if self.history:
-            parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies(), self._drafters()]
+            parts += [self._table(), *(Text(alarm, "bold red") for alarm in _alarms(self.history[-1]))]
         if self.evaluations:
             parts.append(Text(self._held_out()))
         folder = Text(self.config.run.folder)
         return Panel(Group(*parts), title="tlt", title_align="left", subtitle=folder, subtitle_align="right")
 
-    def _workers(self, step: int) -> RenderableType:
-        now = self.workers_now()
-        self.workers.record(now)
-        return self.workers.table(now, step, self._width)
-
-    @property
-    def _width(self) -> int:
-        """Width in columns of a bar that has other text on its line."""
-        return 40 if self.console.width >= 100 else 24
+    def _workers(self, step: int) -> Table:
+        """Return the table of the workers. Its last column shows for which future steps a worker decodes look-ahead
+        drafts."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("worker", justify="right")
+        table.add_column("state", width=len(ROLLOUT))
+        for column in ("rows", "longest"):
+            table.add_column(column, justify="right")
+        table.add_column("steps ahead", no_wrap=True)
+        for index, worker in enumerate(self.workers_now()):
+            rows, longest = str(len(worker.live) or ""), str(max(worker.live, default=""))
+            ahead = ", ".join(str(step + 1 + offset) for offset in worker.ahead)
+            table.add_row(str(index), Text(worker.state, FACTS[worker.state].colour), rows, longest, ahead)
+        return table
 
     def _held_out(self) -> str:
         step, found = self.evaluations[-1]
@@ -158,16 +151,6 @@ class Display(Watcher):
         steps = self.config.train.steps - last.step
         gone = min(time.monotonic() - self._step_began, last.seconds_left / max(1, steps))
         return f"{timedelta(seconds=round(last.seconds_left - gone))} left"
-
-    def _rewards(self) -> Text:
-        rewards = [m.reward for m in self.history][-60:]
-        low, high = min(rewards), max(rewards)
-        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-        return Text.assemble(
-            "reward ",
-            ("".join(BARS[round((r - low) * scale)] for r in rewards), "green"),
-            f"  {low:.2f} .. {high:.2f}",
-        )
 
     def _table(self) -> Table:
         """Return the table with the metrics of the last steps. It is at most 74 characters wide."""
@@ -189,38 +172,6 @@ class Display(Watcher):
                 f"{m.seconds['total']:.1f}",
             )
         return table
-
-    def _where_time_went(self) -> list[Text]:
-        """Return two bars: the shares of phases in the time of all steps, and of states in the workers' time."""
-        phases = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
-        workers = [worker for m in self.history for worker in m.workers]
-        states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
-        width = self._width - 8
-        useful = useful_share((m.workers, m.rollout) for m in self.history)
-        colours = {state: FACTS[state].colour for state in STATES}
-        spent = stacked("workers", states, colours, width).append(f"  useful\N{NO-BREAK SPACE}{useful:.0%}", "bold")
-        return [stacked("time", phases, _PHASES, width), spent]
-
-    def _strategies(self) -> Text:
-        """Return a line with the four strategies that the last rollout used most, and a line for each drafter whose
-        acceptance rate has fallen."""
-        rollout = self.history[-1].rollout
-        rounds = sorted(rollout["strategies"].items(), key=lambda item: -item[1])
-        total = sum(count for _, count in rounds) or 1
-        used = ", ".join(f"{name} {count / total:.0%}" for name, count in rounds[:4])
-        return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
-
-    def _drafters(self) -> Text:
-        """Return a line with the acceptance rate of each drafter's first draft token in the last rollout."""
-        rollout = self.history[-1].rollout
-        spot = rollout["spot"]
-        rates = ", ".join(f"{name} {share:.0%}" for name, share in rollout["acceptance_rate"].items())
-        learned = ""
-        if "version" in spot:
-            training = "at rest" if spot["rests"] else "in training"
-            learned = f"learned drafter: version {spot['version']:.0f}, {training}; "
-        accepted = f"first token accepted: {rates}" * bool(rates)
-        return Text(f"draft   {learned}{accepted}")
 
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
@@ -254,8 +205,8 @@ class JsonLines(Display):
         self._write("evaluation", {"step": step, **found})
 
     def end(self, summary: dict[str, Any], folder: str) -> None:
-        """Write the summary of the run: summary.json without its lists of values by step."""
-        self._write("end", {"folder": folder, **{name: value for name, value in summary.items() if name != "by_step"}})
+        """Write the summary of the run, the same as in summary.json."""
+        self._write("end", {"folder": folder, **summary})
 
     def _write(self, event: str, facts: dict[str, Any]) -> None:
         print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
@@ -296,3 +247,59 @@ def _alarms(m: StepMetrics) -> list[str]:
         "correct, but speculation is slow; train the drafter again"
         for name, now in alarms.items()
     ]
+
+
+# -- the last lines of a run -------------------------------------------------------------------------------------------
+
+
+def closing(summary: dict[str, Any], folder: str) -> list[Text]:
+    """Return the lines that are printed at the end of a run. `summary` is the content of summary.json."""
+    missing = summary["without_reward"]
+    lines = [
+        Text(
+            f"{counted(summary['steps'], 'step')}: mean reward {_first_and_last(summary)}; "
+            f"{summary['seconds']['total']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s, "
+            f"accept length {summary['accept_length']:.2f}, "
+            f"{summary['useful_share']:.0%} of the workers' time useful"
+        )
+    ]
+    if summary["gain"]:
+        gain = Gain(**summary["gain"])
+        lines.append(Text(f"{verdict(gain)}; {same_tokens(summary['compared'])}"))
+        if summary["compared"]["differ"]:
+            lines.append(Text(why_they_differ(summary)))
+        if gained_little(gain):
+            lines.append(Text(NO_GAIN))
+    trained = sum(worker["seconds"][SPOT] for worker in summary["workers"])
+    if trained >= 0.05:  # less is shown as 0.0
+        last = summary["drafter_version"]
+        better = f"version {last:.0f} is in use" if last else "the first drafter is still in use"
+        lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
+    if missing:
+        share = sum(missing.values()) / summary["responses"]
+        named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
+        responses = counted(summary["responses"], "response")
+        line = f"{share:.1%} of {responses} had no reward ({named}): see the errors above"
+        lines.append(Text(line, "bold red"))
+    if peaks := summary["peak_memory"]:
+        lines.append(Text(_memory(**peaks)))
+    return [*lines, Text(f"all files are in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
+
+
+def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
+    """Return a line with the peak memory of the main process, and of the worker process with the highest peak."""
+    if not workers:
+        return f"peak memory: {_mib(driver)}"
+    largest = max(workers.values(), key=lambda peak: peak["resident"])
+    return f"peak memory: main process {_mib(driver)}, largest worker process {_mib(largest)}"
+
+
+def _mib(peak: dict[str, float]) -> str:
+    return f"{peak['resident']:,.0f} MiB" + (f" and {peak['cuda']:,.0f} MiB on CUDA" if "cuda" in peak else "")
+
+
+def _first_and_last(summary: dict[str, Any]) -> str:
+    """Return text with the mean rewards of the first and the last steps, and the number of these steps."""
+    first, last, steps = (summary[f"reward_{name}"] for name in ("first", "last", "steps"))
+    some = "step" if steps == 1 else f"{steps} steps"
+    return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"

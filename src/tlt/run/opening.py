@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from tlt.config import Config
 from tlt.data.prompts import Cursor, DataError, fingerprints
 from tlt.data.tokenizer import load_tokenizer
 from tlt.environments.tools import with_tools
-from tlt.gain import BusyWarning
 from tlt.loop import Parts
 from tlt.models.weights import folder_sha256, num_weights
 from tlt.rewards import sources_sha256
@@ -70,7 +69,6 @@ class Run:
     """changes of the recipe at resumes that may affect the result, see `resume.allowed_changes`"""
     on_save: OnSave | None
     """runner of run.on_save, the user's command after a save"""
-    busy: BusyWarning = field(default_factory=BusyWarning)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
